@@ -1,0 +1,236 @@
+"""What a caller may ask for: frozen dataclasses, and the parsing of their short strings.
+
+Nothing here touches a model. Every function raises `ValueError` (a wrong value) or `TypeError` (a wrong kind of
+value) with the value, the reason and what is accepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+
+Strategy = Literal["fsdp2", "ddp", "single"]
+STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
+
+ACStrategy = Literal["none", "full", "selective", "submodule", "sequential"]
+AC_STRATEGIES: tuple[str, ...] = ("none", "full", "selective", "submodule", "sequential")
+
+_BYTE_UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)} | {
+    f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)
+}
+_DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16,
+}  # fmt: skip
+
+
+def normalise(word: str) -> str:
+    """Lower case, ``-`` as ``_``, no outer blanks: how every short string of ours is compared."""
+    return word.strip().lower().replace("-", "_")
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """``" Did you mean 'x'?"``, or nothing where nothing is close."""
+    close = get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Activation checkpointing, spelled out. Usable as ``ac=`` of `nemo_like.parallelize`."""
+
+    enabled: bool = False
+    """Whether anything is checkpointed at all."""
+    strategy: str = "selective"
+    """``none`` | ``full`` | ``selective`` | ``submodule`` | ``sequential``; case and ``-`` for ``_`` do not matter."""
+    memory_threshold_mb: float = 50.0
+    """Profile-driven only: layers whose measured activations exceed this many MB (10**6 bytes) are checkpointed."""
+    use_reentrant: bool = False
+    """The older autograd-function form of checkpointing; refused where torch does not support it."""
+    preserve_rng_state: bool = True
+    """Replay with the forward's random numbers, so that dropout gives the same gradients as without checkpointing."""
+    snn_timestep_checkpoint: bool = False
+    """Checkpoint chunks of timesteps of modules that unroll a cell."""
+    snn_chunk_size: int = 1
+    """Timesteps per checkpointed chunk."""
+    sequential_segments: int | None = None
+    """How many segments ``sequential`` makes; None: round(sqrt(number of layers))."""
+    profile_before_apply: bool = True
+    """Measure first and checkpoint only layers above `memory_threshold_mb`; needs a sample input."""
+    profile_num_runs: int = 3
+    """Runs per measurement."""
+    exclude_patterns: Sequence[str] = ()
+    """Globs over layer names (FQNs) that are never checkpointed."""
+    include_patterns: Sequence[str] = ()
+    """Globs over layer names (FQNs) that are always checkpointed; beats `exclude_patterns`."""
+    layer_classes: Sequence[str] | None = None
+    """Class names of the layers to checkpoint, such as ``["LlamaDecoderLayer"]``; None: found by structure."""
+    ops_to_save: Sequence[str] | None = None
+    """Names under ``torch.ops`` whose outputs are kept, such as ``"torch.ops.aten.mm.default"``; None: the default set."""
+
+    def __post_init__(self) -> None:
+        strategy = normalise(self.strategy) if isinstance(self.strategy, str) else self.strategy
+        if strategy not in AC_STRATEGIES:
+            raise ValueError(
+                f"CheckpointConfig.strategy is {self.strategy!r}; it must be one of {', '.join(AC_STRATEGIES)}."
+                + did_you_mean(str(self.strategy), AC_STRATEGIES)
+            )
+        object.__setattr__(self, "strategy", strategy)
+        if not self.memory_threshold_mb >= 0:
+            raise ValueError(f"CheckpointConfig.memory_threshold_mb is {self.memory_threshold_mb!r}; it must be >= 0.")
+        for name in ("snn_chunk_size", "profile_num_runs", "sequential_segments"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"CheckpointConfig.{name} is {value!r}; it must be a whole number >= 1.")
+        for name in ("exclude_patterns", "include_patterns", "layer_classes", "ops_to_save"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+                raise TypeError(f"CheckpointConfig.{name} is {value!r}; it must be a list of strings.")
+            object.__setattr__(self, name, tuple(value))
+        if self.ops_to_save is not None and strategy != "selective":
+            raise ValueError(
+                f"CheckpointConfig.ops_to_save is set, but strategy is {strategy!r}: only 'selective' keeps single ops."
+            )
+
+    @property
+    def mode(self) -> str:
+        """The strategy that takes effect: ``"none"`` where `enabled` is false."""
+        return self.strategy if self.enabled else "none"
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """A budget for `nemo_like.parallelize`'s ``ac=``: exactly one of the two fields is set.
+
+    >>> MemoryBudget.parse("40GiB").peak_bytes
+    42949672960
+    >>> MemoryBudget.parse("50%").fraction
+    0.5
+    """
+
+    peak_bytes: int | None = None
+    """Peak bytes per rank of a whole training step."""
+    fraction: float | None = None
+    """Share (0 to 1) of the activation bytes that no checkpointing would hold."""
+
+    def __post_init__(self) -> None:
+        if (self.peak_bytes is None) == (self.fraction is None):
+            raise ValueError("MemoryBudget needs exactly one of peak_bytes and fraction.")
+        if self.peak_bytes is not None and not self.peak_bytes > 0:
+            raise ValueError(f"MemoryBudget.peak_bytes is {self.peak_bytes!r}; it must be > 0.")
+        if self.fraction is not None and not 0 <= self.fraction <= 1:
+            raise ValueError(f"MemoryBudget.fraction is {self.fraction!r}; it must be between 0 and 1.")
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryBudget:
+        """``"40GiB"`` (bytes of peak per rank) or ``"50%"`` (of the activation bytes of no checkpointing)."""
+        stripped = text.strip()
+        if stripped.endswith("%"):
+            try:
+                return cls(fraction=float(stripped[:-1]) / 100)
+            except ValueError as error:
+                raise ValueError(f"Budget {text!r} is no percentage between 0% and 100%.") from error
+        return cls(peak_bytes=parse_bytes(text))
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Where what is kept waits: in host memory, within these limits."""
+
+    mode: str = "saved"
+    """``none`` | ``boundary`` (layer inputs) | ``saved`` (what the policy keeps) | ``all`` (every activation)."""
+    min_bytes: int = 1 << 20
+    """Smaller storages stay on the device, bytes."""
+    max_inflight_bytes: int = 1 << 30
+    """Device bytes that copies to the host may hold at one time."""
+    prefetch: int = 1
+    """How many layers ahead of backward the way back starts."""
+    pin_memory: bool = True
+    """Use page-locked host memory, where the device has it: needed for copies that overlap with computing."""
+    host_budget_bytes: int | None = None
+    """Host bytes per rank; past it, tensors stay on the device and this is logged once. None: no limit."""
+    on_unsupported: str = "keep"
+    """A tensor that cannot be moved: ``keep`` it on the device, or ``raise``."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("mode", ("none", "boundary", "saved", "all")), ("on_unsupported", ("keep", "raise"))):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"OffloadConfig.{name} is {value!r}; it must be one of {', '.join(known)}.")
+        for name, least in (("min_bytes", 0), ("max_inflight_bytes", 1), ("prefetch", 0), ("host_budget_bytes", 0)):
+            value = getattr(self, name)
+            if value is None and name == "host_budget_bytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"OffloadConfig.{name} is {value!r}; it must be a whole number >= {least}.")
+
+
+def parse_bytes(text: str) -> int:
+    """``"40GiB"``, ``"80 GB"``, ``"512MiB"`` or a bare number of bytes, as a whole number of bytes.
+
+    >>> parse_bytes("1.5KiB")
+    1536
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = (match[2].upper() or "B") if match else ""
+    if match is None or unit not in _BYTE_UNITS:
+        raise ValueError(f"{text!r} is no size in bytes; write it like '40GiB', '80GB' or '512MiB'.")
+    return math.floor(float(match[1]) * _BYTE_UNITS[unit])
+
+
+def parse_ac(ac: Any) -> CheckpointConfig | MemoryBudget:
+    """What ``ac=`` means: a `CheckpointConfig`, or a `MemoryBudget` for the planner.
+
+    Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"``, ``"sequential"``,
+    ``"auto"`` (raises here unless the planner resolves it first), a budget string, or either dataclass.
+
+    >>> parse_ac("Selective").mode
+    'selective'
+    """
+    if isinstance(ac, CheckpointConfig | MemoryBudget):
+        return ac
+    if ac is None or ac is False:
+        ac = "none"
+    elif ac is True:
+        ac = "full"
+    if not isinstance(ac, str):
+        raise TypeError(
+            f"ac is {ac!r}, a {type(ac).__name__}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
+            "a budget such as '40GiB' or '50%', a MemoryBudget or a CheckpointConfig."
+        )
+    word = normalise(ac)
+    if word in AC_STRATEGIES:
+        # A bare word asks for the mode itself, everywhere; only a CheckpointConfig asks for profiling first.
+        return CheckpointConfig(enabled=word != "none", strategy=word, profile_before_apply=False)
+    if re.match(r"\s*[\d.]", ac):
+        return MemoryBudget.parse(ac)
+    raise ValueError(
+        f"ac is {ac!r}; it must be one of {', '.join(AC_STRATEGIES)}, or a budget such as '40GiB' or '50%'."
+        + did_you_mean(word, AC_STRATEGIES)
+    )
+
+
+def parse_dtype(name: str, value: Any) -> torch.dtype | None:
+    """A torch dtype, its name (``"bf16"``, ``"bfloat16"``, ...) or None. `name` is the argument's, for the error."""
+    if value is None or isinstance(value, torch.dtype):
+        if value is not None and not value.is_floating_point:
+            raise ValueError(f"{name} is {value}; it must be a floating-point dtype.")
+        return value
+    if isinstance(value, str) and normalise(value) in _DTYPES:
+        return _DTYPES[normalise(value)]
+    raise ValueError(f"{name} is {value!r}; it must be a torch dtype or one of {', '.join(_DTYPES)}.")
+
+
+def field_names(cls: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields, in order."""
+    return tuple(field.name for field in dataclasses.fields(cls))

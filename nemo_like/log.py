@@ -1,0 +1,35 @@
+"""One logger, and the rule that a fallback is announced once and on rank zero only."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+logger = logging.getLogger("nemo_like")
+
+_announced: set[str] = set()
+
+
+def is_rank_zero() -> bool:
+    """True on the launcher's rank 0, and where no launcher set ``RANK``. Needs no process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say_once(message: str, *, level: int = logging.INFO, key: str | None = None) -> None:
+    """Log `message` on rank zero, once in this process for each `key` (default: the message itself)."""
+    key = message if key is None else key
+    if key in _announced:
+        return
+    _announced.add(key)
+    if is_rank_zero():
+        logger.log(level, message)
+
+
+def warn_once(message: str, *, key: str | None = None) -> None:
+    """`say_once` at WARNING: for every fallback, with what was asked, what was done, and why."""
+    say_once(message, level=logging.WARNING, key=key)
+
+
+def forget_announcements() -> None:
+    """Let every message be said again (tests use this to look at each one)."""
+    _announced.clear()
