@@ -1,0 +1,158 @@
+"""What `--model` may name: a preset, a ``config.json``, or ``module:function``.
+
+Nothing is downloaded, and weights are random: the commands and the recipe need shapes. Presets are the published
+shapes of the model families; transformers (extra ``hf``) builds them and is imported when a model is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.config import did_you_mean
+from nemo_like.extras import require
+
+
+def _llama(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int = 128_256, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+        "tie_word_embeddings": False,
+    } | more
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Ours, for trying things: byte-level (256 bytes), small enough for a laptop's CPU.
+    "llama-tiny": _llama(128, 384, 4, 4, 2, vocab=256),
+    "llama-small": _llama(512, 1536, 8, 8, 4, vocab=256),
+    # Llama 3 shapes: "The Llama 3 Herd of Models" (arXiv 2407.21783), table 3, and the 3.2 model cards.
+    "llama3-1b": _llama(2048, 8192, 16, 32, 8, tie_word_embeddings=True),
+    "llama3-3b": _llama(3072, 8192, 28, 24, 8, tie_word_embeddings=True, head_dim=128),
+    "llama3-8b": _llama(4096, 14_336, 32, 32, 8),
+    "llama3-70b": _llama(8192, 28_672, 80, 64, 8),
+    "llama3-405b": _llama(16_384, 53_248, 126, 128, 8),
+    # Qwen3 (arXiv 2505.09388), table 1.
+    "qwen3-8b": _llama(4096, 12_288, 36, 32, 8, vocab=151_936, model_type="qwen3", head_dim=128),
+    # Mixtral 8x7B (arXiv 2401.04088), table 1.
+    "mixtral-8x7b": _llama(
+        4096, 14_336, 32, 32, 8, vocab=32_000, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built on any device, `meta` included, and the input that a training step gives it."""
+
+    name: str
+    """How the caller named it."""
+    config: Any
+    """Its transformers config, or None for a ``module:function``."""
+    factory: Callable[[], nn.Module]
+    """Builds it on the current default device."""
+
+    def build(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+        """The model in training mode, with random weights, on `device`, with parameters of `dtype` (default: float32)."""
+        with torch.device(device):
+            model = self.factory()
+        return (model if dtype is None else model.to(dtype)).train()
+
+    @property
+    def vocab_size(self) -> int | None:
+        """How many token ids there are; None where the model does not say."""
+        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+        return getattr(text, "vocab_size", None)
+
+    def sample_input(self, batch_size: int, seq_len: int, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+        """Token ids, (batch_size, seq_len) int64, as ``input_ids`` and, shifted by the model itself, as ``labels``."""
+        if self.vocab_size is None:
+            raise ValueError(f"Model {self.name!r} states no vocab_size, so no token input can be made up for it.")
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=generator).to(device)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def resolve_model(spec: str) -> ModelSource:
+    """The model that `spec` names: a preset of `PRESETS`, a path to a ``config.json`` or its folder, or ``module:function``.
+
+    Raises:
+        ValueError: it names none of these; the message lists what is known.
+        MissingExtraError: transformers is needed and not installed.
+    """
+    if spec in PRESETS:
+        return _from_mapping(spec, PRESETS[spec])
+    path = Path(spec)
+    if path.is_dir() and (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.is_file():
+        return _from_mapping(spec, _read_json(path))
+    if ":" in spec and os.sep not in spec:
+        return ModelSource(spec, None, _import_factory(spec))
+    raise ValueError(
+        f"Model {spec!r} is no preset ({', '.join(PRESETS)}), no existing config.json and no 'module:function'."
+        + did_you_mean(spec, tuple(PRESETS))
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(loaded, dict) or "model_type" not in loaded:
+        raise ValueError(f"{path} has no 'model_type', so transformers cannot tell which model it describes.")
+    return loaded
+
+
+def _from_mapping(name: str, values: Mapping[str, Any]) -> ModelSource:
+    transformers = require("transformers", "hf", f"to build the model {name!r}")
+    kind = values["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"Model {name!r} has model_type {kind!r}, unknown to transformers {transformers.__version__}.")
+    config = transformers.CONFIG_MAPPING[kind].from_dict(dict(values))
+    auto = transformers.AutoModelForCausalLM
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto = transformers.AutoModel
+        for candidate in ("IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM"):
+            if type(config) in getattr(transformers, f"MODEL_FOR_{candidate}_MAPPING", {}):
+                auto = {
+                    "IMAGE_TEXT_TO_TEXT": transformers.AutoModelForImageTextToText,
+                    "SEQ_TO_SEQ_CAUSAL_LM": transformers.AutoModelForSeq2SeqLM,
+                }[candidate]
+                break
+    return ModelSource(name, config, lambda: auto.from_config(config))
+
+
+def _import_factory(spec: str) -> Callable[[], nn.Module]:
+    module_name, _, attribute = spec.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"Model {spec!r} cannot be imported: {error}. Is its module on PYTHONPATH?") from error
+    if not callable(factory):
+        raise ValueError(f"Model {spec!r} is a {type(factory).__name__}; it must be a function that returns the model.")
+
+    def build() -> nn.Module:
+        model = factory()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Model {spec!r} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+        return model
+
+    return build
