@@ -1,0 +1,21 @@
+"""One thread per process, and the server of `tests_distributed.spawn` ended with the session."""
+
+from __future__ import annotations
+
+import os
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")  # ranks share the machine's cores; a pool per rank would only make them wait
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from tests_distributed.spawn import close_server
+
+torch.set_num_threads(1)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    close_server()

@@ -1,0 +1,360 @@
+"""Run a function on real gloo ranks, cheaply: `run_ranks(world_size, fn, *args)`.
+
+    from tests_distributed.spawn import run_ranks
+
+    def _sum(rank, world_size, extra):          # module level: it is found again by its name
+        total = torch.tensor([rank + extra])
+        dist.all_reduce(total)                  # the gloo group is there already
+        return total.item()
+
+    def test_sum():
+        assert run_ranks(2, _sum, 10) == [21, 21]
+
+What a test can rely on:
+
+- `fn(rank, world_size, *args)` runs once per rank, in its own process, with torchrun's variables (``RANK``, ``LOCAL_RANK``,
+  ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), one thread, and the seed 0. ``init_group=False``
+  leaves the process group to `fn` (for code that builds it from the environment).
+- Results come back as a list by rank. Arguments and results go through pickle; plain tensors may, DTensors may not.
+- The exception of the rank that failed first is raised here with its own type and that rank's traceback and output as a note, so
+  that ``pytest.raises(ValueError, match=...)`` works. ``return_exceptions=True`` waits for every rank instead and
+  returns each one's exception in its place: for "a clear error on *every* rank".
+- After `timeout` seconds every rank left is killed and `RanksTimedOutError` shows where each one was standing.
+- ``env={"NAME": "value"}`` adds variables (None removes one).
+
+How: the first call starts one *server* with a fresh interpreter that imports torch and the slow modules once; each rank is a fork
+of it (some 20 ms instead of 5 s of imports). Forking from pytest itself would be simpler and wrong: its threads, its OpenMP pool and its
+autograd device threads (on a CUDA machine) do not survive a fork. The server never has a second thread; it checks.
+A test module is imported in the server, not in each rank, so keep module level free of side effects.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+DEFAULT_TIMEOUT = 60.0
+"""Seconds a call may take."""
+GRACE = 3.0
+"""Seconds that the other ranks get to end by themselves after one has failed."""
+
+# Imported once by the server. The tail of the list is what FSDP2, DTensor and transformers import at first use (found by
+# comparing sys.modules before and after a training step in a rank); a missing one is skipped, it is only slower.
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.tensor.debug",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch._dynamo",
+    "torch.testing._internal.distributed.fake_pg",
+    "torch.nn.parallel",
+    "torch.optim",
+    "nemo_like",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+class RanksTimedOutError(TimeoutError):
+    """Some rank had not returned in time; the message has every such rank's stack."""
+
+
+class RankDiedError(RuntimeError):
+    """A rank's process ended without a result (killed, or aborted in native code)."""
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = DEFAULT_TIMEOUT,
+    init_group: bool = True,
+    env: Mapping[str, str | None] | None = None,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on `world_size` gloo ranks; their results, by rank. See the module's docstring."""
+    if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__ or fn.__module__ == "__main__":
+        raise TypeError(f"{fn.__module__}.{fn.__qualname__} cannot be found again by name: define it at module level.")
+    request = {
+        "world_size": world_size,
+        "module": fn.__module__,
+        "qualname": fn.__qualname__,
+        "args": pickle.dumps(args),
+        "timeout": timeout,
+        "init_group": init_group,
+        "env": dict(env or {}),
+        "stop_early": not return_exceptions,
+        "path": sys.path,
+        "cwd": os.getcwd(),
+    }
+    answer = _server().ask(request)
+    if isinstance(answer, BaseException):
+        raise answer
+    outcomes = [_Outcome(**fields) for fields in answer]
+    values = [outcome.value() for outcome in outcomes]
+    if return_exceptions:
+        return values
+    failed = sorted((o.order, o.rank) for o in outcomes if o.failed)
+    if failed:
+        raise values[failed[0][1]]
+    return values
+
+
+class _Outcome:
+    """What one rank left behind."""
+
+    def __init__(self, rank: int, order: float, failed: bool, payload: bytes, text: str):
+        self.rank, self.order, self.failed, self.payload, self.text = rank, order, failed, payload, text
+
+    def value(self) -> Any:
+        try:
+            value = pickle.loads(self.payload)
+        except Exception as error:  # noqa: BLE001  (an exception class that pickles and does not unpickle: keep its text)
+            value = RuntimeError(f"rank {self.rank}: its result does not unpickle here ({error})")
+            self.failed = True
+        if self.failed:
+            value.add_note(f"--- rank {self.rank} ---\n{self.text}")
+        return value
+
+
+# ---------------------------------------------------------------------------------------------------------- the client
+
+
+class _Server:
+    """The connection to the forking process."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests_distributed.spawn", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], env=env, cwd=Path(__file__).parents[1], stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        self.connection = Connection(ours.detach())
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        try:
+            self.connection.send_bytes(pickle.dumps(request))
+            return pickle.loads(self.connection.recv_bytes())
+        except BaseException:  # ctrl-C and pytest's own timeout too: ranks must end, a half-read answer must not be read again
+            self.close()
+            raise
+
+    def close(self) -> None:
+        global _the_server
+        _the_server = None
+        self.connection.close()  # the server sees the end of the stream, kills its ranks and leaves
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+_the_server: _Server | None = None
+
+
+def _server() -> _Server:
+    global _the_server
+    if _the_server is None or _the_server.process.poll() is not None:
+        _the_server = _Server()
+        atexit.register(_the_server.close)
+    return _the_server
+
+
+def close_server() -> None:
+    """End the server, if one was started."""
+    if _the_server is not None:
+        _the_server.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- the server
+
+
+def _serve(connection: Connection) -> None:
+    for name in PRELOAD:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for pytest, which then closes the connection
+    while True:
+        try:
+            request = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            answer: Any = _run_request(connection, request)
+        except _ClientGoneError:
+            return
+        except BaseException as error:  # noqa: BLE001  (whatever it is belongs to the asking test)
+            error.add_note("in the server of tests_distributed/spawn.py:\n" + traceback.format_exc())
+            answer = error
+        try:
+            connection.send_bytes(pickle.dumps(answer))
+        except (pickle.PicklingError, TypeError, AttributeError):
+            connection.send_bytes(pickle.dumps(RuntimeError(repr(answer))))
+
+
+class _ClientGoneError(Exception):
+    pass
+
+
+def _run_request(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    sys.path[:] = request["path"]
+    os.chdir(request["cwd"])
+    importlib.invalidate_caches()
+    importlib.import_module(request["module"])
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    if threads != 1:
+        raise RuntimeError(f"importing {request['module']} left {threads} threads running: forking is not safe then.")
+    folder = tempfile.mkdtemp(prefix="nemo_like_ranks_")
+    ranks: dict[int, tuple[int, Connection]] = {}
+    port = _free_port()
+    try:
+        for rank in range(request["world_size"]):
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                connection.close()
+                _be_a_rank(rank, port, folder, Connection(theirs.detach()), request)
+            theirs.close()
+            ranks[rank] = (pid, Connection(ours.detach()))
+        return _collect(connection, ranks, folder, request)
+    finally:
+        for pid, pipe in ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            pipe.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _collect(
+    connection: Connection, ranks: Mapping[int, tuple[int, Connection]], folder: str, request: dict[str, Any]
+) -> list[dict[str, Any]]:
+    waiting = {pipe: rank for rank, (_, pipe) in ranks.items()}
+    outcomes: dict[int, dict[str, Any]] = {}
+    start = time.monotonic()
+    deadline = start + request["timeout"]
+    cut_short = False
+    while waiting and time.monotonic() < deadline:
+        for ready in wait([*waiting, connection], timeout=max(0.0, deadline - time.monotonic())):
+            if ready is connection:
+                raise _ClientGoneError  # the client never speaks while it waits: this is the end of its stream
+            rank = waiting.pop(ready)  # type: ignore[call-overload]
+            try:
+                failed, payload, text = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                failed, payload = True, pickle.dumps(RankDiedError(f"rank {rank} ended without a result"))
+                text = _output(folder, rank)
+            order = time.monotonic() - start
+            outcomes[rank] = {"rank": rank, "order": order, "failed": failed, "payload": payload, "text": text}
+            if failed and request["stop_early"] and not cut_short:
+                cut_short = True
+                deadline = min(deadline, time.monotonic() + GRACE)
+    for rank in waiting.values():  # too late: where does it stand?
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[rank][0], signal.SIGUSR1)
+    if waiting:
+        time.sleep(0.3)
+    for rank in waiting.values():
+        error = RanksTimedOutError(f"rank {rank} of {request['world_size']} was still running after {request['timeout']} s")
+        fields = {"failed": True, "payload": pickle.dumps(error), "text": _output(folder, rank)}
+        outcomes[rank] = {"rank": rank, "order": float("inf"), **fields}
+    return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def _output(folder: str, rank: int) -> str:
+    text = Path(folder, f"rank{rank}.log").read_text(errors="replace")
+    return text[-6000:] or "(it wrote nothing)"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _be_a_rank(rank: int, port: int, folder: str, pipe: Connection, request: dict[str, Any]) -> None:
+    """Run the function in this forked process, answer, and leave without the interpreter's long goodbye."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    log = os.open(os.path.join(folder, f"rank{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.enable()
+    world_size = request["world_size"]
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    for name, value in request["env"].items():
+        os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+    failed, text = False, ""
+    try:
+        payload = pickle.dumps(_call(rank, world_size, folder, request))
+    except BaseException as error:  # noqa: BLE001  (SystemExit too: it goes back to the test)
+        failed, text = True, traceback.format_exc()
+        try:
+            payload = pickle.dumps(error)
+            pickle.loads(payload)
+        except Exception:  # noqa: BLE001
+            payload = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if failed:
+        text += "--- output ---\n" + _output(folder, rank)
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(pickle.dumps((failed, payload, text)))
+    os._exit(1 if failed else 0)
+
+
+def _call(rank: int, world_size: int, folder: str, request: dict[str, Any]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    fn: Any = sys.modules[request["module"]]
+    for part in request["qualname"].split("."):
+        fn = getattr(fn, part)
+    if request["init_group"]:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=request["timeout"]),
+        )  # fmt: skip
+    result = fn(rank, world_size, *pickle.loads(request["args"]))
+    if dist.is_initialized():
+        if request["init_group"]:
+            dist.barrier()  # a rank that leaves early would break the others' last collective
+        dist.destroy_process_group()
+    return result
+
+
+if __name__ == "__main__":
+    from tests_distributed.spawn import _serve as serve  # so that pickled classes are those of the importable module
+
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,93 @@
+"""The helper that every other file here stands on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests_distributed.spawn import RankDiedError, RanksTimedOutError, run_ranks
+
+
+def _sum(rank: int, world_size: int, extra: int) -> int:
+    total = torch.tensor([rank + extra])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _from_environment(rank: int, world_size: int) -> tuple[int, int, str]:
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size(), os.environ["EXTRA"]
+
+
+def _fail_on(rank: int, world_size: int, failing: list[int]) -> str:
+    if rank in failing:
+        raise ValueError(f"no {rank} here")
+    dist.barrier()
+    return "fine"
+
+
+def _hang(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(100)
+
+
+def _abort(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.abort()
+
+
+def _backward(rank: int, world_size: int) -> torch.Tensor:
+    weight = torch.full((2, 2), float(rank), requires_grad=True)
+    (weight**2).sum().backward()
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    return weight.grad
+
+
+def test_results_come_back_by_rank() -> None:
+    assert run_ranks(2, _sum, 10) == [21, 21]
+    assert run_ranks(4, _sum, 0) == [6] * 4
+
+
+def test_environment_is_the_launchers() -> None:
+    result = run_ranks(2, _from_environment, init_group=False, env={"EXTRA": "yes"})
+    assert result == [(0, 2, "yes"), (1, 2, "yes")]
+
+
+def test_autograd_and_tensors_survive_the_fork() -> None:
+    for gradient in run_ranks(2, _backward):
+        assert torch.equal(gradient, torch.full((2, 2), 2.0))
+
+
+def test_first_failure_is_raised_with_its_type_and_traceback() -> None:
+    with pytest.raises(ValueError, match="no 1 here") as caught:
+        run_ranks(2, _fail_on, [1])
+    assert "_fail_on" in "".join(caught.value.__notes__)
+
+
+def test_every_ranks_exception_can_be_seen() -> None:
+    errors = run_ranks(2, _fail_on, [0, 1], return_exceptions=True)
+    assert [(type(e), str(e)) for e in errors] == [(ValueError, "no 0 here"), (ValueError, "no 1 here")]
+
+
+def test_a_hung_rank_is_killed_and_shown() -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksTimedOutError, match="rank 0 of 2") as caught:
+        run_ranks(2, _hang, timeout=2.0)
+    assert time.monotonic() - started < 10
+    assert "barrier" in "".join(caught.value.__notes__)  # rank 0 waits for rank 1
+
+
+def test_a_rank_that_dies_is_reported() -> None:
+    with pytest.raises((RankDiedError, RuntimeError)) as caught:
+        run_ranks(2, _abort)
+    assert isinstance(caught.value, RankDiedError) or "gloo" in str(caught.value)
+
+
+def test_a_local_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="module level"):
+        run_ranks(2, lambda rank, world_size: None)
