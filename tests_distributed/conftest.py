@@ -9,10 +9,10 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
-from tests_distributed.spawn import close_server
+from tests_distributed.spawn import close_server  # noqa: E402
 
 torch.set_num_threads(1)
 

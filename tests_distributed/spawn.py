@@ -12,20 +12,21 @@
 
 What a test can rely on:
 
-- `fn(rank, world_size, *args)` runs once per rank, in its own process, with torchrun's variables (``RANK``, ``LOCAL_RANK``,
-  ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), one thread, and the seed 0. ``init_group=False``
-  leaves the process group to `fn` (for code that builds it from the environment).
+- `fn(rank, world_size, *args)` runs once per rank, in its own process, with torchrun's variables (``RANK``,
+  ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), one thread, and the seed 0.
+  ``init_group=False`` leaves the process group to `fn` (for code that builds it from the environment).
 - Results come back as a list by rank. Arguments and results go through pickle; plain tensors may, DTensors may not.
-- The exception of the rank that failed first is raised here with its own type and that rank's traceback and output as a note, so
-  that ``pytest.raises(ValueError, match=...)`` works. ``return_exceptions=True`` waits for every rank instead and
-  returns each one's exception in its place: for "a clear error on *every* rank".
+- The exception of the rank that failed first is raised here with its own type, and with that rank's traceback and
+  output as a note, so that ``pytest.raises(ValueError, match=...)`` works. ``return_exceptions=True`` waits for every
+  rank instead and returns each one's exception in its place: for "a clear error on *every* rank".
 - After `timeout` seconds every rank left is killed and `RanksTimedOutError` shows where each one was standing.
 - ``env={"NAME": "value"}`` adds variables (None removes one).
 
-How: the first call starts one *server* with a fresh interpreter that imports torch and the slow modules once; each rank is a fork
-of it (some 20 ms instead of 5 s of imports). Forking from pytest itself would be simpler and wrong: its threads, its OpenMP pool and its
-autograd device threads (on a CUDA machine) do not survive a fork. The server never has a second thread; it checks.
-A test module is imported in the server, not in each rank, so keep module level free of side effects.
+How: the first call starts one *server* with a fresh interpreter that imports torch and the slow modules once; each
+rank is a fork of it (some 20 ms instead of 5 s of imports). Forking from pytest itself would be simpler and wrong:
+its threads, its OpenMP pool and its autograd device threads (on a CUDA machine) do not survive a fork. The server
+never has a second thread; it checks. A test module is imported in the server, not in each rank, so keep module level
+free of side effects.
 """
 
 from __future__ import annotations
@@ -55,8 +56,7 @@ DEFAULT_TIMEOUT = 60.0
 GRACE = 3.0
 """Seconds that the other ranks get to end by themselves after one has failed."""
 
-# Imported once by the server. The tail of the list is what FSDP2, DTensor and transformers import at first use (found by
-# comparing sys.modules before and after a training step in a rank); a missing one is skipped, it is only slower.
+# Imported once by the server, because they are slow; one that is missing is skipped.
 PRELOAD = (
     "torch",
     "torch.distributed.fsdp",
@@ -90,7 +90,7 @@ def run_ranks(
     env: Mapping[str, str | None] | None = None,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on `world_size` gloo ranks; their results, by rank. See the module's docstring."""
+    """Call ``fn(rank, world_size, *args)`` on `world_size` gloo ranks; results by rank (see the module's docstring)."""
     if "<locals>" in fn.__qualname__ or "<lambda>" in fn.__qualname__ or fn.__module__ == "__main__":
         raise TypeError(f"{fn.__module__}.{fn.__qualname__} cannot be found again by name: define it at module level.")
     request = {
@@ -157,7 +157,7 @@ class _Server:
         try:
             self.connection.send_bytes(pickle.dumps(request))
             return pickle.loads(self.connection.recv_bytes())
-        except BaseException:  # ctrl-C and pytest's own timeout too: ranks must end, a half-read answer must not be read again
+        except BaseException:  # ctrl-C and pytest's timeout too: ranks must end, half an answer must not stay behind
             self.close()
             raise
 
@@ -282,7 +282,9 @@ def _collect(
     if waiting:
         time.sleep(0.3)
     for rank in waiting.values():
-        error = RanksTimedOutError(f"rank {rank} of {request['world_size']} was still running after {request['timeout']} s")
+        error = RanksTimedOutError(
+            f"rank {rank} of {request['world_size']} was still running after {request['timeout']} s"
+        )
         fields = {"failed": True, "payload": pickle.dumps(error), "text": _output(folder, rank)}
         outcomes[rank] = {"rank": rank, "order": float("inf"), **fields}
     return [outcomes[rank] for rank in sorted(outcomes)]
