@@ -1,0 +1,95 @@
+"""Names of the bare model: module trees walked as if no wrapper stood in them.
+
+A wrapper (checkpointing, `torch.compile`, data parallel) adds one segment to every name below it. Callers write names
+of the model they built, so the walks here look through wrappers and leave their segments out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+# Attribute under which a wrapper registers what it wraps. The two last belong to wrappers whose attribute is the plain
+# word "module", so those are told apart by class name.
+_INNER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+_MODULE_WRAPPERS = ("DistributedDataParallel", "DataParallel")
+
+
+def inner_name(module: nn.Module) -> str | None:
+    """The name under which the wrapper `module` registers its inside, or None where `module` is no wrapper."""
+    children = module._modules
+    for name in _INNER_NAMES:
+        if children.get(name) is not None:
+            return name
+    if type(module).__name__ in _MODULE_WRAPPERS and children.get("module") is not None:
+        return "module"
+    return None
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The module inside every wrapper, or the module itself."""
+    while (name := inner_name(module)) is not None:
+        inner = module._modules[name]
+        assert inner is not None  # inner_name looked
+        module = inner
+    return module
+
+
+def bare_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, registered child) of the bare module; a child may itself be a wrapper."""
+    for name, child in bare(module)._modules.items():
+        if child is not None:
+            yield name, child
+
+
+def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(FQN in the bare model, registered module) in registration order, each object once under its first name.
+
+    Where a module stands in a wrapper, the outermost wrapper is yielded, once: it is what the parent calls.
+    """
+    seen: set[int] = set()
+    stack = [(fqn, module)]
+    while stack:
+        name, current = stack.pop()
+        if id(bare(current)) in seen:
+            continue
+        seen.add(id(bare(current)))
+        yield name, current
+        stack.extend((join(name, key), child) for key, child in reversed(list(bare_children(current))))
+
+
+def join(prefix: str, name: str) -> str:
+    """``"a.b"`` from ``"a"`` and ``"b"``; ``"b"`` where the prefix is empty."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def bare_name(fqn: str) -> str:
+    """`fqn` without the segments that wrappers add.
+
+    >>> bare_name("_orig_mod.model.layers.0._checkpoint_wrapped_module.mlp")
+    'model.layers.0.mlp'
+    """
+    return ".".join(part for part in fqn.split(".") if part not in _INNER_NAMES)
+
+
+def glob_to_regex(pattern: str) -> re.Pattern[str]:
+    """A glob over FQNs: ``*`` and ``?`` stay within one dotted segment, ``**`` crosses any number, ``[..]`` is a set.
+
+    >>> bool(glob_to_regex("model.layers.*").fullmatch("model.layers.3"))
+    True
+    >>> bool(glob_to_regex("model.layers.*").fullmatch("model.layers.3.mlp"))
+    False
+    """
+    tokens = re.findall(r"\*\*|\*|\?|\[[^\]]+\]|[^*?\[]+|\[", pattern)
+    special = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
+    parts = []
+    for token in tokens:
+        if token in special:
+            parts.append(special[token])
+        elif token.startswith("[") and len(token) > 1:
+            parts.append("[" + token[1:].replace("!", "^", 1) if token[1] == "!" else token)
+        else:
+            parts.append(re.escape(token))
+    return re.compile("".join(parts))
