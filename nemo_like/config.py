@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from nemo_like.extras import require
 
 Strategy = Literal["fsdp2", "ddp", "single"]
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
@@ -74,7 +78,7 @@ class CheckpointConfig:
     layer_classes: Sequence[str] | None = None
     """Class names of the layers to checkpoint, such as ``["LlamaDecoderLayer"]``; None: found by structure."""
     ops_to_save: Sequence[str] | None = None
-    """Names under ``torch.ops`` whose outputs are kept, such as ``"torch.ops.aten.mm.default"``; None: the default set."""
+    """Ops under ``torch.ops`` whose outputs are kept, such as ``"torch.ops.aten.mm.default"``; None: a built-in set."""
 
     def __post_init__(self) -> None:
         strategy = normalise(self.strategy) if isinstance(self.strategy, str) else self.strategy
@@ -84,23 +88,104 @@ class CheckpointConfig:
                 + did_you_mean(str(self.strategy), AC_STRATEGIES)
             )
         object.__setattr__(self, "strategy", strategy)
-        if not self.memory_threshold_mb >= 0:
-            raise ValueError(f"CheckpointConfig.memory_threshold_mb is {self.memory_threshold_mb!r}; it must be >= 0.")
+        self._check_scalars()
+        self._check_names()
+        self._check_contradictions()
+
+    def _check_scalars(self) -> None:
+        for name in (f.name for f in dataclasses.fields(self) if isinstance(f.default, bool)):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"CheckpointConfig.{name} is {value!r}; it must be true or false.")
+        threshold = self.memory_threshold_mb
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+            raise TypeError(f"CheckpointConfig.memory_threshold_mb is {threshold!r}; it must be a number of MB.")
+        if not 0 <= threshold < math.inf:
+            raise ValueError(f"CheckpointConfig.memory_threshold_mb is {threshold!r}; it must be finite and >= 0.")
         for name in ("snn_chunk_size", "profile_num_runs", "sequential_segments"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is None and name == "sequential_segments":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"CheckpointConfig.{name} is {value!r}; it must be a whole number >= 1.")
+
+    def _check_names(self) -> None:
         for name in ("exclude_patterns", "include_patterns", "layer_classes", "ops_to_save"):
             value = getattr(self, name)
-            if value is None:
+            if value is None and name in ("layer_classes", "ops_to_save"):
                 continue
-            if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+            if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(v, str) for v in value):
                 raise TypeError(f"CheckpointConfig.{name} is {value!r}; it must be a list of strings.")
+            if not all(item.strip() for item in value):
+                raise ValueError(f"CheckpointConfig.{name} is {value!r}; it holds an empty name.")
             object.__setattr__(self, name, tuple(value))
+        for name in self.ops_to_save or ():
+            resolve_op(name, field="CheckpointConfig.ops_to_save")
+
+    def _check_contradictions(self) -> None:
+        """Two settings that cannot both hold: an error naming the field that has to change."""
+        strategy = self.strategy
+
+        def refuse(field: str, why: str) -> None:
+            raise ValueError(f"CheckpointConfig.{field} is {getattr(self, field)!r}, but {why}")
+
+        if self.enabled and strategy == "none":
+            refuse("enabled", "strategy is 'none', which checkpoints nothing: set enabled=False or name a strategy.")
         if self.ops_to_save is not None and strategy != "selective":
-            raise ValueError(
-                f"CheckpointConfig.ops_to_save is set, but strategy is {strategy!r}: only 'selective' keeps single ops."
+            refuse("ops_to_save", f"strategy is {strategy!r}: only 'selective' keeps single ops.")
+        if self.sequential_segments is not None and strategy != "sequential":
+            refuse("sequential_segments", f"strategy is {strategy!r}: only 'sequential' makes segments.")
+        if self.use_reentrant and strategy in ("selective", "sequential"):
+            refuse(
+                "use_reentrant",
+                f"strategy is {strategy!r}, which needs the saved-tensor hooks that only the non-reentrant form has: "
+                "set use_reentrant=False, or strategy='full' or 'submodule'.",
             )
+        if self.snn_chunk_size != 1 and not self.snn_timestep_checkpoint:
+            refuse("snn_chunk_size", "snn_timestep_checkpoint is False: set it to True to checkpoint timesteps.")
+        both = sorted(set(self.exclude_patterns) & set(self.include_patterns))
+        if both:
+            refuse("exclude_patterns", f"include_patterns holds {both} too: keep each pattern in one of the two.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CheckpointConfig:
+        """The config that a mapping (a parsed YAML or JSON file, or ``dataclasses.asdict``) spells out.
+
+        Raises:
+            TypeError: `values` is no mapping, or a value has the wrong kind.
+            ValueError: an unknown key, a wrong value, or two that contradict; the message names the field.
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"A CheckpointConfig is made from a mapping, not from {values!r}.")
+        known = field_names(cls)
+        for key in values:
+            if key not in known:
+                raise ValueError(
+                    f"CheckpointConfig has no field {key!r}; its fields are {', '.join(known)}."
+                    + did_you_mean(str(key), known)
+                )
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, source: str | os.PathLike[str]) -> CheckpointConfig:
+        """`from_dict` of a YAML file (a path), or of YAML text (a string that holds a line break or a colon).
+
+        Raises:
+            MissingExtraError: PyYAML is not installed.
+            ValueError: the text is no YAML mapping, or `from_dict` refuses it.
+        """
+        yaml = require("yaml", "yaml", "to read a CheckpointConfig from YAML")
+        is_text = isinstance(source, str) and ("\n" in source or ":" in source) and not os.path.exists(source)
+        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{'The text' if is_text else source} is no YAML: {error}") from error
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"{'The text' if is_text else source} holds {type(values).__name__}, not 'field: value' lines."
+            )
+        return cls.from_dict(values)
 
     @property
     def mode(self) -> str:
@@ -234,3 +319,41 @@ def parse_dtype(name: str, value: Any) -> torch.dtype | None:
 def field_names(cls: type) -> tuple[str, ...]:
     """The names of a dataclass's fields, in order."""
     return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def resolve_op(name: str, *, field: str = "ops_to_save") -> torch._ops.OpOverload:
+    """The operator that a name under ``torch.ops`` means, looked up attribute by attribute and never evaluated.
+
+    ``"torch.ops.aten.mm.default"``, ``"aten.mm.default"`` and ``"aten::mm"`` are one op; a name without an overload
+    (``"aten.mm"``) means its ``default``, or its only one. `field` is what the error calls the setting.
+
+    Raises:
+        ValueError: no such op is registered in this process; the message has near matches.
+
+    >>> str(resolve_op("aten.mm"))
+    'aten.mm.default'
+    """
+    parts = name.strip().removeprefix("torch.ops.").replace("::", ".").split(".")
+    if len(parts) not in (2, 3) or not all(part.isidentifier() for part in parts):
+        raise ValueError(f"{field} holds {name!r}; write an op as 'torch.ops.<namespace>.<op>.<overload>'.")
+    namespace, packet_name = parts[:2]
+    if not hasattr(getattr(torch.ops, namespace), packet_name):
+        near = get_close_matches(f"{namespace}::{packet_name}", _registered_ops(), n=3)
+        hint = f" Near matches: {', '.join(n.replace('::', '.') for n in near)}." if near else ""
+        raise ValueError(
+            f"{field} holds {name!r}, and no op {namespace}.{packet_name} is registered.{hint} "
+            "If a library brings it, import that library first."
+        )
+    packet = getattr(getattr(torch.ops, namespace), packet_name)
+    # Overloads without a tensor (TorchScript's `aten.add.default` adds two numbers) have nothing to keep.
+    overloads = [name for name in packet.overloads() if "Tensor" in str(getattr(packet, name)._schema)]
+    overload = parts[2] if len(parts) == 3 else "default" if "default" in overloads or not overloads else overloads[0]
+    if overload not in overloads or (len(parts) == 2 and overload != "default" and len(overloads) > 1):
+        raise ValueError(f"{field} holds {name!r}; {namespace}.{packet_name} has the overloads {', '.join(overloads)}.")
+    return getattr(packet, overload)
+
+
+def _registered_ops() -> list[str]:
+    """``"aten::mm"`` and so on. Private to torch and used for near matches only: without it, an error has no hint."""
+    schemas = getattr(torch._C, "_jit_get_all_schemas", None)
+    return sorted({schema.name for schema in schemas()}) if schemas is not None else []
