@@ -1,0 +1,150 @@
+"""The planner's solver against brute force, on random small problems."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.planning import solver
+from nemo_like.planning.solver import Op
+
+
+@st.composite
+def blocks(draw, most=9):
+    """Random DAGs of ops with few distinct sizes, so that ties and dominated choices occur."""
+    n = draw(st.integers(1, most))
+    ops = []
+    for i in range(n):
+        reads = tuple(sorted(draw(st.sets(st.integers(0, i - 1), max_size=2)))) if i else ()
+        forced = draw(st.sampled_from([None] * 6 + ["save", "replay"]))
+        ops.append(
+            Op(
+                bytes=draw(st.integers(0, 8)), cost=float(draw(st.integers(0, 9))), reads=reads,
+                needed=draw(st.booleans()), keepable=draw(st.integers(0, 5)) > 0 or forced == "save", forced=forced,
+            )
+        )  # fmt: skip
+    return ops
+
+
+def choices(ops):
+    """All valid keep masks with their bytes."""
+    for bits in itertools.product((0, 1), repeat=len(ops)):
+        if all(
+            (bit == 1) if op.forced == "save" else (bit == 0 or (op.keepable and op.forced is None))
+            for bit, op in zip(bits, ops)
+        ):
+            yield sum(b << i for i, b in enumerate(bits)), sum(op.bytes for b, op in zip(bits, ops) if b)
+
+
+@settings(max_examples=120, deadline=None)
+@given(blocks())
+def test_linear_frontier_is_brute_force(ops):
+    points = solver.linear_frontier(ops)
+    everything = [(kept, solver.linear_replay_cost(ops, keep)) for keep, kept in choices(ops)]
+    for budget in range(max(b for b, _ in everything) + 2):
+        fitting = [cost for kept, cost in everything if kept <= budget]
+        best = solver.at_budget(points, budget)
+        assert (best is None) == (not fitting)
+        if best is not None:
+            assert best.cost == min(fitting)
+            assert best.bytes <= budget and best.gap == 0
+            assert best.bytes == sum(op.bytes for i, op in enumerate(ops) if best.keep >> i & 1)
+    costs = [p.cost for p in points]
+    assert costs == sorted(costs, reverse=True), "more bytes never cost more time"
+
+
+@settings(max_examples=40, deadline=None)
+@given(blocks(most=7))
+def test_closure_optimum_is_brute_force(ops):
+    pytest.importorskip("scipy")
+    everything = [(kept, solver.closure_replay(ops, keep)[0]) for keep, kept in choices(ops)]
+    for budget in {0, 3, 8, 15, sum(op.bytes for op in ops)}:
+        fitting = [cost for kept, cost in everything if kept <= budget]
+        best = solver.closure_optimum(ops, budget)
+        assert (best is None) == (not fitting)
+        if best is not None:
+            assert best.cost == pytest.approx(min(fitting), abs=1e-9)  # float sums in another order
+            assert best.bytes <= budget and best.gap == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks(), st.integers(0, 511))
+def test_closure_replay_runs_exactly_what_is_read(ops, mask):
+    keep = sum(1 << i for i, op in enumerate(ops) if mask >> i & 1 and op.keepable and op.forced is None)
+    cost, skip = solver.closure_replay(ops, keep)
+    decisions = solver.Point(0, cost, keep, skip).decisions(len(ops))
+    for i, op in enumerate(ops):
+        if decisions[i] == "recompute":
+            assert all(decisions[j] != "skip" for j in op.reads), "a replayed op reads a skipped one"
+            read = any(i in ops[k].reads and decisions[k] == "recompute" for k in range(i + 1, len(ops)))
+            assert op.needed or op.forced == "replay" or read, "an op is replayed that nobody reads"
+        if decisions[i] == "skip":
+            assert not op.needed and op.forced != "replay"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12).map(float)), min_size=1, max_size=4),
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_combine_is_brute_force(kinds):
+    mixes = solver.combine(kinds)
+    layers = [points for points, count in kinds for _ in range(count)]
+    everything = [
+        (sum(b for b, _ in pick), sum(c for _, c in pick)) for pick in itertools.product(*layers)
+    ]
+    for budget in range(0, max(b for b, _ in everything) + 3, 2):
+        fitting = [c for b, c in everything if b <= budget]
+        inside = [m for m in mixes if m.bytes <= budget]
+        assert bool(fitting) == bool(inside)
+        bound = solver.combine_bound(kinds, budget)
+        assert (bound is None) == (not fitting)
+        if fitting:
+            assert min(m.cost for m in inside) == min(fitting)
+            assert bound is not None and bound <= min(fitting) + 1e-9  # float slopes
+    for mix in mixes:
+        assert [sum(c) for c in mix.counts] == [count for _, count in kinds]
+        spent = sum(n * points[i][0] for (points, _), c in zip(kinds, mix.counts) for i, n in enumerate(c))
+        assert spent == mix.bytes
+
+
+def test_many_layers_stay_close_to_the_bound():
+    random.seed(0)
+    points = sorted({(b, 1000.0 / (1 + b)) for b in random.sample(range(10_000), 40)})
+    kinds = [(points, 126), (points[::3], 40)]
+    mixes = solver.combine(kinds)
+    for share in (0.2, 0.5, 0.8):
+        budget = int(mixes[0].bytes + share * (mixes[-1].bytes - mixes[0].bytes))
+        best = min(m.cost for m in mixes if m.bytes <= budget)
+        bound = solver.combine_bound(kinds, budget)
+        assert bound is not None and best <= bound * 1.02  # 2 %: what thinning to 768 states may cost here
+
+
+def test_thinning_reports_a_gap_that_holds():
+    random.seed(1)
+    ops = [Op(random.randrange(1, 10**6), float(random.randrange(1, 10**6))) for _ in range(24)]
+    exact, thin = solver.linear_frontier(ops, max_states=1 << 20), solver.linear_frontier(ops, max_states=64)
+    assert all(p.gap == 0 for p in exact)
+    assert any(p.gap > 0 for p in thin)
+    for point in thin:
+        best = solver.at_budget(exact, point.bytes)
+        assert best is not None and point.cost - point.gap <= best.cost + 1e-6 <= point.cost + 1e-6  # float sums
+
+
+def test_bad_numbers_are_refused():
+    with pytest.raises(ValueError, match="neither may be negative"):
+        Op(-1, 0.0)
+    with pytest.raises(ValueError, match="forced"):
+        Op(1, 0.0, forced="maybe")
+    with pytest.raises(ValueError, match="needs a point"):
+        solver.combine([([], 1)])
