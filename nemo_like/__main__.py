@@ -1,0 +1,8 @@
+"""``python -m nemo_like`` is the command ``nemo-like``."""
+
+import sys
+
+from nemo_like.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

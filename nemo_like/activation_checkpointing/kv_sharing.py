@@ -1,0 +1,71 @@
+"""Key/value caches and checkpointing: when the cache goes off, and when a layer may be replayed whole.
+
+A replayed attention appends to a key/value cache a second time. Most models need no cache in training, so it is
+turned off. Models that hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in one of two ways:
+
+- through the cache: turning it off breaks the model, replaying attention corrupts it, so attention is not replayed;
+- through a dictionary passed to each layer (``shared_kv_states``, transformers 5.x): the replay writes the same
+  values under the same key, and every reader's replay comes before its writer's, so whole layers may be replayed
+  and the cache is not needed. `tests/test_kv_sharing.py` proves it for both models.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+SHARED_STATES_ARGUMENT = "shared_kv_states"
+"""The keyword by which transformers hands shared keys and values to each layer."""
+
+
+def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
+    """Whether layers of `model` share keys and values; where they do not, its cache is turned off.
+
+    Reads ``num_kv_shared_layers`` of the config or its text config. ``use_cache`` is set to False on the config and
+    on every sub-config that has it (a multimodal model's text model reads its own). A model without a ``config`` is
+    left as it is.
+    """
+    sharing = has_kv_sharing(model)
+    if not sharing:
+        disable_cache(model)
+    return sharing
+
+
+def has_kv_sharing(model: nn.Module) -> bool:
+    """Whether the (text) config says ``num_kv_shared_layers > 0``. Changes nothing."""
+    return any((getattr(config, "num_kv_shared_layers", 0) or 0) > 0 for config in _configs(model))
+
+
+def disable_cache(model: nn.Module) -> None:
+    """Set ``use_cache`` to False on the config and on every sub-config that has it."""
+    for config in _configs(model):
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
+
+
+def shares_states_explicitly(layers: Iterable[nn.Module]) -> bool:
+    """Whether every layer is handed shared keys and values as an argument, so that whole layers may be replayed."""
+    layers = list(layers)
+    return bool(layers) and all(SHARED_STATES_ARGUMENT in _parameter_names(layer) for layer in layers)
+
+
+def _parameter_names(layer: nn.Module) -> Iterable[str]:
+    # `inspect.signature` follows `__wrapped__`, and transformers decorates `forward` with functools.wraps.
+    return inspect.signature(layer.forward).parameters
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """The model's config and every sub-config below it, each once."""
+    pending = [getattr(module, "config", None) for module in model.modules()]
+    seen: set[int] = set()
+    while pending:
+        config = pending.pop()
+        # A config is an object with attributes of its own; a plain string or mapping named `config` is not one of ours.
+        if config is None or id(config) in seen or not hasattr(config, "__dict__"):
+            continue
+        seen.add(id(config))
+        yield config
+        pending += [value for value in vars(config).values() if hasattr(value, "model_type") or hasattr(value, "use_cache")]
