@@ -1,0 +1,239 @@
+"""Checkpoints that a killed run cannot damage, on torch.distributed.checkpoint (DCP).
+
+A folder holds ``step-00000100``, ``step-00000200``, ...; each has DCP's own files, one per rank, and ``manifest.json``
+with every file's size, written last. A checkpoint is written under another name (``.writing-...``), synced to disk
+and then renamed, so a folder of the first name is complete, or was damaged afterwards: its sizes tell. DCP writes
+shards and reads any number of ranks' shards back onto any other number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from nemo_like.log import warn_once
+from nemo_like.recipes.ranks import Ranks
+
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+_COMPLETE, _WRITING, _DELETING = "step-", ".writing-", ".deleting-"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message has the folder, the reason and the way out."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run in `folder`. Every method but `steps` is a collective.
+
+    Args:
+        folder: created if absent; on storage that all hosts share.
+        keep: complete checkpoints to keep (>= 1); older ones are deleted after a newer one is complete.
+        background: write beside training. The tensors are copied to host memory before `save` returns.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], ranks: Ranks, *, keep: int = 2, background: bool = True):
+        self.folder = Path(folder).absolute()
+        self._ranks = ranks
+        self._keep = keep
+        self._background = background
+        self._writing: Future[None] | None = None
+        self._writing_step = -1
+        # DCP's writer thread runs collectives beside the training's own, so it needs a group of its own.
+        self._group = None if ranks.control is None else dist.new_group(backend="gloo")
+        with ranks.together(f"making the folder {self.folder}"):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"--checkpoint-dir {os.fspath(folder)!r} cannot be a folder: {error}.") from error
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, the newest first."""
+        names = (path.name.removeprefix(_COMPLETE) for path in self.folder.glob(f"{_COMPLETE}*"))
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, once complete."""
+        return self.folder / f"{_COMPLETE}{step:08d}"
+
+    def save(self, step: int, state: dict[str, Any], about: Mapping[str, Any]) -> None:
+        """Write `state` (nested dicts of tensors) and `about` (JSON) as the checkpoint of `step`.
+
+        Waits for the save before it.
+
+        Raises:
+            CheckpointError: this write, or the one before it in the background, failed on some rank.
+        """
+        self.wait()
+        target = self.folder / f"{_WRITING}{step:08d}"
+        with self._ranks.together(f"clearing {target}"):
+            if self._ranks.rank == 0:
+                for rest in [*self.folder.glob(f"{_WRITING}*"), *self.folder.glob(f"{_DELETING}*")]:
+                    shutil.rmtree(rest)
+        writer = dcp.FileSystemWriter(target, overwrite=False)
+        common: dict[str, Any] = {"storage_writer": writer} | self._where()
+        self._writing_step = step
+        with _quiet_dcp():
+            if self._background:
+                written = dcp.async_save(state, **common)
+            else:
+                written = Future()
+                try:
+                    written.set_result(dcp.save(state, **common))
+                except Exception as error:  # noqa: BLE001  (handed to `wait`, which raises it on every rank)
+                    written.set_exception(error)
+        self._writing = Future()
+        completed = self._writing
+
+        def complete(done: Future[Any]) -> None:
+            try:
+                metadata = done.result()
+                if self._ranks.rank == 0:
+                    self._complete(target, step, metadata, about)
+                completed.set_result(None)
+            except BaseException as error:  # noqa: BLE001  (handed to `wait`, which raises it on every rank)
+                completed.set_exception(error)
+
+        assert isinstance(written, Future)
+        written.add_done_callback(complete)
+        if not self._background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the last save is complete on disk.
+
+        Raises:
+            CheckpointError: it failed on some rank; the checkpoints before it are untouched.
+        """
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        with self._ranks.together(f"writing the checkpoint of step {self._writing_step}"):
+            try:
+                writing.result()
+            except Exception as error:
+                raise CheckpointError(
+                    f"Writing the checkpoint of step {self._writing_step} to {self.folder} failed: "
+                    f"{_first_line(error)}. Checkpoints before it are untouched."
+                ) from error
+
+    def load(self, state: dict[str, Any], check: Callable[[Mapping[str, Any]], None]) -> int | None:
+        """Fill `state`'s tensors in place from the newest usable checkpoint; its step, or None where there is none.
+
+        Args:
+            check: called with the checkpoint's `about` before any tensor is read; raises where it does not fit the run.
+
+        Raises:
+            CheckpointError: there are checkpoints, and every one is damaged.
+        """
+        problems: list[str] = []
+        for step in self._steps_of_rank_zero():
+            manifest, problem = self._attempt(self._read_manifest, step)
+            if problem is None:
+                with self._ranks.together("comparing the checkpoint with this run"):
+                    check(manifest["about"])
+                _, problem = self._attempt(self._read, step, state)
+            if problem is None:
+                for message in problems:
+                    warn_once(f"{message} Going on from step {step} instead.")
+                return step
+            problems.append(f"Checkpoint {self.path(step)} is damaged: {problem}.")
+        if problems:
+            raise CheckpointError(" ".join(problems) + " None is left to resume from; start anew in another folder.")
+        return None
+
+    def _steps_of_rank_zero(self) -> Iterator[int]:
+        # Rank 0's listing decides: on a network file system the ranks may see different ones for a while.
+        listed = self.steps() if self._ranks.rank == 0 else []
+        for i in range(self._ranks.from_first(len(listed))):
+            yield self._ranks.from_first(listed[i] if listed else 0)
+
+    def _attempt(self, action: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+        """What `action` returned, and what went wrong with it on any rank, or None."""
+        result, problem = None, None
+        try:
+            result = action(*arguments)
+        except Exception as error:  # noqa: BLE001  (whatever a reader raises means damage; it is reported)
+            problem = _first_line(error)
+        if self._ranks.any(problem is not None) and problem is None:
+            problem = "another rank cannot read it"
+        return result, problem
+
+    def _read_manifest(self, step: int) -> Mapping[str, Any]:
+        path = self.path(step)
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest.get("format") != _FORMAT:
+            raise CheckpointError(f"its format is {manifest.get('format')!r}, and this version reads {_FORMAT}")
+        for name, size in manifest["files"].items():
+            found = (path / name).stat().st_size if (path / name).exists() else 0
+            if found != size:
+                raise CheckpointError(f"{name} should have {size} bytes and has {found}")
+        return manifest
+
+    def _read(self, step: int, state: dict[str, Any]) -> None:
+        with _quiet_dcp():
+            reader = dcp.FileSystemReader(self.path(step))
+            dcp.load(state, storage_reader=reader, **self._where())
+
+    def _where(self) -> dict[str, Any]:
+        return {"process_group": self._group, "no_dist": self._group is None}
+
+    def _complete(self, target: Path, step: int, metadata: Any, about: Mapping[str, Any]) -> None:
+        """On rank 0: check that each rank's file is here, list them, and give the folder its name."""
+        missing = {info.relative_path for info in metadata.storage_data.values()} - {p.name for p in target.iterdir()}
+        if missing:
+            raise CheckpointError(
+                f"rank 0 does not see {sorted(missing)} that other ranks wrote: --checkpoint-dir must be on storage "
+                "that all hosts share"
+            )
+        files = {path.name: path.stat().st_size for path in sorted(target.iterdir())}
+        _write_synced(target / _MANIFEST, json.dumps({"format": _FORMAT, "step": step, "about": about, "files": files}))
+        _sync_folder(target)
+        target.rename(self.path(step))
+        _sync_folder(self.folder)
+        for old in self.steps()[self._keep :]:
+            # Renamed first: a run killed while deleting leaves nothing that looks complete.
+            doomed = self.path(old).rename(self.folder / f"{_DELETING}{old:08d}")
+            shutil.rmtree(doomed)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: BaseException) -> str:
+    """The innermost reason, on one line; DCP's own exceptions hold one per rank."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, Mapping) and failures:
+        error = next(iter(failures.values()))[0]
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet_dcp() -> Iterator[None]:
+    """Keep DCP from warning that it runs in one process: here that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
+        yield

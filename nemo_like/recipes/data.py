@@ -1,0 +1,256 @@
+"""Text as bytes: which files, which of them are held out, and which window of text each sample of each step reads.
+
+One token is one byte (0 to 255). Nothing is tokenised, cached or downloaded, and nothing but file sizes stays in
+memory: a window is read from disk when a step asks for it.
+
+The order of the samples is a pure function of (seed, sample index), and the sample index one of (step, place in the
+global batch). It does not know the number of ranks, so a run that resumes on another number of ranks sees the same
+global batches, and there is no state to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+VOCABULARY = 256
+"""How many different bytes, and so tokens, there are."""
+HELD_OUT_SHARE = 0.05
+"""At most this share of the bytes is held out for evaluation."""
+_PEEK = 8192  # bytes read of each file to tell text from binary and to recognise the file again
+_PASSED_OVER = frozenset({"__pycache__", "site-packages", "dist-packages"})
+# The standard library's own tests hold badly encoded text on purpose, and many distributions leave them out.
+_STDLIB_PASSED_OVER = _PASSED_OVER | {"test", "tests"}
+_STDLIB_SUFFIXES = (".py", ".txt", ".rst")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`length` bytes of one file, from `offset` on."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+class Corpus:
+    """Pieces of files read as one string of bytes, in their order, with nothing between them."""
+
+    def __init__(self, pieces: Sequence[Piece]):
+        self.pieces = tuple(pieces)
+        self._starts = []
+        self.size = 0
+        for piece in self.pieces:
+            self._starts.append(self.size)
+            self.size += piece.length
+
+    def read(self, start: int, length: int) -> torch.Tensor:
+        """The bytes from `start` on, (length,) int64.
+
+        Raises:
+            RuntimeError: a file became shorter since it was listed.
+        """
+        found = bytearray()
+        at = bisect_right(self._starts, start) - 1
+        while len(found) < length:
+            piece = self.pieces[at]
+            inside = start + len(found) - self._starts[at]
+            wanted = min(length - len(found), piece.length - inside)
+            with piece.path.open("rb") as file:
+                file.seek(piece.offset + inside)
+                got = file.read(wanted)
+            if len(got) < wanted:
+                raise RuntimeError(f"{piece.path} became shorter in mid-run; keep the data unchanged during a run.")
+            found += got
+            at += 1
+        return torch.frombuffer(found, dtype=torch.uint8).long()
+
+
+@dataclass(frozen=True)
+class TextData:
+    """A text, split by file into what is trained on and what is held out."""
+
+    train: Corpus
+    held_out: Corpus
+    name: str
+    """Where the text came from, for people."""
+    fingerprint: str
+    """Changes with any file's name, size or first 8 KiB: recognises the data when a run resumes."""
+
+
+def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
+    """The text at `data`, a file or a folder; None: the running Python's standard library, sources and documents.
+
+    Of a folder, every file counts that has text in it (no NUL in its first 8 KiB), hidden ones left out, in the order
+    of their names. Held out are whole files, chosen by a hash of their names, up to 5 % of the bytes; of a single
+    file, its last 5 %.
+
+    Raises:
+        ValueError: nothing is there, it cannot be read, or it has no text in it.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if data is None else Path(data)
+    if not root.exists():
+        hint = "give a text that exists with --data FILE or --data FOLDER"
+        if data is None:
+            raise ValueError(f"This Python has no standard library at {root} to read as text; {hint}.")
+        raise ValueError(f"--data is {os.fspath(data)!r}, and nothing exists there; {hint}.")
+    name = f"the standard library's text in {root}" if data is None else str(root)
+    digest = hashlib.sha256()
+    found: list[tuple[str, Piece]] = []
+    for path in _list_files(root, stdlib=data is None):
+        size, head = _peek(path)
+        if size == 0 or b"\0" in head:
+            continue
+        relative = path.name if path == root else path.relative_to(root).as_posix()
+        digest.update(f"{relative}\0{size}\0".encode(errors="surrogateescape") + head)
+        found.append((relative, Piece(path, 0, size)))
+    if not found:
+        raise ValueError(f"--data is {str(root)!r}, and there is no text in it: every file is empty or binary.")
+    train, held_out = _split(found)
+    return TextData(Corpus(train), Corpus(held_out), name, digest.hexdigest()[:16])
+
+
+def _list_files(root: Path, *, stdlib: bool) -> Iterator[Path]:
+    if not root.is_dir():
+        yield root
+        return
+    passed_over = _STDLIB_PASSED_OVER if stdlib else _PASSED_OVER
+    for folder, folders, files in os.walk(root):
+        # Sorted in place: os.walk goes down in this order, and the file system's own order differs between machines.
+        folders[:] = sorted(f for f in folders if f not in passed_over and not f.startswith("."))
+        for file in sorted(files):
+            if not file.startswith(".") and (not stdlib or file.endswith(_STDLIB_SUFFIXES)):
+                yield Path(folder, file)
+
+
+def _peek(path: Path) -> tuple[int, bytes]:
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size, file.read(_PEEK)
+    except OSError as error:
+        raise ValueError(f"Cannot read {path} of the training text: {error}.") from error
+
+
+def _split(found: Sequence[tuple[str, Piece]]) -> tuple[list[Piece], list[Piece]]:
+    """What is trained on and what is held out; both keep the order of `found`."""
+    if len(found) == 1:
+        whole = found[0][1]
+        cut = whole.length - math.ceil(whole.length * HELD_OUT_SHARE)
+        return [Piece(whole.path, 0, cut)], [Piece(whole.path, cut, whole.length - cut)]
+    room = HELD_OUT_SHARE * sum(piece.length for _, piece in found)
+    chosen: set[str] = set()
+    for name, piece in sorted(found, key=lambda item: _hash_name(item[0])):
+        if piece.length <= room:
+            chosen.add(name)
+            room -= piece.length
+    if not chosen:  # a few large files: hold out the smallest
+        chosen.add(min(found, key=lambda item: (item[1].length, item[0]))[0])
+    return [p for n, p in found if n not in chosen], [p for n, p in found if n in chosen]
+
+
+def _hash_name(name: str) -> bytes:
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Which window of text each sample is. Every window is used once per epoch, in an order shuffled anew each epoch.
+
+    Raises:
+        ValueError: the text has fewer windows than one batch.
+    """
+
+    corpus: Corpus
+    seq_len: int
+    """Tokens that the model sees per sample; a sample reads one byte more, the last target."""
+    batch_size: int
+    """Samples per step over all ranks and microbatches."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.windows < self.batch_size:
+            raise ValueError(
+                f"The training text has {self.corpus.size} bytes, {max(0, self.windows)} windows of {self.seq_len} "
+                f"tokens: too few for one batch of {self.batch_size}. Give more text (--data), a shorter --seq-len or "
+                "a smaller --batch-size."
+            )
+
+    @property
+    def windows(self) -> int:
+        """Windows per epoch. Each epoch moves their borders by less than one window, hence the one less."""
+        return (self.corpus.size - 1) // self.seq_len - 1
+
+    def start_of(self, sample: int) -> int:
+        """The first byte's place of the sample numbered `sample` since step 0."""
+        epoch, place = divmod(sample, self.windows)
+        shift = _mix(self.seed, epoch, 1) % self.seq_len
+        return shift + self.seq_len * _shuffled(place, self.windows, _mix(self.seed, epoch, 2))
+
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
+        """Part `part` of `parts` equal ones of the global batch of `step`, (batch_size / parts, seq_len + 1) int64."""
+        size = self.batch_size // parts
+        first = step * self.batch_size + part * size
+        return torch.stack([self.corpus.read(self.start_of(first + i), self.seq_len + 1) for i in range(size)])
+
+
+def held_out_windows(corpus: Corpus, seq_len: int, count: int) -> list[int]:
+    """Where up to `count` windows of held-out text start: they do not overlap and are spread evenly, always the same.
+
+    Raises:
+        ValueError: the held-out text has not even one window.
+    """
+    windows = (corpus.size - 1) // seq_len
+    if windows < 1:
+        raise ValueError(
+            f"The held-out text has {corpus.size} bytes, less than one window of {seq_len} tokens. Give more text "
+            "(--data), a shorter --seq-len, or --eval-samples 0."
+        )
+    count = min(count, windows)
+    return [i * windows // count * seq_len for i in range(count)]
+
+
+def unigram_entropy(tokens: torch.Tensor) -> float:
+    """Entropy of the tokens' own frequencies, nats per token: no model that ignores context gets a lower loss on them.
+
+    >>> round(unigram_entropy(torch.tensor([0, 0, 1, 1])), 4)
+    0.6931
+    """
+    counts = torch.bincount(tokens.flatten(), minlength=1).double()
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * shares.log()).sum())
+
+
+def _mix(*numbers: int) -> int:
+    """64 well-mixed bits of the numbers: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014), once per number."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state
+
+
+def _shuffled(place: int, size: int, key: int) -> int:
+    """Where a random permutation of range(size), chosen by `key`, sends `place`, without storing the permutation.
+
+    Four rounds of a balanced Feistel network (Luby and Rackoff 1988) permute the next power of four; a result outside
+    range(size) goes in again until it is inside (Black and Rogaway 2002, "cycle walking").
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for turn in range(4):
+            left, right = right, left ^ (_mix(key, turn, right) & mask)
+        place = left << half | right
+        if place < size:
+            return place

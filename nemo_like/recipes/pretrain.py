@@ -1,0 +1,83 @@
+"""Train a decoder on text, byte by byte: ``python -m nemo_like.recipes.pretrain``, or the same under torchrun.
+
+    torchrun --nproc-per-node 2 -m nemo_like.recipes.pretrain --steps 200
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_like.distributed import launch
+from nemo_like.recipes.checkpoint import CheckpointError
+from nemo_like.recipes.options import Options, parse_options
+from nemo_like.recipes.progress import memory_kind, memory_peak
+from nemo_like.recipes.ranks import OtherRankError, Ranks
+from nemo_like.recipes.trainer import DivergedError, Trainer, summarise
+
+BAD_INPUT = 2
+"""Exit code for options, data or checkpoints that cannot be used."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job; the process's exit code: 0, `BAD_INPUT`, or 128 + the signal that stopped it."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("nemo_like").setLevel(logging.INFO)
+    options = parse_options(arguments)
+    with joined(options) as ranks:
+        try:
+            return train(options, ranks)
+        except (ValueError, CheckpointError, DivergedError, OtherRankError) as error:
+            print(f"[rank {ranks.rank}] error: {error}", file=sys.stderr, flush=True)
+            return BAD_INPUT
+
+
+def train(options: Options, ranks: Ranks) -> int:
+    """Build and run one job on ranks that have joined already."""
+    trainer = Trainer(options, ranks)
+    trainer.run()
+    peaks = ranks.gather(memory_peak(ranks.device))
+    if options.json is not None and ranks.rank == 0:
+        text = json.dumps(summarise(trainer, peaks, memory_kind(ranks.device), versions()), indent=1)
+        partial = Path(f"{options.json}.partial")
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(options.json)
+    return 128 + trainer.interrupted if trainer.interrupted else 0
+
+
+@contextmanager
+def joined(options: Options) -> Iterator[Ranks]:
+    """This process's `Ranks`, with the process group where a launcher started more than one rank."""
+    device = launch.init_distributed(None if options.device == "auto" else options.device)
+    world_size, rank = launch.world_size(), launch.rank()
+    try:
+        if world_size % options.tp:
+            raise ValueError(f"--tp is {options.tp}, which does not divide the {world_size} rank(s).")
+        control = dist.new_group(backend="gloo") if world_size > 1 else None
+        yield Ranks(rank, world_size, device, options.tp, control)
+    finally:
+        launch.shutdown()
+
+
+def versions() -> dict[str, str]:
+    """What the run ran on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for name in ("nemo_like", "transformers", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What the ranks of one job have to agree on: who failed, who was interrupted, and the mean of what each computed.
+
+Every method is a collective: all ranks call it in the same order. With one rank they are plain functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+class OtherRankError(RuntimeError):
+    """This rank is well, and another one raised: that rank's message has the reason."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place in the job."""
+
+    rank: int
+    """From 0 to `world_size` - 1."""
+    world_size: int
+    device: torch.device
+    """Where this rank computes."""
+    tp: int = 1
+    """Ranks that share each layer's matmuls, and so read the same samples; neighbours in rank."""
+    control: dist.ProcessGroup | None = None
+    """A group of all ranks over CPU tensors, so that agreeing never waits for the accelerator; None with one rank."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of each batch this rank reads."""
+        return self.rank // self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """How many shares a batch is cut into."""
+        return self.world_size // self.tp
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Run the block on every rank; where it raises on any rank, raise on all of them, so that none waits for ever.
+
+        The block itself must not call a collective that could hang because another rank raised before it.
+
+        Raises:
+            OtherRankError: the block raised on another rank; on the rank itself its own error goes on.
+        """
+        try:
+            yield
+        except Exception:
+            self.any(True)
+            raise
+        if self.any(False):
+            raise OtherRankError(f"Another rank failed while {doing}; its own message has the reason.")
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank."""
+        return self.largest(int(flag)) > 0
+
+    def largest(self, value: int) -> int:
+        """The largest of the ranks' values."""
+        if self.control is None:
+            return value
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
+        return int(tensor)
+
+    def from_first(self, value: int) -> int:
+        """Rank 0's value."""
+        if self.control is None:
+            return value
+        tensor = torch.tensor(value)
+        dist.broadcast(tensor, 0, group=self.control)
+        return int(tensor)
+
+    def gather(self, value: int) -> list[int]:
+        """Every rank's value, in order."""
+        tensor = torch.zeros(self.world_size, dtype=torch.int64)
+        tensor[self.rank] = value
+        return self.sum(tensor).tolist()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, on the CPU, same shape and dtype."""
+        values = values.detach().cpu()
+        if self.control is not None:
+            dist.all_reduce(values, group=self.control)
+        return values
+
+    def same(self, value: int) -> bool:
+        """Whether every rank has the same value."""
+        return self.largest(value) == value and -self.largest(-value) == value
