@@ -1,0 +1,106 @@
+"""The process group: made from the launcher's environment, ended in the right order."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def world_size() -> int:
+    """Ranks of this job: the process group's, else the launcher's ``WORLD_SIZE``, else 1. Starts nothing."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return _environment_number("WORLD_SIZE", 1)
+
+
+def rank() -> int:
+    """This process's number among `world_size` ranks: the process group's, else ``RANK``, else 0. Starts nothing."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return _environment_number("RANK", 0)
+
+
+def local_rank() -> int:
+    """This process's number on its host (``LOCAL_RANK``), 0 without a launcher."""
+    return _environment_number("LOCAL_RANK", 0)
+
+
+def pick_device_type() -> str:
+    """``"cuda"`` where a CUDA device is visible, else ``"cpu"``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def local_device(device_type: str | None = None) -> torch.device:
+    """The device of this rank: ``cuda:LOCAL_RANK`` or ``cpu``.
+
+    Raises:
+        ValueError: `device_type` is neither, or this host has no CUDA device of that number.
+    """
+    device_type = device_type or pick_device_type()
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if device_type != "cuda":
+        raise ValueError(f"device_type is {device_type!r}; it must be 'cuda' or 'cpu'.")
+    count = torch.cuda.device_count()
+    if local_rank() >= count:
+        raise ValueError(
+            f"LOCAL_RANK is {local_rank()} but this host has {count} CUDA device(s): "
+            f"start at most {count} processes per host (torchrun --nproc-per-node {max(count, 1)})."
+        )
+    return torch.device("cuda", local_rank())
+
+
+def init_distributed(device_type: str | None = None, *, timeout: timedelta | None = None) -> torch.device:
+    """Join the launcher's job, and return this rank's device; the CUDA device is made the current one.
+
+    Without a launcher, or with one rank, no process group is made. One that exists already is left as it is.
+    Back ends: NCCL for CUDA tensors and gloo for CPU tensors (object collectives, asynchronous checkpoints) on CUDA;
+    gloo alone on CPU.
+
+    Args:
+        device_type: ``"cuda"`` or ``"cpu"``; None: CUDA where there is any.
+        timeout: how long a collective may wait for the other ranks before the job fails; None: torch's default.
+
+    Raises:
+        RuntimeError: ``WORLD_SIZE`` is above 1 and another variable of the launcher is missing.
+        ValueError: a variable is no number, or there is no CUDA device for this rank.
+    """
+    device = local_device(device_type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size() == 1 or dist.is_initialized():
+        return device
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"WORLD_SIZE is {world_size()} but {', '.join(missing)} not set: start the job with torchrun, "
+            "or call torch.distributed.init_process_group yourself first."
+        )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    return device
+
+
+def shutdown() -> None:
+    """End the process group, if there is one: call it last, on every rank."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _environment_number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0 or (name == "WORLD_SIZE" and number < 1):
+        raise ValueError(f"The environment variable {name} is {text!r}; it must be a whole number set by the launcher.")
+    return number

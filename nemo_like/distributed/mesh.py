@@ -1,0 +1,152 @@
+"""The device mesh: which ranks share shards, which hold copies, which split a tensor.
+
+Axes, from the slowest network to the fastest, so that neighbours on the innermost axis sit on one host:
+
+| axis | its ranks |
+|---|---|
+| ``dp_replicate`` | hold the same shards and see other data (HSDP) |
+| ``dp_shard`` | hold other shards and see other data (FSDP) |
+| ``cp`` | hold other shards and see other parts of the same sequences |
+| ``tp`` | hold other parts of the same tensors and see the same data |
+
+``dp_shard`` is always there, the others where they are larger than one rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nemo_like.config import did_you_mean
+from nemo_like.distributed import launch
+
+AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
+"""Every axis name that a mesh may have, in this order."""
+
+
+def build_mesh(
+    *,
+    dp_replicate: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    device_type: str | None = None,
+    world_size: int | None = None,
+) -> DeviceMesh:
+    """A mesh over all ranks of the job, from the launcher's environment; joins the process group if there is none.
+
+    Every number is checked before anything is started, from values that all ranks share, so a wrong one is the same
+    error on every rank and no rank is left waiting.
+
+    Args:
+        dp_replicate: groups of ranks that each hold one whole copy of the model (HSDP); 1: one copy over all ranks.
+        tp: ranks that one tensor is split over.
+        cp: ranks that one sequence is split over; for FSDP they are folded into ``dp_shard``.
+        device_type: ``"cuda"`` or ``"cpu"``; None: CUDA where there is any.
+        world_size: ranks that the caller counts on; None: whatever the job has.
+
+    Returns:
+        A mesh of shape ``(dp_replicate, dp_shard, cp, tp)``, axes of size 1 left out except ``dp_shard``.
+
+    Raises:
+        ValueError: a size that is no whole number >= 1, a product that does not divide the world size, or one rank.
+    """
+    sizes = {"dp_replicate": dp_replicate, "cp": cp, "tp": tp}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}; it must be a whole number of ranks >= 1.")
+    ranks = launch.world_size()
+    if world_size is not None and world_size != ranks:
+        raise ValueError(f"world_size is {world_size}, but this job has {ranks} rank(s).")
+    if ranks == 1:
+        raise ValueError(
+            "build_mesh was called in a job of one rank. One rank needs no mesh and no process group: "
+            "use strategy='single', or start more ranks (torchrun --nproc-per-node 2 ...)."
+        )
+    used = math.prod(sizes.values())
+    if ranks % used:
+        asked = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise ValueError(f"The world size {ranks} is not divisible by {asked} = {used}, so no shard axis is left.")
+    device = launch.init_distributed(device_type)
+    shape = {name: sizes.get(name, ranks // used) for name in AXES}
+    shape = {name: size for name, size in shape.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def validate_mesh(mesh: DeviceMesh) -> None:
+    """Check a mesh that somebody else built, before anything is done with it.
+
+    Raises:
+        TypeError: it is no `DeviceMesh`.
+        ValueError: unnamed or unknown axes, axes out of order, no ``dp_shard``, or a size that is not that of the job.
+            A slice of a larger mesh (one pipeline stage of a mesh with a ``pp`` axis) is fine.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is {mesh!r}, a {type(mesh).__name__}; it must be a torch DeviceMesh.")
+    names = mesh.mesh_dim_names
+    allowed = ", ".join(AXES)
+    if not names:
+        raise ValueError(f"The mesh has no axis names; build it with mesh_dim_names taken from {allowed}.")
+    for name in names:
+        if name not in AXES:
+            raise ValueError(
+                f"The mesh has an axis {name!r}; known axes are {allowed}.{did_you_mean(name, AXES)} "
+                "Rename it, or pass the slice that data and tensor parallelism use (mesh['dp_shard', 'tp'])."
+            )
+    if list(names) != sorted(names, key=AXES.index):
+        raise ValueError(f"The mesh's axes are {names}; their order must be that of {allowed}.")
+    if "dp_shard" not in names:
+        raise ValueError(f"The mesh's axes are {names}; 'dp_shard' is missing (its size may be 1).")
+    ranks, whole = launch.world_size(), _root_size(mesh)
+    if whole != ranks:
+        raise ValueError(
+            f"The mesh has {whole} rank(s) in the shape {dict(zip(names, mesh.shape))}, but the job has {ranks}: "
+            "every rank must be in it."
+        )
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of `mesh` that FSDP shards over: 1-D (FSDP), or 2-D (replicate, shard) for HSDP.
+
+    ``cp`` ranks hold the same parameters and see other tokens, so they shard too: ``dp_shard`` and ``cp`` become one
+    axis ``dp_shard_cp`` (as torchtitan's ``parallel_dims.py`` does).
+    """
+    names = mesh.mesh_dim_names or ()
+    if "cp" in names:
+        return _fold_cp(mesh)
+    return mesh["dp_replicate", "dp_shard"] if "dp_replicate" in names else mesh["dp_shard"]
+
+
+def axis_size(mesh: DeviceMesh | None, name: str) -> int:
+    """Ranks along the axis `name`, 1 where the mesh has no such axis or is None."""
+    if mesh is None or name not in (mesh.mesh_dim_names or ()):
+        return 1
+    return mesh.size((mesh.mesh_dim_names or ()).index(name))
+
+
+# Two adapters to DeviceMesh methods that have no public form in torch 2.11 to 2.13.
+
+
+def _fold_cp(mesh: DeviceMesh) -> DeviceMesh:
+    replicated = "dp_replicate" in (mesh.mesh_dim_names or ())
+    if hasattr(mesh, "_flatten") and hasattr(DeviceMesh, "_concatenate"):
+        shard = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        return DeviceMesh._concatenate([mesh["dp_replicate"], shard]) if replicated else shard
+    if axis_size(mesh, "tp") > 1:
+        raise NotImplementedError(
+            "This torch cannot fold the mesh axis 'cp' into 'dp_shard' beside a 'tp' axis; use torch 2.11 to 2.13."
+        )
+    # Without tensor parallelism FSDP does not ask for slices of one mesh, so a second one over the same ranks will do.
+    shape = (axis_size(mesh, "dp_replicate"), -1)
+    ranks = mesh.mesh.reshape(shape if replicated else (-1,))
+    names = ("dp_replicate", "dp_shard_cp") if replicated else ("dp_shard_cp",)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+
+
+def _root_size(mesh: DeviceMesh) -> int:
+    """Ranks of the mesh that `mesh` was sliced from, or of `mesh` itself where this torch does not tell."""
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    if root.size() == mesh.size() and dist.is_initialized() and mesh.get_coordinate() is None:
+        raise ValueError(f"Rank {launch.rank()} is not in the mesh {mesh.mesh.tolist()}; every rank must be in it.")
+    return root.size()

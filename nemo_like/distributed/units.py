@@ -1,0 +1,261 @@
+"""Which parameters are gathered together: decided here, before anything is changed.
+
+A *unit* is what one call of ``fully_shard`` makes: parameters that are gathered by one all-gather and reduced by one
+reduce-scatter. Each parameter belongs to exactly one unit, or to none (replicated).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+
+FROZEN_SHARDING: tuple[str, ...] = ("root", "per_layer", "replicate")
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that travel together, and the modules whose forward needs them."""
+
+    name: str
+    """Fully qualified names of the modules, joined by ``+``; ``""`` is the root."""
+    kind: str
+    """``layer`` | ``tail`` | ``root`` | ``dtype`` (those of a unit that are stored in another dtype)."""
+    modules: tuple[nn.Module, ...]
+    params: list[nn.Parameter] = field(default_factory=list)
+
+
+@dataclass
+class UnitPlan:
+    """Every unit of a model, and what is left out of all of them."""
+
+    layers: list[Unit]
+    """In the order of the caller's layers, shared ones once."""
+    tail: Unit | None
+    root: Unit
+    by_dtype: list[Unit]
+    replicated: list[nn.Parameter]
+    """Held whole by every rank: parameters that are not floating point, frozen scalars, what the caller left out."""
+    towers: list[nn.Module]
+    """Frozen layers that some rank may skip."""
+    top_down: bool
+    """Whether some parameter is owned by a unit outside of the module it sits in, so that owners come first."""
+
+    @property
+    def units(self) -> list[Unit]:
+        """In the order in which they must be applied.
+
+        ``fully_shard`` does not look into modules that already are units, so the usual order is from the leaves to
+        the root. A parameter that sits in one unit and is owned by another has to be taken by its owner before that.
+        """
+        tail = [self.tail] if self.tail else []
+        if self.top_down:
+            return [self.root, *tail, *self.layers, *self.by_dtype]
+        return [*self.layers, *tail, self.root]
+
+
+def plan_units(
+    model: nn.Module,
+    layers: Sequence[Any],
+    *,
+    tail: str | Sequence[nn.Module] | None = "auto",
+    frozen_sharding: str = "root",
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> UnitPlan:
+    """Give every parameter of `model` to one unit. Changes nothing; see `shard_layers` for arguments and errors."""
+    if frozen_sharding not in FROZEN_SHARDING:
+        raise ValueError(f"frozen_sharding is {frozen_sharding!r}; it must be one of {', '.join(FROZEN_SHARDING)}.")
+    names = {module: name for name, module in model.named_modules()}
+    _refuse_sharded(model, names)
+    groups = _layer_groups(model, layers, names)
+    towers = _frozen_towers(groups)
+    ignored = set(ignored_params)
+    replicated = [p for p in model.parameters() if p in ignored or not _shardable(model, p)]
+    if frozen_sharding != "per_layer":
+        if frozen_sharding == "replicate":
+            replicated += [p for m in towers for p in m.parameters() if p not in set(replicated)]
+        groups = {module: group for module, group in groups.items() if module not in towers}
+
+    layer_units = [Unit(names[module], "layer", (module,)) for module in groups]
+    tail_modules = _tail(model, list(groups), tail, names)
+    owners = _owners(model, {m: u for u in layer_units for m in u.modules} | dict.fromkeys(tail_modules, "tail"))
+    if any(len(owners[p]) > 1 for m in tail_modules for p in m.parameters()):
+        owners = {p: {"root" if o == "tail" else o for o in found} for p, found in owners.items()}  # tied: no tail
+        tail_modules = ()
+    tail_unit = Unit("+".join(names[m] for m in tail_modules), "tail", tail_modules) if tail_modules else None
+    root = Unit("", "root", (model,))
+    left_out = set(replicated)
+    hoisted = False
+    for param, found in owners.items():
+        if param in left_out:
+            continue
+        # The lowest unit that holds every place where a shared parameter sits is the root: units do not nest otherwise.
+        owner = next(iter(found)) if len(found) == 1 else "root"
+        hoisted |= len(found) > 1 and "root" not in found
+        unit = owner if isinstance(owner, Unit) else tail_unit if owner == "tail" else root
+        assert unit is not None
+        unit.params.append(param)
+    sharded = [*layer_units, *([tail_unit] if tail_unit else []), root]
+    by_dtype = [split for unit in sharded for split in _split(unit, names)]
+    top_down = hoisted or bool(by_dtype)
+    return UnitPlan(layer_units, tail_unit, root, by_dtype, replicated, list(towers), top_down)
+
+
+def _refuse_sharded(model: nn.Module, names: dict[nn.Module, str]) -> None:
+    for module, name in names.items():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{name or type(model).__name__!r} is sharded already: shard_layers must be called once, on a model "
+                "that nobody has called fully_shard on."
+            )
+
+
+def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module, str]) -> dict[nn.Module, str]:
+    """The layers as registered modules (a wrapper in place of what it wraps), once each, with their groups."""
+    wrapper_of = {m._checkpoint_wrapped_module: m for m in names if isinstance(m, CheckpointWrapper)}
+    groups: dict[nn.Module, str] = {}
+    for index, layer in enumerate(layers):
+        module = layer if isinstance(layer, nn.Module) else getattr(layer, "module", None)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"layers[{index}] is a {type(layer).__name__}; it must be a module of the model.")
+        if module not in names:
+            raise ValueError(
+                f"layers[{index}], a {type(module).__name__}, is not in the model (after wrapping, pass the wrappers, "
+                "or find the layers again)."
+            )
+        if module is model:
+            raise ValueError(f"layers[{index}] is the model itself; pass its repeated blocks.")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(f"layers[{index}], {names[module]!r}, is a container; pass the modules in it.")
+        groups.setdefault(wrapper_of.get(module, module), "" if isinstance(layer, nn.Module) else layer.group)
+    if not groups:
+        raise ValueError("There are no layers to shard; pass the model's repeated blocks.")
+    for module in groups:
+        for inner in module.modules():
+            if inner is not module and inner in groups:
+                raise ValueError(f"Layer {names[inner]!r} lies inside layer {names[module]!r}; pass one of them.")
+    return groups
+
+
+def _frozen_towers(groups: dict[nn.Module, str]) -> set[nn.Module]:
+    """Layers that hold no trainable parameter and that some rank may skip.
+
+    A frozen layer counts when its group is known and is not the language model, or, without groups, when other layers
+    train: the layers of a wholly frozen stack carry every batch.
+    """
+    frozen = {m for m in groups if _has_params(m) and not any(p.requires_grad for p in m.parameters())}
+    if any(groups.values()):
+        return {module for module in frozen if groups[module] != "language"}
+    return set() if len(frozen) == len(groups) else frozen
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _shardable(model: nn.Module, param: nn.Parameter) -> bool:
+    if param.ndim == 0 and param.requires_grad:
+        name = next(name for name, p in model.named_parameters() if p is param)
+        raise ValueError(
+            f"Parameter {name!r} is a trainable scalar, which FSDP cannot shard: "
+            "make it one-dimensional with one element."
+        )
+    return param.ndim > 0 and (param.is_floating_point() or param.is_complex())
+
+
+def _tail(
+    model: nn.Module, layers: list[nn.Module], tail: str | Sequence[nn.Module] | None, names: dict[nn.Module, str]
+) -> tuple[nn.Module, ...]:
+    """The final norm and the output head, or nothing."""
+    if tail is None:
+        return ()
+    if isinstance(tail, str):
+        if tail != "auto":
+            raise ValueError(f"tail is {tail!r}; it must be 'auto', None, or the modules after the last layer.")
+        return _find_tail(model, layers, names)
+    for module in tail:
+        if module not in names:
+            raise ValueError(f"tail has a {type(module).__name__} that is not in the model.")
+        if any(module in layer.modules() or layer in module.modules() for layer in layers):
+            raise ValueError(f"tail module {names[module]!r} overlaps a layer.")
+    return tuple(tail)
+
+
+def _find_tail(model: nn.Module, layers: list[nn.Module], names: dict[nn.Module, str]) -> tuple[nn.Module, ...]:
+    inside = {m for layer in layers for m in layer.modules()}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    if head is None:
+        linear = [m for m in model.children() if isinstance(m, nn.Linear) and m not in inside]
+        head = linear[-1] if linear else None
+    if not isinstance(head, nn.Module) or head not in names or head in inside or not _has_params(head):
+        return ()
+    order = list(names)
+    stacks = {names[layer].rpartition(".")[0] for layer in layers}
+    parents = {stack.rpartition(".")[0] for stack in stacks}
+    if len(parents) != 1:
+        return (head,)  # several stacks: which one the head follows is not known here
+    parent = parents.pop()
+    last = max(order.index(layer) for layer in layers)
+    norms = [
+        m for m in model.get_submodule(parent).children()
+        if order.index(m) > last and "norm" in type(m).__name__.lower() and _has_params(m)
+    ]  # fmt: skip
+    return (norms[0], head) if len(norms) == 1 else (head,)
+
+
+def _owners(model: nn.Module, tops: dict[nn.Module, Any]) -> dict[nn.Parameter, set[Any]]:
+    """For each parameter, the units in whose modules it is registered."""
+    owners: dict[nn.Parameter, set[Any]] = {}
+    seen: set[tuple[nn.Module, int]] = set()
+
+    def visit(module: nn.Module, owner: Any) -> None:
+        owner = tops.get(module, owner)
+        if (module, id(owner)) in seen:
+            return
+        seen.add((module, id(owner)))
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(param, set()).add(owner)
+        for child in module.children():
+            visit(child, owner)
+
+    visit(model, "root")
+    return owners
+
+
+def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
+    """Move trainable parameters stored in another dtype than most of the unit's into units of their own.
+
+    FSDP2 reduces the gradients of a unit in one buffer and refuses more than one dtype there (frozen ones may differ).
+    """
+    elements: dict[torch.dtype, int] = {}
+    for param in unit.params:
+        if param.requires_grad:
+            elements[param.dtype] = elements.get(param.dtype, 0) + param.numel()
+    if len(elements) < 2:
+        return
+    main = max(elements, key=lambda dtype: elements[dtype])
+    for dtype in [d for d in elements if d != main]:
+        params = [p for p in unit.params if p.requires_grad and p.dtype == dtype]
+        chosen = set(params)
+        holders = [
+            m for top in unit.modules for m in top.modules() if any(p in chosen for p in m.parameters(recurse=False))
+        ]
+        for holder in holders:
+            inner = {m._checkpoint_wrapped_module for m in unit.modules if isinstance(m, CheckpointWrapper)}
+            if holder in unit.modules or holder in inner:
+                own = [name for name, p in holder.named_parameters(recurse=False) if p in chosen]
+                raise ValueError(
+                    f"{names[holder] or 'the model'!r} itself holds {', '.join(own)} in {dtype} while most of "
+                    f"its parameters are in {main}; FSDP reduces the gradients of a unit in one dtype. Store it in "
+                    "one dtype (model.to(torch.float32)) and choose the compute dtype in the mixed-precision policy."
+                )
+        modules = tuple(m for m in holders if not any(m is not o and m in o.modules() for o in holders))
+        unit.params = [p for p in unit.params if p not in chosen]
+        yield Unit("+".join(names[m] for m in modules), "dtype", modules, params)
