@@ -68,12 +68,18 @@ def shard_layers(
     Raises:
         TypeError, ValueError: anything wrong with the arguments, naming it. The model is untouched then.
     """
-    validate_mesh(mesh)
+    plan = check_sharding(
+        model,
+        layers,
+        mesh,
+        reshard_after_forward=reshard_after_forward,
+        forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
+        ignored_params=ignored_params,
+        tail=tail,
+        frozen_sharding=frozen_sharding,
+    )
     dp_mesh = data_parallel_mesh(mesh)
-    _check_depth("forward_prefetch", forward_prefetch)
-    _check_depth("backward_prefetch", backward_prefetch)
-    _check_reshard(reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
-    plan = plan_units(model, layers, tail=tail, frozen_sharding=frozen_sharding, ignored_params=ignored_params)
     if reduce_unused is None:
         reduce_unused = bool(plan.towers)
 
@@ -96,6 +102,27 @@ def shard_layers(
     if reduce_unused:
         _reduce_unused(model)
     return plan
+
+
+def check_sharding(
+    model: nn.Module,
+    layers: Sequence[Any],
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    forward_prefetch: int = 1,
+    backward_prefetch: int = 1,
+    ignored_params: Iterable[nn.Parameter] = (),
+    tail: str | Sequence[nn.Module] | None = "auto",
+    frozen_sharding: str = "root",
+) -> UnitPlan:
+    """What `shard_layers` would do with the same arguments, or its error. Changes nothing."""
+    validate_mesh(mesh)
+    dp_mesh = data_parallel_mesh(mesh)
+    _check_depth("forward_prefetch", forward_prefetch)
+    _check_depth("backward_prefetch", backward_prefetch)
+    _check_reshard(reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
+    return plan_units(model, layers, tail=tail, frozen_sharding=frozen_sharding, ignored_params=ignored_params)
 
 
 def _check_depth(name: str, depth: int) -> None:
