@@ -1,0 +1,252 @@
+"""MemoryProfiler: real runs of a model, condensed into a report, and the layers that a budget asks for."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from nemo_like.layers import Layer, LayersNotFoundError, find_layers
+from nemo_like.log import say_once
+from nemo_like.profiling.recommend import LayerCall, cheapest_layers
+from nemo_like.profiling.report import MB, LayerProfile, ProfileReport
+from nemo_like.profiling.state import preserved_state
+from nemo_like.profiling.trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
+
+
+class BudgetUnmeetableError(ValueError):
+    """No set of layers meets the budget; the message says how low the peak can get."""
+
+
+class MemoryProfiler:
+    """Measures what each layer of a model saves for backward, and how long it takes.
+
+    >>> block = lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    >>> profiler = MemoryProfiler(nn.Sequential(block(), block()), "cpu")
+    >>> report = profiler.profile(torch.zeros(4, 8), num_runs=1)
+    >>> [(row.name, row.activation_bytes) for row in report]  # (4, 8) + 2 x (4, 32), float32; and without the input
+    [('0', 1152), ('1', 1152)]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str | torch.device | None = None,
+        *,
+        layers: Iterable[str | nn.Module] | None = None,
+        loss_fn: LossFn | None = None,
+    ) -> None:
+        """Prepare; nothing is run or changed.
+
+        Args:
+            model: a model on `device`; as it is before and after every profile.
+            device: ``"cpu"`` or a CUDA device; None: where the model's parameters are.
+            layers: names (FQN globs) or modules to measure; None: the model's repeated layers, or, where it has none,
+                its children.
+            loss_fn: makes a scalar of the model's output; None: its ``loss``, or the sum of what it returned.
+
+        Raises:
+            ValueError: the model is not on `device`, or on a device that cannot be measured.
+            LayersNotFoundError: `layers` names something that the model does not have.
+        """
+        places = {parameter.device for parameter in model.parameters()}
+        self._device = _device(device, places, type(model).__name__)
+        self._model = model
+        self._layers = _layers_to_measure(model, layers)
+        self._loss_fn = loss_fn
+        self.report: ProfileReport | None = None
+        """The last profile."""
+
+    def profile(self, sample_input: Any, num_runs: int = 3) -> ProfileReport:
+        """Run forward and backward `num_runs` times for bytes and as often for times, after one run to warm up.
+
+        Args:
+            sample_input: one batch: a tensor, a tuple (by position) or a mapping (by keyword); moved to the device.
+            num_runs: >= 1.
+
+        Raises:
+            ValueError: `num_runs` < 1; nothing in the output has a gradient; or a run called none of the layers.
+        """
+        if isinstance(num_runs, bool) or not isinstance(num_runs, int) or num_runs < 1:
+            raise ValueError(f"num_runs is {num_runs!r}; it must be a whole number >= 1.")
+        sample = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, sample_input)
+        modules = [layer.module for layer in self._layers]
+        run = (self._model, modules, sample, self._loss_fn, self._device)
+        with preserved_state(self._model, self._device), torch.enable_grad():
+            warm_up(self._model, sample, self._loss_fn)
+            bytes_runs = [trace_bytes(*run) for _ in range(num_runs)]
+            time_runs = [trace_times(*run) for _ in range(num_runs)]
+        if not bytes_runs[0].calls:
+            raise ValueError(
+                f"A step of {type(self._model).__name__} called none of the layers "
+                f"{', '.join(layer.fqn for layer in self._layers[:5])}; name the ones that it calls with layers=."
+            )
+        self.report = self._report(bytes_runs, time_runs)
+        return self.report
+
+    def recommend_layers(self, memory_budget_mb: float) -> list[str]:
+        """The layers to replay so that the peak of activations fits, at the least measured replay time.
+
+        The set is exact and minimal: no cheaper set meets the budget, and leaving out any of its layers misses it.
+
+        Args:
+            memory_budget_mb: MB (10**6 bytes) that the step's activations may take at their peak, beyond parameters,
+                gradients, buffers and inputs (`ProfileReport.peak_bytes`).
+
+        Returns:
+            Layer names in the model's order; empty where the budget is met without.
+
+        Raises:
+            RuntimeError: nothing has been profiled yet.
+            ValueError: the budget is not a number above zero.
+            BudgetUnmeetableError: no set of whole layers meets it; the message has the lowest peak and its layers.
+        """
+        return recommend(self._profiled(), memory_budget_mb)
+
+    def predict_peak_mb(self, layers: Sequence[str]) -> float:
+        """The peak of activations in MB (10**6 bytes) when `layers` are replayed whole."""
+        return self._profiled().predict_peak_bytes(layers) / MB
+
+    def _profiled(self) -> ProfileReport:
+        if self.report is None:
+            raise RuntimeError("Nothing has been profiled yet; call profile(sample_input) first.")
+        return self.report
+
+    def _report(self, bytes_runs: list[StepBytes], time_runs: list[tuple[list[CallTimes], float]]) -> ProfileReport:
+        step = bytes_runs[0]
+        freed = _freed_bytes(step)
+        rows: list[LayerProfile] = []
+        for index, layer in enumerate(self._layers):
+            if not any(call.layer == index for call in step.calls):
+                continue
+            saved = [sum(sum(c.saved.values()) for c in run.calls if c.layer == index) for run in bytes_runs]
+            forward = [sum(c.forward_ms for c in calls if c.layer == index) for calls, _ in time_runs]
+            backward = [sum(c.backward_ms for c in calls if c.layer == index) for calls, _ in time_runs]
+            rows.append(
+                LayerProfile(
+                    name=layer.fqn,
+                    kind=type(layer.module).__name__,
+                    calls=sum(call.layer == index for call in step.calls),
+                    activation_bytes=int(statistics.median_low(saved)),
+                    freed_bytes=sum(free for call, free in zip(step.calls, freed) if call.layer == index),
+                    forward_ms=statistics.median(forward),
+                    backward_ms=statistics.median(backward),
+                    bytes_spread=_spread(saved),
+                    forward_spread=_spread(forward),
+                    backward_spread=_spread(backward),
+                )
+            )
+        names = tuple(row.name for row in rows)
+        # Layers of one class with the same bytes do the same work: one cost for all, so that noise does not choose.
+        alike: dict[tuple[str, int, int], list[float]] = {}
+        for row in rows:
+            alike.setdefault((row.kind, row.activation_bytes, row.calls), []).append(row.forward_ms / row.calls)
+        cost = {row.name: statistics.median(alike[row.kind, row.activation_bytes, row.calls]) for row in rows}
+        calls = tuple(
+            LayerCall(
+                layer=names.index(self._layers[call.layer].fqn),
+                freed=free,
+                cost=cost[self._layers[call.layer].fqn],
+                replay_peak=call.live_in_backward - free + call.replay_growth,
+            )
+            for call, free in zip(step.calls, freed)
+        )
+        steps = [milliseconds for _, milliseconds in time_runs]
+        return ProfileReport(
+            model=type(self._model).__name__,
+            device=str(self._device),
+            runs=len(bytes_runs),
+            layers=tuple(sorted(rows, key=lambda row: -row.activation_bytes)),
+            outside_bytes=sum(step.outside.values()),
+            peak_bytes=max(moment.peak for moment in step.moments),
+            step_ms=statistics.median(steps),
+            step_spread=_spread(steps),
+            moments=tuple(step.moments),
+            calls=calls,
+            call_names=names,
+        )
+
+
+def recommend(report: ProfileReport, memory_budget_mb: float) -> list[str]:
+    """`MemoryProfiler.recommend_layers` for a report at hand."""
+    if isinstance(memory_budget_mb, bool) or not isinstance(memory_budget_mb, int | float) or not memory_budget_mb > 0:
+        raise ValueError(f"memory_budget_mb is {memory_budget_mb!r}; it must be a number of MB above 0.")
+    budget = int(memory_budget_mb * MB)
+    chosen = cheapest_layers(report.moments, report.calls, budget)
+    if chosen is None:
+        useful = [name for name in report.call_names if report[name].freed_bytes > 0]
+        best = report.predict_peak_bytes(useful)
+        raise BudgetUnmeetableError(
+            f"No choice of whole layers keeps the activations within {memory_budget_mb} MB: replaying all "
+            f"{len(useful)} layers leaves a peak of {best / MB:.3f} MB (without checkpointing: "
+            f"{report.peak_bytes / MB:.3f} MB). Use a smaller batch or shorter sequences, or more devices."
+        )
+    return [report.call_names[index] for index in sorted(chosen)]
+
+
+def _freed_bytes(step: StepBytes) -> list[int]:
+    """Per call: bytes of storages that it alone saved and was not given, less inputs that nobody else keeps."""
+    savers = Counter(number for call in step.calls for number in call.touched)
+    takers = Counter(number for call in step.calls for number in call.inputs)
+    freed = []
+    for call in step.calls:
+        alone = sum(
+            size
+            for number, size in call.saved.items()
+            if savers[number] == 1 and number not in step.outside_touched and number not in call.inputs
+        )
+        # Arguments that several calls share (masks, position tables) live through the forward anyway.
+        held_for_replay = sum(
+            size
+            for number, size in call.inputs.items()
+            if savers[number] == 0 and number not in step.outside_touched and takers[number] == 1
+        )
+        freed.append(alone - held_for_replay)
+    return freed
+
+
+def _spread(values: Sequence[float]) -> float:
+    middle = statistics.median(values)
+    return (max(values) - min(values)) / middle if middle else 0.0
+
+
+def _device(asked: str | torch.device | None, places: set[torch.device], model: str) -> torch.device:
+    if len(places) > 1:
+        raise ValueError(f"{model} has parameters on {', '.join(sorted(map(str, places)))}; it must be on one device.")
+    device = torch.device(asked) if asked is not None else next(iter(places), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {str(device)!r}; a profile runs the model, on 'cpu' or a CUDA device.")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if places and places != {device}:
+        raise ValueError(f"device is {str(device)!r}, but the {model} is on {places.pop()}; move the model first.")
+    return device
+
+
+def _layers_to_measure(model: nn.Module, layers: Iterable[str | nn.Module] | None) -> tuple[Layer, ...]:
+    try:
+        return find_layers(model, layers)
+    except LayersNotFoundError:
+        if layers is not None or not any(True for _ in model.children()):
+            raise
+    say_once(
+        f"The {type(model).__name__} has no repeated layers to profile; measuring its children one by one.",
+        key=f"profile-children-{type(model).__name__}",
+    )
+    return tuple(Layer(name, child, "other") for name, child in _children(model, ""))
+
+
+def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """The direct children by name, lists of modules opened."""
+    found = []
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            found += _children(child, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, child))
+    return found

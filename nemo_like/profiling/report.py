@@ -1,0 +1,197 @@
+"""What a profile says: rows per layer, totals, and the three ways to read them (table, JSON, plot)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_like.extras import require
+from nemo_like.profiling.recommend import LayerCall, Moment, predict_peak
+
+MB = 10**6
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer, over all its calls in a step. Times are medians over the runs; spreads are (max - min) / median."""
+
+    name: str
+    """Its name (FQN) in the bare model."""
+    kind: str
+    """Its class name."""
+    calls: int
+    """How often a step calls it."""
+    activation_bytes: int
+    """Bytes it saves for backward: each storage once, at the layer that saves it first; parameters and buffers are not
+    counted."""
+    freed_bytes: int
+    """Bytes that are no longer kept when this layer is replayed from its inputs."""
+    forward_ms: float
+    """Milliseconds of its forward, which is what a replay costs."""
+    backward_ms: float
+    """Milliseconds of its backward."""
+    bytes_spread: float
+    forward_spread: float
+    backward_spread: float
+
+    @property
+    def activation_mb(self) -> float:
+        """`activation_bytes` in MB (10**6 bytes)."""
+        return self.activation_bytes / MB
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """The measured cost of every layer of a model, most activation bytes first."""
+
+    model: str
+    device: str
+    runs: int
+    layers: tuple[LayerProfile, ...]
+    """Sorted by activation bytes, the largest first; equal ones in the model's order."""
+    outside_bytes: int
+    """Bytes saved outside every layer: embedding, head, loss."""
+    peak_bytes: int
+    """The most activation bytes alive at one time in a step: on CPU, storages that operators made; on CUDA, what the
+    allocator handed out. Parameters, gradients, buffers and inputs are not in it."""
+    step_ms: float
+    """Milliseconds of one forward and backward."""
+    step_spread: float
+    moments: tuple[Moment, ...] = dataclasses.field(repr=False, default=())
+    """The peak of every stretch of the step: what predictions are made from."""
+    calls: tuple[LayerCall, ...] = dataclasses.field(repr=False, default=())
+    """Every layer call in forward order; `LayerCall.layer` indexes `call_names`."""
+    call_names: tuple[str, ...] = dataclasses.field(repr=False, default=())
+
+    @property
+    def total_activation_bytes(self) -> int:
+        """Every byte saved for backward, each storage once."""
+        return self.outside_bytes + sum(row.activation_bytes for row in self.layers)
+
+    @property
+    def forward_ms(self) -> float:
+        """Milliseconds of all layers' forwards."""
+        return sum(row.forward_ms for row in self.layers)
+
+    @property
+    def backward_ms(self) -> float:
+        """Milliseconds of all layers' backwards."""
+        return sum(row.backward_ms for row in self.layers)
+
+    def __iter__(self) -> Iterator[LayerProfile]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, name: str) -> LayerProfile:
+        for row in self.layers:
+            if row.name == name:
+                return row
+        raise KeyError(f"No layer {name!r} in this profile; it has {', '.join(self.call_names)}.")
+
+    def predict_peak_bytes(self, checkpointed: Collection[str]) -> int:
+        """`peak_bytes` as it will be when the layers named are replayed whole (keep nothing but their inputs).
+
+        Raises:
+            KeyError: a name is not in the profile.
+        """
+        return predict_peak(self.moments, self.calls, {self.call_names.index(self[name].name) for name in checkpointed})
+
+    def table(self, limit: int | None = None) -> str:
+        """Rows and totals as plain text, the largest `limit` layers (None: all)."""
+        header = ("layer", "class", "activations MB", "freed MB", "forward ms", "backward ms", "spread")
+        rows = [header]
+        for row in self.layers[:limit]:
+            rows.append(
+                (
+                    row.name,
+                    row.kind + (f" x{row.calls}" if row.calls > 1 else ""),
+                    f"{row.activation_bytes / MB:.3f}",
+                    f"{row.freed_bytes / MB:.3f}",
+                    f"{row.forward_ms:.3f}",
+                    f"{row.backward_ms:.3f}",
+                    f"{max(row.forward_spread, row.backward_spread):.0%}",
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column < 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths))
+            ).rstrip()
+            for row in rows
+        ]
+        lines.insert(1, "-" * max(map(len, lines)))
+        if limit is not None and limit < len(self.layers):
+            lines.append(f"... and {len(self.layers) - limit} more")
+        lines += [
+            "",
+            f"{self.model} on {self.device}, median of {self.runs} runs. Saved for backward: "
+            f"{self.total_activation_bytes / MB:.3f} MB ({self.outside_bytes / MB:.3f} MB outside the layers).",
+            f"Peak of activations: {self.peak_bytes / MB:.3f} MB; with every layer replayed whole: "
+            f"{self.predict_peak_bytes(self.call_names) / MB:.3f} MB. Step: {self.step_ms:.2f} ms "
+            f"(spread {self.step_spread:.0%}), of it layers forward {self.forward_ms:.2f} ms, "
+            f"backward {self.backward_ms:.2f} ms.",
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Everything, so that `from_json` gives an equal report."""
+        values = dataclasses.asdict(self)
+        values["totals"] = {
+            "total_activation_bytes": self.total_activation_bytes,
+            "forward_ms": self.forward_ms,
+            "backward_ms": self.backward_ms,
+        }
+        return json.dumps(values, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> ProfileReport:
+        """The report that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is no such report.
+        """
+        try:
+            values: Mapping[str, Any] = json.loads(text)
+            kinds = {"layers": LayerProfile, "moments": Moment, "calls": LayerCall}
+            fields: dict[str, Any] = {
+                field.name: tuple(kinds[field.name](**item) for item in values[field.name])
+                if field.name in kinds
+                else values[field.name]
+                for field in dataclasses.fields(cls)
+            }
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"The text is no profile report: {error!r}") from error
+        return cls(**fields | {"call_names": tuple(fields["call_names"])})
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Bars of activation bytes and forward time per layer, in model order; written to `path` if given.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        require("matplotlib", "plot", "to plot a profile")
+        from matplotlib.figure import Figure
+
+        rows = [self[name] for name in self.call_names]
+        figure = Figure(figsize=(8, 0.25 * len(rows) + 1.5), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        left.barh(range(len(rows)), [row.activation_bytes / MB for row in rows], color="tab:blue")
+        right.barh(range(len(rows)), [row.forward_ms for row in rows], color="tab:orange")
+        left.set_yticks(range(len(rows)), [row.name for row in rows])
+        left.invert_yaxis()
+        left.set_xlabel("saved for backward, MB")
+        right.set_xlabel("forward, ms")
+        figure.suptitle(f"{self.model} on {self.device}")
+        if path is not None:
+            figure.savefig(path)
+        return figure

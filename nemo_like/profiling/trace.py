@@ -1,0 +1,288 @@
+"""One forward and backward of a model, watched layer by layer: what is saved, what is alive, how long it takes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from nemo_like.profiling.meters import Clock, CpuMeter, CudaMeter, StorageRegistry, storages_of
+from nemo_like.profiling.recommend import Moment
+
+LossFn = Callable[[Any], torch.Tensor]
+
+
+class Listener:
+    """Is told where the step is. Calls are numbered in forward order; everything outside a call is the model's own."""
+
+    def forward_begins(self, call: int, layer: int, arguments: Any) -> None: ...
+
+    def forward_ends(self, call: int) -> None: ...
+
+    def backward_enters(self, call: int) -> None: ...
+
+    def backward_leaves(self, call: int) -> None: ...
+
+
+def watch_step(
+    model: nn.Module, layers: Sequence[nn.Module], sample: Any, loss_fn: LossFn | None, listener: Listener
+) -> None:
+    """Run one forward and backward and tell `listener` of every layer call, by hooks that are gone afterwards.
+
+    In backward, a call begins when the gradient of one of its outputs is there, and ends when the gradient of one of
+    its inputs is or the call before it begins.
+    """
+    handles = []
+    state = _Position()
+    try:
+        for index, layer in enumerate(layers):
+            handles.append(layer.register_forward_pre_hook(_before(index, state, listener), with_kwargs=True))
+            handles.append(layer.register_forward_hook(_after(state, listener)))
+        loss = _loss(model, run_model(model, sample), loss_fn)
+        state.backward_at = state.calls
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class _Position:
+    calls: int = 0
+    running: list[int] = field(default_factory=list)
+    backward_at: int | None = None
+    """In backward: the earliest call that has begun. A layer that runs now is a replay and no call of its own."""
+
+
+def _before(layer: int, state: _Position, listener: Listener) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if state.backward_at is not None:
+            return
+        call = state.calls
+        state.calls += 1
+        state.running.append(call)
+
+        def gradient_arrived(_: torch.Tensor) -> None:
+            if state.backward_at == call:
+                listener.backward_leaves(call)
+
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad:
+                tensor.register_hook(gradient_arrived)
+        listener.forward_begins(call, layer, (args, kwargs))
+
+    return hook
+
+
+def _after(state: _Position, listener: Listener) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if state.backward_at is not None:
+            return
+        call = state.running.pop()
+
+        def gradient_arrived(_: torch.Tensor) -> None:
+            if state.backward_at is not None and call < state.backward_at:
+                state.backward_at = call
+                listener.backward_enters(call)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(gradient_arrived)
+        listener.forward_ends(call)
+
+    return hook
+
+
+def run_model(model: nn.Module, sample: Any) -> Any:
+    """`model` called on `sample`: a mapping by keyword, a tuple or list by position, anything else as one argument."""
+    if isinstance(sample, Mapping):
+        return model(**sample)
+    return model(*sample) if isinstance(sample, tuple | list) else model(sample)
+
+
+def _loss(model: nn.Module, output: Any, loss_fn: LossFn | None) -> torch.Tensor:
+    """`loss_fn` of the output; else the output's own ``loss``; else the sum of every output that has a gradient."""
+    if loss_fn is not None:
+        return loss_fn(output)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    parts = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
+    if not parts:
+        raise ValueError(
+            f"{type(model).__name__} returned nothing that requires a gradient, so there is no backward to measure; "
+            "let at least one parameter train, or pass loss_fn."
+        )
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a pytree or in the mapping-like output classes of model libraries."""
+    if isinstance(value, Mapping):
+        value = dict(value)
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass
+class CallBytes:
+    """What one call of one layer saved and was given: storages by number, with their bytes."""
+
+    layer: int
+    inputs: dict[int, int]
+    saved: dict[int, int] = field(default_factory=dict)
+    """First saved in this call."""
+    touched: set[int] = field(default_factory=set)
+    """Saved in this call, first or not."""
+    replay_growth: int = 0
+    """How far the live bytes rose above those at its start while it ran forward."""
+    live_in_backward: int = 0
+    """Live bytes when its backward begins."""
+
+
+@dataclass
+class StepBytes:
+    """The bytes of one step."""
+
+    calls: list[CallBytes]
+    outside: dict[int, int]
+    """Storages first saved outside every layer (embedding, head, loss)."""
+    outside_touched: set[int]
+    moments: list[Moment]
+
+
+class _ByteListener(Listener):
+    def __init__(self, registry: StorageRegistry, meter: CpuMeter | CudaMeter, ignored: set[int]) -> None:
+        self._registry = registry
+        self._meter = meter
+        self._ignored = ignored
+        self._seen: set[int] = set()
+        self._calls_before = 0
+        self._running: int | None = None
+        self._live_at_start = 0
+        self.step = StepBytes([], {}, set(), [])
+
+    def next_moment(self, calls_before: int) -> int:
+        """End the current stretch; the next one has `calls_before`. Returns the peak of the stretch that ended."""
+        peak = self._meter.take_peak()
+        self.step.moments.append(Moment(self._calls_before, peak))
+        self._calls_before = calls_before
+        return peak
+
+    def forward_begins(self, call: int, layer: int, arguments: Any) -> None:
+        self.next_moment(call)
+        inputs = {
+            self._registry.number(storage): storage.nbytes()
+            for storage in storages_of(arguments)
+            if id(storage) not in self._ignored
+        }
+        self.step.calls.append(CallBytes(layer, inputs))
+        self._running = call
+        self._live_at_start = self._meter.live
+
+    def forward_ends(self, call: int) -> None:
+        self.step.calls[call].replay_growth = self.next_moment(call + 1) - self._live_at_start
+        self._running = None
+
+    def backward_enters(self, call: int) -> None:
+        self.next_moment(call)
+        self.step.calls[call].live_in_backward = self._meter.live
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The pack hook: counts, and keeps the tensor as it is."""
+        for storage in storages_of(tensor):
+            if id(storage) in self._ignored:
+                continue
+            number = self._registry.number(storage)
+            call = None if self._running is None else self.step.calls[self._running]
+            (self.step.outside_touched if call is None else call.touched).add(number)
+            if number not in self._seen:
+                self._seen.add(number)
+                (self.step.outside if call is None else call.saved)[number] = storage.nbytes()
+        return tensor
+
+
+def trace_bytes(
+    model: nn.Module, layers: Sequence[nn.Module], sample: Any, loss_fn: LossFn | None, device: torch.device
+) -> StepBytes:
+    """One step, with every saved storage and the live bytes recorded. Its times would mean nothing."""
+    registry = StorageRegistry()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    state = [*model.parameters(), *model.buffers()]
+    registry.ignore([*state, *gradients, *tensors_in(sample)])
+    meter = CudaMeter(device) if device.type == "cuda" else CpuMeter(registry)
+    # The storages' Python objects are held by `registry`, so that their ids stay theirs.
+    listener = _ByteListener(registry, meter, {id(storage) for storage in storages_of(state)})
+    with meter, torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda tensor: tensor):
+        watch_step(model, layers, sample, loss_fn, listener)
+        listener.next_moment(0)
+    return listener.step
+
+
+@dataclass
+class CallTimes:
+    """Milliseconds of one call of one layer."""
+
+    layer: int
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+
+
+class _TimeListener(Listener):
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.layers: list[int] = []
+        self.spans: list[tuple[str, int, Any, Any]] = []
+        self._open: tuple[str, int, Any] | None = None
+
+    def _turn(self, phase: str | None, call: int) -> None:
+        now = self._clock.mark()
+        if self._open is not None:
+            self.spans.append((*self._open, now))
+        self._open = None if phase is None else (phase, call, now)
+
+    def forward_begins(self, call: int, layer: int, arguments: Any) -> None:
+        self.layers.append(layer)
+        self._turn("forward_ms", call)
+
+    def forward_ends(self, call: int) -> None:
+        self._turn(None, call)
+
+    def backward_enters(self, call: int) -> None:
+        self._turn("backward_ms", call)
+
+    def backward_leaves(self, call: int) -> None:
+        self._turn(None, call)
+
+    def step_ends(self) -> None:
+        self._turn(None, -1)
+
+
+def trace_times(
+    model: nn.Module, layers: Sequence[nn.Module], sample: Any, loss_fn: LossFn | None, device: torch.device
+) -> tuple[list[CallTimes], float]:
+    """One step, timed: each layer call, and the whole step in milliseconds."""
+    clock = Clock(device)
+    listener = _TimeListener(clock)
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        start = clock.mark()
+        watch_step(model, layers, sample, loss_fn, listener)
+        listener.step_ends()
+        end = clock.mark()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    calls = [CallTimes(layer) for layer in listener.layers]
+    for phase, call, begin, finish in listener.spans:
+        setattr(calls[call], phase, getattr(calls[call], phase) + clock.milliseconds(begin, finish))
+    return calls, clock.milliseconds(start, end)
+
+
+def warm_up(model: nn.Module, sample: Any, loss_fn: LossFn | None) -> None:
+    """One unwatched step: first-call costs (library start-up, lazy caches of the model) are not a layer's own."""
+    _loss(model, run_model(model, sample), loss_fn).backward()

@@ -1,0 +1,244 @@
+"""MemoryProfiler: counted bytes with exact numbers, a model left untouched, and recommendations that hold."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nemo_like.layers import LayersNotFoundError
+from nemo_like.profiling import BudgetUnmeetableError, MemoryProfiler, ProfileReport
+from nemo_like.profiling.recommend import LayerCall, Moment, cheapest_layers, predict_peak
+
+
+class Block(nn.Module):
+    """Pre-norm MLP: saves, in float32 for (N, D) inputs, x, norm(x), 2 statistics, and twice the wide one."""
+
+    def __init__(self, dim: int, wide: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, wide)
+        self.down = nn.Linear(wide, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def blocks(*wide: int, dim: int = 16, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(dim, w, dropout) for w in wide])
+
+
+def saved_by_block(n: int, dim: int, wide: int) -> int:
+    return 4 * (2 * n * dim + 2 * n + 2 * n * wide)
+
+
+def test_bytes_are_those_that_autograd_saves():
+    n, model = 64, blocks(32, 128, 64)
+    report = MemoryProfiler(model, "cpu").profile(torch.randn(n, 16), num_runs=3)
+    assert [(row.name, row.activation_bytes) for row in report] == [
+        ("1", saved_by_block(n, 16, 128)),
+        ("2", saved_by_block(n, 16, 64)),
+        ("0", saved_by_block(n, 16, 32)),
+    ]
+    # An independent count: distinct storages that the pack hook sees, less parameters.
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(torch.randn(n, 16)).sum().backward()
+    assert report.total_activation_bytes == sum(storage.nbytes() for storage in seen.values())
+    assert report.outside_bytes == 0
+    for row in report:
+        # All but the block's own input is freed when the block is replayed.
+        assert row.freed_bytes == row.activation_bytes - 4 * n * 16
+        assert row.bytes_spread == 0.0
+        assert row.forward_ms > 0 and row.backward_ms > 0 and row.calls == 1
+    assert report.step_ms >= report.forward_ms * 0.5 > 0
+
+
+def test_a_storage_is_counted_once_and_at_the_layer_that_saves_it_first():
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * self.scale  # saves x
+            return y * y + y.t().t()  # saves y, twice, and views of it never
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Square(), Square()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x))
+
+    report = MemoryProfiler(Model(), "cpu").profile(torch.randn(8, 4), num_runs=1)
+    assert {row.name: row.activation_bytes for row in report} == {"one": 2 * 128, "two": 2 * 128}
+    assert report["one"].freed_bytes == 128  # x is given; y goes
+    with pytest.raises(KeyError, match="three"):
+        report["three"]
+
+
+def test_a_layer_called_twice_is_one_row():
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block(16, 32), Block(16, 64)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in [*self.layers, *self.layers]:
+                x = layer(x)
+            return x
+
+    report = MemoryProfiler(Looped(), "cpu").profile(torch.randn(8, 16), num_runs=1)
+    assert [(row.name, row.calls, row.activation_bytes) for row in report] == [
+        ("layers.1", 2, 2 * saved_by_block(8, 16, 64)),
+        ("layers.0", 2, 2 * saved_by_block(8, 16, 32)),
+    ]
+
+
+class Fragile(nn.Module):
+    """Dropout, BatchNorm, a buffer that is replaced, and a failure on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(16, 32, dropout=0.5) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("steps", torch.zeros(()))
+        self.fail = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        self.steps = self.steps + 1
+        random.random()
+        if self.fail:
+            raise RuntimeError("on demand")
+        return x
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_model_and_the_random_state_are_as_before(fail):
+    torch.manual_seed(3)
+    model = Fragile()
+    model(torch.randn(8, 16)).sum().backward()
+    model.layers[1].eval()
+    model.layers[0].up.weight.grad = None
+    model.fail = fail
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    gradients = {name: (p.grad, None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()}
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    training = {name: m.training for name, m in model.named_modules()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    rng, python_rng = torch.get_rng_state(), random.getstate()
+
+    profiler = MemoryProfiler(model, "cpu")
+    if fail:
+        with pytest.raises(RuntimeError, match="on demand"):
+            profiler.profile(torch.randn(8, 16, generator=torch.Generator()))
+    else:
+        profiler.profile(torch.randn(8, 16, generator=torch.Generator()))
+
+    assert torch.equal(torch.get_rng_state(), rng) and random.getstate() == python_rng
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name][0] and torch.equal(buffer, buffers[name][1]), name
+    for name, parameter in model.named_parameters():
+        before, copy = gradients[name]
+        assert parameter.grad is before and torch.equal(parameter, values[name]), name
+        assert before is None or torch.equal(before, copy), name
+    assert {name: m.training for name, m in model.named_modules()} == training
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+def test_report_reads_as_table_json_and_plot(tmp_path):
+    report = MemoryProfiler(blocks(32, 64), "cpu").profile((torch.randn(8, 16),), num_runs=1)
+    lines = report.table().splitlines()
+    assert lines[0].startswith("layer ") and lines[0].endswith("spread") and "freed MB" in lines[0]
+    assert lines[2].startswith("1") and lines[3].startswith("0") and f"{report.peak_bytes / 1e6:.3f} MB" in lines[-1]
+    assert "... and 1 more" in report.table(limit=1)
+    assert ProfileReport.from_json(report.to_json()) == report
+    with pytest.raises(ValueError, match="no profile report"):
+        ProfileReport.from_json('{"layers": 3}')
+    path = tmp_path / "profile.png"
+    report.plot(path)
+    assert path.read_bytes()[1:4] == b"PNG"
+
+
+def test_wrong_arguments_are_refused_at_the_call():
+    model = blocks(32, 32)
+    with pytest.raises(ValueError, match="'meta'"):
+        MemoryProfiler(model, "meta")
+    with pytest.raises(ValueError, match="num_runs is 0"):
+        MemoryProfiler(model, "cpu").profile(torch.zeros(2, 16), num_runs=0)
+    with pytest.raises(RuntimeError, match="profile"):
+        MemoryProfiler(model, "cpu").recommend_layers(1.0)
+    with pytest.raises(LayersNotFoundError, match="nowhere"):
+        MemoryProfiler(model, "cpu", layers=["nowhere.*"])
+    with pytest.raises(ValueError, match="requires a gradient"):
+        MemoryProfiler(model.requires_grad_(False), "cpu").profile(torch.zeros(2, 16))
+    profiler = MemoryProfiler(blocks(32, 32), "cpu", loss_fn=lambda out: out.square().mean())
+    profiler.profile(torch.zeros(2, 16), num_runs=1)
+    for wrong in (0, -1, float("nan"), "1GB", True):
+        with pytest.raises(ValueError, match="memory_budget_mb"):
+            profiler.recommend_layers(wrong)
+
+
+def test_recommendations_are_minimal_and_the_impossible_is_an_error():
+    profiler = MemoryProfiler(blocks(32, 256, 64, 128, dim=8), "cpu")
+    report = profiler.profile(torch.randn(64, 8), num_runs=1)
+    peak = report.peak_bytes / 1e6
+    assert profiler.recommend_layers(peak) == []
+    best = report.predict_peak_bytes(report.call_names) / 1e6
+    for budget in (peak * 0.99, (peak + best) / 2, best):
+        chosen = profiler.recommend_layers(budget)
+        assert profiler.predict_peak_mb(chosen) <= budget
+        for left_out in chosen:
+            assert profiler.predict_peak_mb([name for name in chosen if name != left_out]) > budget
+    with pytest.raises(BudgetUnmeetableError, match=f"{best:.3f} MB"):
+        profiler.recommend_layers(best * 0.99)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_cheapest_layers_are_those_of_a_search_through_all_subsets(data):
+    count = data.draw(st.integers(1, 6))
+    size = st.integers(0, 30)
+    calls = [
+        LayerCall(
+            layer=data.draw(st.integers(0, count - 1)),
+            freed=data.draw(st.integers(-2, 9)),
+            cost=data.draw(st.integers(1, 5)),
+            replay_peak=data.draw(size),
+        )
+        for _ in range(count)
+    ]
+    moments = [Moment(data.draw(st.integers(0, count)), data.draw(size)) for _ in range(4)]
+    budget = data.draw(size)
+    layers = sorted({call.layer for call in calls})
+    costs = [
+        sum(call.cost for call in calls if call.layer in subset)
+        for size in range(len(layers) + 1)
+        for subset in itertools.combinations(layers, size)
+        if predict_peak(moments, calls, subset) <= budget
+    ]
+    chosen = cheapest_layers(moments, calls, budget)
+    if not costs:
+        assert chosen is None
+    else:
+        assert chosen is not None and predict_peak(moments, calls, chosen) <= budget
+        assert sum(call.cost for call in calls if call.layer in chosen) == min(costs)
