@@ -1,19 +1,20 @@
 """Checkpoints that a killed run cannot damage, on torch.distributed.checkpoint (DCP).
 
-A folder holds ``step-00000100``, ``step-00000200``, ...; each has DCP's own files, one per rank, and ``manifest.json``
-with every file's size, written last. A checkpoint is written under another name (``.writing-...``), synced to disk
-and then renamed, so a folder of the first name is complete, or was damaged afterwards: its sizes tell. DCP writes
-shards and reads any number of ranks' shards back onto any other number of ranks.
+A folder holds ``step-00000100``, ``step-00000200``, ...; each has DCP's own files, one or more per rank, and
+``manifest.json`` with every file's size and checksum, written last (DCP itself reads a flipped bit without a word). A
+checkpoint is written under another name (``.writing-...``), synced to disk and then renamed, so a folder of the first
+name is complete, or was damaged afterwards: its manifest tells. DCP reads the shards of any number of ranks back onto
+any other number of ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nemo_like.recipes.ranks import Ranks
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
+_SUMS = "sums-of-rank-"  # one per rank, until rank 0 has put them together in the manifest
 _COMPLETE, _WRITING, _DELETING = "step-", ".writing-", ".deleting-"
 
 
@@ -51,6 +53,8 @@ class CheckpointStore:
         self._writing_step = -1
         # DCP's writer thread runs collectives beside the training's own, so it needs a group of its own.
         self._group = None if ranks.control is None else dist.new_group(backend="gloo")
+        if self._group is None:  # DCP warns at each call that there is one process; here that is meant
+            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
         with ranks.together(f"making the folder {self.folder}"):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -83,21 +87,21 @@ class CheckpointStore:
         writer = dcp.FileSystemWriter(target, overwrite=False)
         common: dict[str, Any] = {"storage_writer": writer} | self._where()
         self._writing_step = step
-        with _quiet_dcp():
-            if self._background:
-                written = dcp.async_save(state, **common)
-            else:
-                written = Future()
-                try:
-                    written.set_result(dcp.save(state, **common))
-                except Exception as error:  # noqa: BLE001  (handed to `wait`, which raises it on every rank)
-                    written.set_exception(error)
+        if self._background:
+            written = dcp.async_save(state, **common)
+        else:
+            written = Future()
+            try:
+                written.set_result(dcp.save(state, **common))
+            except Exception as error:  # noqa: BLE001  (handed to `wait`, which raises it on every rank)
+                written.set_exception(error)
         self._writing = Future()
         completed = self._writing
 
         def complete(done: Future[Any]) -> None:
             try:
-                metadata = done.result()
+                metadata = done.result()  # raises on every rank where one failed
+                self._sum_own_files(target)
                 if self._ranks.rank == 0:
                     self._complete(target, step, metadata, about)
                 completed.set_result(None)
@@ -174,29 +178,44 @@ class CheckpointStore:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         if manifest.get("format") != _FORMAT:
             raise CheckpointError(f"its format is {manifest.get('format')!r}, and this version reads {_FORMAT}")
-        for name, size in manifest["files"].items():
+        for i, (name, (size, checksum)) in enumerate(sorted(manifest["files"].items())):
             found = (path / name).stat().st_size if (path / name).exists() else 0
             if found != size:
                 raise CheckpointError(f"{name} should have {size} bytes and has {found}")
+            # The ranks share the reading; `_attempt` tells all of them what one finds.
+            if i % self._ranks.world_size == self._ranks.rank and _checksum(path / name) != checksum:
+                raise CheckpointError(f"{name} has other contents than were written")
         return manifest
 
     def _read(self, step: int, state: dict[str, Any]) -> None:
-        with _quiet_dcp():
-            reader = dcp.FileSystemReader(self.path(step))
-            dcp.load(state, storage_reader=reader, **self._where())
+        dcp.load(state, storage_reader=dcp.FileSystemReader(self.path(step)), **self._where())
 
     def _where(self) -> dict[str, Any]:
         return {"process_group": self._group, "no_dist": self._group is None}
 
+    def _sum_own_files(self, target: Path) -> None:
+        """Leave the checksums of this rank's files for rank 0; return when every rank has done so."""
+        own = sorted(target.glob(f"__{self._ranks.rank}_*"))
+        _write_synced(target / f"{_SUMS}{self._ranks.rank}", json.dumps(_describe(own)))
+        if self._group is not None:
+            dist.barrier(self._group)
+
     def _complete(self, target: Path, step: int, metadata: Any, about: Mapping[str, Any]) -> None:
-        """On rank 0: check that each rank's file is here, list them, and give the folder its name."""
-        missing = {info.relative_path for info in metadata.storage_data.values()} - {p.name for p in target.iterdir()}
+        """On rank 0: check that each rank's files are here, list them, and give the folder its name."""
+        files: dict[str, Any] = {}
+        for rank in range(self._ranks.world_size):
+            sums = target / f"{_SUMS}{rank}"
+            if not sums.exists():
+                raise CheckpointError(
+                    f"rank 0 does not see rank {rank}'s files: --checkpoint-dir must be on storage that all hosts share"
+                )
+            files |= json.loads(sums.read_text(encoding="utf-8"))
+            sums.unlink()
+        # Metadata, and whatever another torch names otherwise.
+        files |= _describe([path for path in target.iterdir() if path.name not in files])
+        missing = {info.relative_path for info in metadata.storage_data.values()} - files.keys()
         if missing:
-            raise CheckpointError(
-                f"rank 0 does not see {sorted(missing)} that other ranks wrote: --checkpoint-dir must be on storage "
-                "that all hosts share"
-            )
-        files = {path.name: path.stat().st_size for path in sorted(target.iterdir())}
+            raise CheckpointError(f"{sorted(missing)} were written and are not there")
         _write_synced(target / _MANIFEST, json.dumps({"format": _FORMAT, "step": step, "about": about, "files": files}))
         _sync_folder(target)
         target.rename(self.path(step))
@@ -205,6 +224,20 @@ class CheckpointStore:
             # Renamed first: a run killed while deleting leaves nothing that looks complete.
             doomed = self.path(old).rename(self.folder / f"{_DELETING}{old:08d}")
             shutil.rmtree(doomed)
+
+
+def _describe(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
+    """Size and checksum by name."""
+    return {path.name: (path.stat().st_size, _checksum(path)) for path in paths}
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of the file: against damage, not against forgery."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            value = zlib.crc32(chunk, value)
+    return value
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -229,11 +262,3 @@ def _first_line(error: BaseException) -> str:
         error = next(iter(failures.values()))[0]
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-@contextlib.contextmanager
-def _quiet_dcp() -> Iterator[None]:
-    """Keep DCP from warning that it runs in one process: here that is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
-        yield

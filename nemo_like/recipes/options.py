@@ -39,7 +39,7 @@ class Options:
     ac: str = _option(
         "selective", "activation checkpointing: none | full | selective | submodule, or a memory budget like 40GiB"
     )
-    scope: str = _option("all", "layers to checkpoint: all | language | vision | audio | multimodal, or a list with commas")
+    scope: str = _option("all", "layers to checkpoint: all | language | vision | audio; several with commas")
     compile: str = _option("none", f"compile each layer: {' | '.join(COMPILE_BACKENDS)}")
     dtype: str = _option("float32", "dtype of computing and of gathered parameters; weights and their sum stay float32")
     device: str = _option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like.config import parse_dtype
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.checkpoint import CheckpointStore
@@ -45,6 +46,11 @@ class Trainer:
     def __init__(self, options: Options, ranks: Ranks):
         self.options = options
         self.ranks = ranks
+        if options.strategy == "single" and ranks.world_size > 1:
+            raise ValueError(
+                f"--strategy is 'single', and {ranks.world_size} ranks were started, which would train a model each. "
+                "Start one process, or use --strategy fsdp2 or ddp."
+            )
         per_part = options.grad_accum * ranks.data_ranks
         if options.batch_size % per_part:
             raise ValueError(
@@ -74,9 +80,10 @@ class Trainer:
             options.ac,
             ac_scope=options.scopes,
             compile=False if options.compile == "none" else options.compile,
-            param_dtype=options.dtype,
+            param_dtype=parse_dtype("--dtype", options.dtype),
             dp_replicate=options.dp_replicate,
             device=ranks.device,
+            **({"tp": options.tp} if options.tp > 1 else {}),
         )
         self.optimizer = make_optimizer(self.model, options)
         self.step = 0

@@ -1,0 +1,178 @@
+"""Text, windows and order of samples of the training job."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.recipes.data import (
+    Corpus,
+    Piece,
+    Sampler,
+    held_out_windows,
+    load_text,
+    unigram_entropy,
+)
+from nemo_like.recipes.schedule import Schedule
+
+
+def _write(folder: Path, **files: bytes) -> Path:
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def _bytes_of(corpus: Corpus) -> bytes:
+    return bytes(corpus.read(0, corpus.size).tolist())
+
+
+def test_corpus_reads_across_files_and_offsets(tmp_path: Path):
+    _write(tmp_path, a=b"abcdef", b=b"gh", c=b"ijklm")
+    corpus = Corpus([Piece(tmp_path / "a", 2, 4), Piece(tmp_path / "b", 0, 2), Piece(tmp_path / "c", 1, 3)])
+    whole = b"cdefghjkl"
+    assert corpus.size == len(whole)
+    for start in range(len(whole)):
+        for length in range(1, len(whole) - start + 1):
+            tokens = corpus.read(start, length)
+            assert tokens.dtype == torch.int64
+            assert bytes(tokens.tolist()) == whole[start : start + length]
+
+
+def test_a_file_cut_short_in_mid_run_is_an_error(tmp_path: Path):
+    corpus = Corpus([Piece(_write(tmp_path, a=b"abcdef") / "a", 0, 6)])
+    (tmp_path / "a").write_bytes(b"abc")
+    with pytest.raises(RuntimeError, match="became shorter"):
+        corpus.read(0, 6)
+
+
+def test_folder_is_read_in_name_order_without_binaries_hidden_and_empty_files(tmp_path: Path):
+    files = {f"sub__f{i:02d}_txt": bytes([97 + i]) * 50 for i in range(26)}
+    _write(tmp_path, **files, picture_png=b"\x89PNG\0\0", empty_txt=b"", __pycache____x_py=b"no")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"no")
+    text = load_text(tmp_path)
+    train, held_out = _bytes_of(text.train), _bytes_of(text.held_out)
+    assert sorted(train + held_out) == sorted(b"".join(files.values()))
+    assert train == bytes(sorted(train)) and held_out == bytes(sorted(held_out))
+    assert not set(train) & set(held_out), "a file is in one of the two, never in both"
+    assert 0 < len(held_out) <= 0.05 * 26 * 50
+
+
+def test_single_file_holds_out_its_end(tmp_path: Path):
+    path = _write(tmp_path, a=bytes(range(97, 117)) * 5) / "a"
+    text = load_text(path)
+    assert _bytes_of(text.train) + _bytes_of(text.held_out) == path.read_bytes()
+    assert text.held_out.size == 5
+
+
+def test_two_large_files_hold_out_the_smaller(tmp_path: Path):
+    text = load_text(_write(tmp_path, a=b"a" * 60, b=b"b" * 50))
+    assert (_bytes_of(text.train), _bytes_of(text.held_out)) == (b"a" * 60, b"b" * 50)
+
+
+def test_fingerprint_knows_names_sizes_and_contents(tmp_path: Path):
+    seen = {load_text(_write(tmp_path, a=b"abc", b=b"def")).fingerprint}
+    assert load_text(tmp_path).fingerprint in seen
+    seen.add(load_text(_write(tmp_path, b=b"dex")).fingerprint)
+    seen.add(load_text(_write(tmp_path, b=b"defg")).fingerprint)
+    (tmp_path / "b").rename(tmp_path / "c")
+    seen.add(load_text(tmp_path).fingerprint)
+    assert len(seen) == 4
+
+
+def test_default_text_is_the_standard_library_without_its_tests():
+    text = load_text()
+    parts = [piece.path.parts for piece in (*text.train.pieces, *text.held_out.pieces)]
+    assert not any({"test", "tests", "site-packages", "__pycache__"} & set(p) for p in parts)
+    assert any(p[-1] == "argparse.py" for p in parts) and any(p[-2:] == ("pydoc_data", "topics.py") for p in parts)
+    assert text.train.size > 5_000_000 and 0.03 < text.held_out.size / text.train.size < 0.06
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "nowhere", r"--data is '.*nowhere', and nothing exists there; .*--data FILE"),
+        (lambda folder: _write(folder, empty=b"", binary=b"\0\1"), "no text in it: every file is empty or binary"),
+    ],
+)
+def test_unusable_data_is_an_error(tmp_path: Path, make, message: str):
+    with pytest.raises(ValueError, match=message):
+        load_text(make(tmp_path))
+
+
+def _corpus_of(folder: Path, size: int) -> Corpus:
+    (folder / "text").write_bytes(bytes(i % 251 for i in range(size)))
+    return Corpus([Piece(folder / "text", 0, size)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(20, 2000), seq_len=st.integers(1, 9), seed=st.integers(0, 2**40), epoch=st.integers(0, 3))
+def test_every_epoch_reads_every_window_once(size: int, seq_len: int, seed: int, epoch: int):
+    sampler = Sampler(Corpus([Piece(Path("unread"), 0, size)]), seq_len, 1, seed)
+    n = sampler.windows
+    starts = sorted(sampler.start_of(epoch * n + i) for i in range(n))
+    assert starts == list(range(starts[0], starts[0] + n * seq_len, seq_len))
+    assert starts[0] < seq_len and starts[-1] + seq_len + 1 <= size
+
+
+def test_order_is_shuffled_and_depends_on_seed_and_epoch(tmp_path: Path):
+    corpus = _corpus_of(tmp_path, 10_000)
+    orders = [[Sampler(corpus, 8, 4, seed).start_of(e * 1248 + i) for i in range(200)] for seed in (0, 1) for e in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    for order in orders:  # of a random order, half the neighbours ascend: 99 or so, standard deviation 4
+        assert 75 < sum(a < b for a, b in zip(order, order[1:])) < 125
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_global_batch_does_not_depend_on_the_number_of_ranks(tmp_path: Path, parts: int):
+    sampler = Sampler(_corpus_of(tmp_path, 3000), 16, 8, seed=5)
+    for step in (0, 7, 100):
+        whole = sampler.batch(step)
+        assert whole.shape == (8, 17)
+        assert torch.equal(torch.cat([sampler.batch(step, part, parts) for part in range(parts)]), whole)
+
+
+def test_too_little_text_is_an_error(tmp_path: Path):
+    corpus = _corpus_of(tmp_path, 100)
+    with pytest.raises(ValueError, match=r"100 bytes, 5 windows of 16 tokens: too few for one batch of 6.*--batch-size"):
+        Sampler(corpus, 16, 6, 0)
+    Sampler(corpus, 16, 5, 0)
+    with pytest.raises(ValueError, match=r"100 bytes, less than one window of 100 tokens"):
+        held_out_windows(corpus, 100, 1)
+
+
+@given(size=st.integers(2, 500), seq_len=st.integers(1, 20), count=st.integers(1, 40))
+def test_held_out_windows_are_apart_and_inside(size: int, seq_len: int, count: int):
+    corpus = Corpus([Piece(Path("unread"), 0, size)])
+    if size <= seq_len:
+        with pytest.raises(ValueError, match="less than one window"):
+            held_out_windows(corpus, seq_len, count)
+        return
+    starts = held_out_windows(corpus, seq_len, count)
+    assert len(starts) == min(count, (size - 1) // seq_len)
+    assert all(b - a >= seq_len for a, b in zip(starts, starts[1:])) and starts[-1] + seq_len + 1 <= size
+
+
+def test_unigram_entropy_of_known_frequencies():
+    assert unigram_entropy(torch.tensor([[7, 7], [7, 9]])) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
+    assert unigram_entropy(torch.arange(256)) == pytest.approx(math.log(256))
+    assert unigram_entropy(torch.zeros(5, dtype=torch.int64)) == 0
+
+
+def test_schedules():
+    cosine = Schedule("cosine", peak=2.0, warmup=4, steps=12, floor=0.1)
+    assert [cosine.at(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+    assert cosine.at(7) == pytest.approx(2.0 * (0.1 + 0.9 / 2))  # half way down
+    assert cosine.at(11) == pytest.approx(0.2) and cosine.at(1000) == pytest.approx(0.2)
+    linear = Schedule("linear", peak=1.0, warmup=0, steps=10, floor=0.0)
+    assert [round(linear.at(step), 12) for step in range(10)] == [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    constant = Schedule("constant", peak=1.0, warmup=2, steps=5)
+    assert [constant.at(step) for step in range(6)] == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert Schedule("linear", peak=1.0, warmup=9, steps=5).at(4) == pytest.approx(5 / 9)  # a warm-up longer than the run
