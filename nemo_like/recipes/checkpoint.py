@@ -25,6 +25,8 @@ import torch.distributed.checkpoint as dcp
 from nemo_like.log import warn_once
 from nemo_like.recipes.ranks import Ranks
 
+# What DCP raises where any rank failed is no Exception (torch 2.11 to 2.13).
+_ANY_ERROR = (Exception, dcp.CheckpointException)
 _MANIFEST = "manifest.json"
 _FORMAT = 1
 _SUMS = "sums-of-rank-"  # one per rank, until rank 0 has put them together in the manifest
@@ -93,7 +95,7 @@ class CheckpointStore:
             written = Future()
             try:
                 written.set_result(dcp.save(state, **common))
-            except Exception as error:  # noqa: BLE001  (handed to `wait`, which raises it on every rank)
+            except _ANY_ERROR as error:  # handed to `wait`, which raises it on every rank
                 written.set_exception(error)
         self._writing = Future()
         completed = self._writing
@@ -125,7 +127,7 @@ class CheckpointStore:
         with self._ranks.together(f"writing the checkpoint of step {self._writing_step}"):
             try:
                 writing.result()
-            except Exception as error:
+            except _ANY_ERROR as error:
                 raise CheckpointError(
                     f"Writing the checkpoint of step {self._writing_step} to {self.folder} failed: "
                     f"{_first_line(error)}. Checkpoints before it are untouched."
@@ -138,7 +140,7 @@ class CheckpointStore:
             check: called with the checkpoint's `about` before any tensor is read; raises where it does not fit the run.
 
         Raises:
-            CheckpointError: there are checkpoints, and every one is damaged.
+            CheckpointError: there are checkpoints, and none can be read.
         """
         problems: list[str] = []
         for step in self._steps_of_rank_zero():
@@ -151,7 +153,7 @@ class CheckpointStore:
                 for message in problems:
                     warn_once(f"{message} Going on from step {step} instead.")
                 return step
-            problems.append(f"Checkpoint {self.path(step)} is damaged: {problem}.")
+            problems.append(f"Checkpoint {self.path(step)} cannot be read: {problem}.")
         if problems:
             raise CheckpointError(" ".join(problems) + " None is left to resume from; start anew in another folder.")
         return None
@@ -167,7 +169,7 @@ class CheckpointStore:
         result, problem = None, None
         try:
             result = action(*arguments)
-        except Exception as error:  # noqa: BLE001  (whatever a reader raises means damage; it is reported)
+        except _ANY_ERROR as error:  # whatever a reader raises, this checkpoint is of no use; it is reported
             problem = _first_line(error)
         if self._ranks.any(problem is not None) and problem is None:
             problem = "another rank cannot read it"
