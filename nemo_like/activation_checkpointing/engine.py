@@ -1,0 +1,374 @@
+"""The eager engine: one region of the forward pass that backward replays, keeping what a policy says.
+
+How it works. Autograd's saved-tensor hooks give each tensor that autograd would keep a small `_Handle` instead. The
+first handle that backward opens replays the region: the function runs again on the saved inputs, and hooks of the
+replay give each live handle its tensor, up to the last one, where the replay stops. Policies with something to keep
+add a dispatch mode to both runs (see `engine_modes`). The region's inputs are saved by autograd itself, *outside*
+our hooks: hooks further out (offloading, an outer region) get them, and a later in-place change is noticed.
+
+The design is described in the comments of PyTorch's `torch/utils/checkpoint.py` ("Nestable Checkpoint"), whose rules
+for nesting hold here; nothing is taken from it.
+
+Higher-order use, as tested in `tests/test_engine_higher_order.py`:
+
+- ``retain_graph=True`` and double backward work: each further backward replays again, and kept outputs stay.
+- Two forwards before one backward, nested regions, and a backward inside a region work.
+- Under `torch.no_grad` the function simply runs. `torch.func` transforms are refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from nemo_like.activation_checkpointing import engine_inputs, torch_private
+from nemo_like.activation_checkpointing.ambient import Ambient
+from nemo_like.activation_checkpointing.engine_compile import compiled_region, make_selective_checkpoint_context_fn
+from nemo_like.activation_checkpointing.engine_modes import (
+    ForwardMode,
+    Kept,
+    OnHost,
+    ReplayMode,
+    kinds_for,
+    map_kept,
+    map_tensors,
+    tensors_in,
+)
+from nemo_like.activation_checkpointing.errors import RegionError
+from nemo_like.activation_checkpointing.policy import HOST, SAVE, PlanMismatchError, Policy
+from nemo_like.activation_checkpointing.transfer import SynchronousTransfer, Transfer
+
+__all__ = ["RegionError", "checkpoint_region", "make_selective_checkpoint_context_fn", "run_region", "set_early_stop"]
+
+_early_stop_default = True
+
+
+@contextmanager
+def set_early_stop(enabled: bool) -> Iterator[None]:
+    """Whether regions whose *forward* runs in here stop their replay at the last tensor backward needs.
+
+    Switch it off where code after that point must run in replay, such as a hook that frees a buffer.
+    """
+    global _early_stop_default
+    before, _early_stop_default = _early_stop_default, enabled
+    try:
+        yield
+    finally:
+        _early_stop_default = before
+
+
+def checkpoint_region(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: Policy,
+    name: str = "",
+    preserve_rng_state: bool = True,
+    transfer: Transfer | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``fn(*args, **kwargs)`` as one region and return its result; backward will replay it.
+
+    `policy` says what is kept; `name` is the region's in errors. `transfer` moves outputs with the decision HOST
+    (default: synchronous copies). A `fn` with keywords of the same names: use `run_region`.
+
+    Raises:
+        RegionError: in backward, if replay and forward disagree, or a plan skips what backward needs.
+        PlanMismatchError: at the end of forward, if a `DecisionTable` does not fit.
+        RuntimeError: inside a `torch.func` transform.
+
+    >>> from nemo_like.activation_checkpointing.policy import FullPolicy
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> checkpoint_region(lambda t: t.exp().sin(), x, policy=FullPolicy()).sum().backward()
+    >>> torch.equal(x.grad, x.exp().cos() * x.exp())
+    True
+    """
+    return run_region(
+        fn, args, kwargs, policy=policy, name=name, preserve_rng_state=preserve_rng_state, transfer=transfer
+    )
+
+
+def run_region(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    policy: Policy,
+    name: str = "",
+    preserve_rng_state: bool = True,
+    transfer: Transfer | None = None,
+    early_stop: bool | None = None,
+) -> Any:
+    """`checkpoint_region` with the function's arguments as a tuple and a dict.
+
+    `early_stop=False` replays the region to its end (default: what `set_early_stop` says).
+    """
+    if torch.compiler.is_compiling():
+        return compiled_region(fn, args, kwargs, policy=policy, preserve_rng_state=preserve_rng_state)
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    if torch_private.in_functorch_transform():
+        raise RuntimeError(
+            f"Region {name!r} runs inside a torch.func transform (grad, vmap, jvp, ...), whose levels saved-tensor "
+            "hooks can't follow. Apply the transform to the model without activation checkpointing, or use "
+            "torch.autograd.grad."
+        )
+    region = _Region(fn, policy, name, transfer, _early_stop_default if early_stop is None else early_stop)
+    return region.forward(args, kwargs, preserve_rng_state)
+
+
+class _Handle:
+    """What autograd keeps in the place of one tensor."""
+
+    __slots__ = ("__weakref__", "dtype", "pointer", "shape", "value", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value: Tensor | None = None
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.version = tensor._version
+
+
+class _Stop(Exception):
+    """Replay has given every live handle its tensor. An Exception, so that ``always_call`` module hooks still run."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__("replay is complete (a signal of the checkpointing engine; please don't catch it)")
+        self.region = region
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Region:
+    """One call: its inputs, the handles autograd keeps, and what the policy kept.
+
+    Handles are held weakly (autograd owns them, and each knows nothing of the region); autograd's hooks hold the
+    region. So everything goes when the graph goes, without a reference cycle.
+    """
+
+    __slots__ = (
+        "ambient", "complete", "consumed", "early_stop", "fn", "forward_mode", "handles", "inputs", "kept", "kinds",
+        "last", "lock", "name", "policy", "position", "transfer",
+    )  # fmt: skip
+
+    def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
+        self.fn = fn
+        self.policy = policy
+        self.name = name
+        self.transfer = transfer or _synchronous
+        self.early_stop = early_stop
+        self.handles: list[weakref.ref[_Handle]] = []
+        self.kept: list[Kept] = []
+        self.forward_mode: ForwardMode | None = None
+        self.complete = False
+        self.consumed = False
+        self.lock = threading.RLock()
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
+        self.inputs = engine_inputs.SavedInputs(args, kwargs)
+        self.ambient = Ambient(preserve_rng_state)
+        decide = None
+        if not self.policy.keeps_nothing:
+            decide = self.policy.start()
+            self.kinds = kinds_for(self.policy)
+            self.forward_mode = ForwardMode(self.kinds, decide, self.handles, self.transfer, self.name)
+            self.kept = self.forward_mode.kept
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or nullcontext():
+                out = self.fn(*args, **kwargs)
+            finish = getattr(decide, "finish", None)
+            if finish is not None:
+                finish()
+        except PlanMismatchError as error:
+            self.drop()
+            raise PlanMismatchError(f"Region {self.name!r}: {error}") from error
+        except BaseException:
+            self.drop()
+            raise
+        self.ambient.forget_unused_rng()
+        if self.kept:
+            self.settle_kept()
+        self.forward_mode = None
+        self.complete = True
+        return out
+
+    def pack(self, tensor: Tensor) -> _Handle:
+        handle = _Handle(tensor)
+        self.handles.append(weakref.ref(handle))
+        return handle
+
+    def settle_kept(self) -> None:
+        """At the end of forward: drop what no replay can reach, and cut the rest from the graph.
+
+        Replay stops where autograd packed its last tensor, so a call that ran after it is never replayed.
+        """
+        kept, packs = self.kept, len(self.handles)
+        if self.early_stop:
+            while kept and kept[-1].packs_before == packs:
+                kept.pop()
+        for entry in kept:
+            if entry.decision is SAVE:
+                # Detached up here, above autograd, so that the version counter is shared with the original.
+                entry.value = map_tensors(Tensor.detach, entry.value)
+
+    def drop(self) -> None:
+        """Forget everything that is kept."""
+        self.kept = []
+        self.forward_mode = None
+        for reference in self.handles:
+            handle = reference()
+            if handle is not None:
+                handle.value = None
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def unpack(self, handle: _Handle) -> Tensor:
+        value = handle.value
+        if value is None:
+            with self.lock:
+                if handle.value is None:
+                    self.replay()
+                value = handle.value
+            if value is None:
+                raise RegionError(
+                    f"Region {self.name!r}: replay ended without a tensor of shape {tuple(handle.shape)} that "
+                    "backward needs: fewer tensors were saved than in forward. Something in the region depends on "
+                    "state that changed since."
+                )
+        if torch_private.graph_is_kept() is not False:
+            handle.value = None  # else autograd drops the handle itself, as soon as this node is done
+        return value
+
+    def replay(self) -> None:
+        """Run the function again, and give every live handle its tensor."""
+        keep = not self.complete or torch_private.graph_is_kept() is not False
+        if self.consumed:
+            raise RegionError(
+                f"Region {self.name!r}: a second backward goes through it, but the first one was run without "
+                "retain_graph=True, and what was kept is gone."
+            )
+        live = [index for index, reference in enumerate(self.handles) if reference() is not None]
+        self.last = live[-1]
+        self.position = 0
+        args, kwargs = self.inputs.get(self.name)
+        values = self.values_for_replay(keep)
+        mode = ReplayMode(self.kinds, self.kept, values, self.name) if not self.policy.keeps_nothing else None
+        outer = self.forward_mode
+        if outer is not None:
+            outer.paused = True
+        try:
+            self.run_again(args, kwargs, mode)
+        except BaseException as error:
+            self.drop()
+            error.add_note(f"(raised in the replay of checkpointed region {self.name!r}, in backward)")
+            raise
+        finally:
+            if outer is not None:
+                outer.paused = False
+        for index in live:
+            handle = self.handles[index]()
+            if handle is not None and handle.value is not None and handle.value.requires_grad:
+                handle.value = handle.value.detach()
+
+    def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
+        try:
+            with self.ambient.restored(), torch.enable_grad(), saved_tensors_hooks(self.repack, _same):
+                with mode or nullcontext():
+                    self.fn(*args, **kwargs)
+        except _Stop as stop:
+            if stop.region is not self:
+                raise
+        if mode is not None:
+            self.check_count(mode)
+
+    def check_count(self, mode: ReplayMode) -> None:
+        """Before anything is used: as many tracked calls must have been replayed as forward had made by then."""
+        if not self.early_stop or self.position <= self.last:
+            return
+        expected = sum(1 for entry in self.kept if entry.packs_before <= self.last)
+        if mode.position != expected:
+            raise RegionError(
+                f"Region {self.name!r}: replay and forward disagree: forward had run {expected} tracked operators at "
+                f"the point where replay stopped, replay ran {mode.position}. Something in the region depends on "
+                "state that changed since."
+            )
+
+    def values_for_replay(self, keep: bool) -> list[Any]:
+        values = []
+        for entry in self.kept:
+            if entry.decision is HOST:
+                map_kept(lambda item: self.transfer.prefetch(item.handle), entry.value)
+        for entry in self.kept:
+            value = entry.value
+            if entry.decision is SAVE:
+                self.check_version(entry)
+                if keep:
+                    value = map_tensors(_private_copy if entry.private else Tensor.detach, value)
+            elif entry.decision is HOST:
+                value = map_kept(_from_host, value)
+            values.append(value)
+            if not keep:
+                entry.value = None
+        self.consumed = not keep and any(entry.decision in (SAVE, HOST) for entry in self.kept)
+        return values
+
+    def check_version(self, entry: Kept) -> None:
+        if isinstance(entry.value, Tensor):
+            unchanged = entry.value._version == entry.version
+        else:
+            unchanged = [t._version for t in tensors_in(entry.value)] == [v for v in entry.version if type(v) is int]
+        if not unchanged:
+            raise RegionError(
+                f"Region {self.name!r}: the kept output of {entry.op} was changed in place after the region ended, so "
+                "backward can't use it. Write the change out of place (x = x + y for x += y), or take the operator "
+                "out of the policy's save set."
+            )
+
+    def repack(self, tensor: Tensor) -> Tensor:
+        index = self.position
+        self.position = index + 1
+        if index >= len(self.handles):
+            if self.complete and self.early_stop:
+                raise _Stop(self)
+            return tensor
+        handle = self.handles[index]()
+        if handle is not None:
+            if handle.shape != tensor.shape or handle.dtype != tensor.dtype or tensor.is_meta:
+                self.raise_wrong_tensor(index, handle, tensor)
+            handle.value = tensor
+        if index >= self.last and self.early_stop:
+            raise _Stop(self)
+        return tensor
+
+    def raise_wrong_tensor(self, index: int, handle: _Handle, tensor: Tensor) -> None:
+        if tensor.is_meta:
+            raise RegionError(
+                f"Region {self.name!r}: the plan skips an operator, and backward needs what is made of it: autograd "
+                f"saved it as tensor {index} of the region, of shape {tuple(handle.shape)}. Take the SKIP out."
+            )
+        raise RegionError(
+            f"Region {self.name!r}: replay and forward disagree: tensor {index} that autograd saved had shape "
+            f"{tuple(handle.shape)} and {handle.dtype} in forward, and has {tuple(tensor.shape)} and {tensor.dtype} in "
+            "replay. Something in the region depends on state that changed since."
+        )
+
+
+def _private_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+def _from_host(item: OnHost) -> Tensor:
+    return item.handle.get()
+
+
+_synchronous = SynchronousTransfer()

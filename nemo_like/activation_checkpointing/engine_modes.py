@@ -1,0 +1,303 @@
+"""The two dispatch modes of a region: one decides and keeps in forward, the other puts back in replay.
+
+Both look at tracked operators only. What else runs in a region (profiler ranges, FSDP's copies and all-gathers,
+metadata calls) passes through uncounted, so that it may differ between forward and replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing.errors import RegionError
+from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, Decision
+from nemo_like.activation_checkpointing.save_ops import Op
+from nemo_like.activation_checkpointing.transfer import HostHandle, Transfer
+
+if TYPE_CHECKING:
+    from nemo_like.activation_checkpointing.policy import Policy
+
+TRACKED, COPY, MUTABLE, PASS = 1, 2, 3, 0
+
+
+class Kinds(dict[Op, int]):
+    """Operator → how the modes treat it, filled when an operator is first seen. One per set of tracked operators."""
+
+    def __init__(self, tracked: Any) -> None:
+        super().__init__()
+        self._all = tracked is None
+        self._tracked = frozenset(() if tracked is None else tracked)
+
+    def __missing__(self, op: Op) -> int:
+        if save_ops.is_mutable(op):
+            kind = MUTABLE
+        elif self._all:
+            kind = TRACKED if save_ops.can_be_tracked(op) else PASS
+        elif op in self._tracked:
+            kind = TRACKED
+        else:
+            kind = COPY if op in save_ops.COPY_OPS else PASS
+        self[op] = kind
+        return kind
+
+
+_kinds: dict[Any, Kinds] = {}
+
+
+def kinds_for(policy: Policy) -> Kinds:
+    """The shared `Kinds` of all policies that track the same operators."""
+    tracked = policy.tracked_ops()
+    key = None if tracked is None else frozenset(tracked)
+    if key not in _kinds:
+        _kinds[key] = Kinds(key)
+    return _kinds[key]
+
+
+class Kept:
+    """One tracked call of forward: what it was, what was decided, and its output where that was kept."""
+
+    __slots__ = ("decision", "handle", "op", "packs_before", "private", "value", "version")
+
+    def __init__(self, op: Op, decision: Decision, packs_before: int) -> None:
+        self.op = op
+        self.decision = decision
+        self.packs_before = packs_before
+        self.value: Any = None
+        self.version: Any = None
+        self.handle: Any = None
+        self.private = False
+        """The value is a copy of our own, made because the original was about to be changed in place."""
+
+
+class OnHost:
+    """A tensor of an output that waits in host memory."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: HostHandle) -> None:
+        self.handle = handle
+
+
+class Skipped:
+    """What is known of the output of a skipped call: enough for a `meta` placeholder."""
+
+    __slots__ = ("dtype", "size", "stride")
+
+    def __init__(self, like: Tensor) -> None:
+        self.size, self.stride, self.dtype = like.size(), like.stride(), like.dtype
+
+    def placeholder(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """`function` on each tensor of an operator's output (a tensor, or a tuple or list of tensors and others)."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def map_kept(function: Callable[[Any], Any], value: Any) -> Any:
+    """As `map_tensors`, also on tensors that are on the host or skipped."""
+    if isinstance(value, OnHost | Skipped):
+        return function(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map_kept(function, item) for item in value)
+    return function(value) if isinstance(value, Tensor) else value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an operator's arguments or output."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    return []
+
+
+def storages(tensor: Tensor) -> set[int]:
+    """What identifies the memory behind `tensor`, through wrapper subclasses (DTensor, quantised types)."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        return {key for name in flatten()[0] for key in storages(getattr(tensor, name))}
+    return {tensor.untyped_storage()._cdata}
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled piece inside a region is one operator to us, as it is to PyTorch's own contexts."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Without this, torch wraps `__torch_dispatch__` in a guard against Dynamo that costs 1.5 µs on every
+        # operator. Dynamo never sees our modes: under compilation the region is handed over, see `engine_compile`.
+        return False
+
+
+class ForwardMode(_Mode):
+    """Asks the policy about each tracked call and keeps what it says."""
+
+    def __init__(self, kinds: Kinds, decide: Any, packs: list[Any], transfer: Transfer, name: str) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.decide = decide
+        self.needs_call = getattr(decide, "needs_call", False)
+        self.packs = packs
+        self.transfer = transfer
+        self.region_name = name
+        self.kept: list[Kept] = []
+        self.counts: dict[Op, int] = {}
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = self.kinds[func]
+        if kind == PASS or self.paused:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if kind == MUTABLE:
+            self.before_change(func, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if kind == COPY and not save_ops.is_device_to_host_copy(func, args, kwargs):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self.keep(func, out, kind, args, kwargs)
+        return out
+
+    def keep(self, func: Op, out: Any, kind: int, args: Any, kwargs: Any) -> None:
+        """Take a decision on `out` and carry it out."""
+        counts = self.counts
+        index = counts.get(func, 0)
+        counts[func] = index + 1
+        if kind == COPY:
+            decision = SAVE
+        elif self.needs_call:
+            decision = self.decide(func, index, args, kwargs or {}, out)
+        else:
+            decision = self.decide(func, index)
+        entry = Kept(func, decision, len(self.packs))
+        self.kept.append(entry)
+        if decision is SAVE:
+            entry.value = out
+            entry.version = out._version if isinstance(out, Tensor) else map_tensors(lambda t: t._version, out)
+        elif decision is HOST:
+            entry.value = map_tensors(lambda t: OnHost(self.transfer.to_host(t)), out)
+            entry.version = frozenset(key for tensor in tensors_in(out) for key in storages(tensor))
+        elif decision is SKIP:
+            entry.value = map_tensors(Skipped, out)
+            if not tensors_in(out):
+                raise RegionError(f"Region {self.region_name!r}: {func} returns no tensor and can't be skipped.")
+
+    def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
+        """`func` is about to write: give whatever is kept of the written storages a copy of its own."""
+        if not self.kept:
+            return
+        written = {key for tensor in _written(func, args, kwargs or {}) for key in storages(tensor)}
+        for entry in self.kept:
+            if entry.decision is HOST:
+                if entry.version & written:
+                    map_kept(lambda item: self.transfer.settle(item.handle), entry.value)
+            elif entry.decision is SAVE and not entry.private:
+                mine = tensors_in(entry.value)
+                if any(storages(tensor) & written for tensor in mine):
+                    entry.value = map_tensors(lambda t: t.detach().clone(memory_format=torch.preserve_format), entry.value)
+                    entry.version = map_tensors(lambda t: t._version, entry.value)
+                    entry.private = True
+
+
+def _written(func: Op, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += tensors_in(value)
+    return written
+
+
+class ReplayMode(_Mode):
+    """Puts kept outputs in the place of the calls that made them, in forward's order."""
+
+    def __init__(self, kinds: Kinds, kept: list[Kept], values: list[Any], name: str) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.kept = kept
+        self.values = values
+        self.region_name = name
+        self.position = 0
+        self.skips = any(entry.decision is SKIP for entry in kept)
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = self.kinds[func]
+        if kind == TRACKED or (kind == COPY and save_ops.is_device_to_host_copy(func, args, kwargs)):
+            entry, value = self.next(func)
+            if entry.decision is not RECOMPUTE:
+                return value
+        if self.skips:
+            return self.run_beside_placeholders(func, kind, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def next(self, func: Op) -> tuple[Kept, Any]:
+        """The forward's record of this call, and its output where kept (handed out once)."""
+        position = self.position
+        self.position = position + 1
+        if position >= len(self.kept) or self.kept[position].op is not func:
+            self.raise_mismatch(func, position)
+        value = self.values[position]
+        self.values[position] = None
+        entry = self.kept[position]
+        if value is not None and entry.decision is SKIP:
+            return entry, map_kept(lambda item: item.placeholder(), value)
+        return entry, value
+
+    def raise_mismatch(self, func: Op, position: int) -> None:
+        wanted = self.kept[position].op if position < len(self.kept) else None
+        raise RegionError(
+            f"Region {self.region_name!r}: replay and forward disagree. As tracked call {position}, forward ran "
+            f"{wanted if wanted is not None else 'nothing more'}, replay runs {func}. Something in the region depends "
+            "on state that changed since (a cache, a counter, a global switch). Keep that state out of the region, or "
+            "register it with nemo_like.activation_checkpointing.ambient.register."
+        )
+
+    def run_beside_placeholders(self, func: Op, kind: int, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run `func`; where it reads a placeholder, give a placeholder for its output or raise."""
+        present = tensors_in(args) + tensors_in(kwargs)
+        if not any(tensor.is_meta for tensor in present):
+            return func(*args, **kwargs)
+        reason = None
+        if save_ops.is_random(func):
+            reason = "it draws random numbers, and later ones would change"
+        elif kind == MUTABLE and not all(tensor.is_meta for tensor in _written(func, args, kwargs)):
+            reason = "it would write into a tensor that exists"
+        elif getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            reason = "it is a collective, which every rank must join with data"
+        if reason is not None:
+            self.raise_skipped(func, reason)
+        to_meta: Callable[[Any], Any] = lambda t: t if t.is_meta else t.to("meta")  # noqa: E731
+        meta_kwargs = {key: map_tensors(to_meta, value) for key, value in kwargs.items()}
+        if meta_kwargs.get("device") is not None:
+            self.raise_skipped(func, "it moves the data to a device")
+        try:
+            return func(*map_tensors(to_meta, args), **meta_kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            self.raise_skipped(func, f"it needs the data ({error})", error)
+
+    def raise_skipped(self, func: Op, reason: str, cause: Exception | None = None) -> None:
+        skipped = sorted({str(entry.op) for entry in self.kept[: self.position] if entry.decision is SKIP})
+        raise RegionError(
+            f"Region {self.region_name!r}: the plan skips {', '.join(skipped)}, and {func} needs what is made of it: "
+            f"{reason}. Take the SKIP out of the plan (RECOMPUTE or SAVE), or keep what {func} reads."
+        ) from cause
+
+
+HELD = (SAVE, HOST)

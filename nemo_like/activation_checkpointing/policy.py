@@ -1,0 +1,289 @@
+"""What survives inside a region: policies as small objects with one hook to override.
+
+A policy is started once per region call and then asked once per invocation of a *tracked* operator. A region's
+replay never asks again: the engine replays the decisions that forward took.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing.save_ops import Op
+from nemo_like.config import normalise
+from nemo_like.log import logger, say_once
+
+
+class Decision(enum.Enum):
+    """What happens to one operator's output between forward and backward."""
+
+    SAVE = "save"
+    """Kept on the device; replay takes it instead of computing it."""
+    RECOMPUTE = "recompute"
+    """Dropped; replay computes it again."""
+    SKIP = "skip"
+    """Dropped, and replay puts a `meta` placeholder in its place: backward needs neither it nor what is made of it."""
+    HOST = "host"
+    """Kept in host memory; replay takes it back to the device."""
+
+
+SAVE, RECOMPUTE, SKIP, HOST = Decision.SAVE, Decision.RECOMPUTE, Decision.SKIP, Decision.HOST
+
+Decide = Callable[[Op, int], Decision]
+"""(operator, how many times it ran in this region before) → what to do with this output."""
+
+
+class PlanMismatchError(RuntimeError):
+    """A region did not run the operators that its decision table was made for."""
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """What the engine needs of a policy."""
+
+    keeps_nothing: bool
+    """True: no operator's output is ever kept, and the engine need not look at operators at all."""
+
+    def tracked_ops(self) -> Collection[Op] | None:
+        """The operators that have a decision; None: every one that `save_ops.can_be_tracked` allows."""
+
+    def start(self) -> Decide:
+        """A fresh decision function, for one region call.
+
+        If it has an attribute ``finish``, the engine calls that at the end of the region's forward; if it has a true
+        attribute ``needs_call``, the engine calls it with ``(op, index, args, kwargs, output)``.
+        """
+
+
+@dataclass(frozen=True)
+class FullPolicy:
+    """Keep nothing but the region's inputs: replay computes everything again."""
+
+    keeps_nothing = True
+
+    def tracked_ops(self) -> Collection[Op]:
+        """None are tracked."""
+        return ()
+
+    def start(self) -> Decide:
+        """Recompute, whatever the operator."""
+        return lambda op, index: RECOMPUTE
+
+
+_log_decisions = os.environ.get("NEMO_LIKE_LOG_SAVE_OPS", "").strip().lower() not in ("", "0", "false", "off")
+
+
+def log_decisions(enabled: bool = True) -> None:
+    """Log, once per operator, whether selective checkpointing says SAVE, RECOMPUTE or ALTERNATE.
+
+    The environment variable ``NEMO_LIKE_LOG_SAVE_OPS=1`` switches it on from the start.
+    """
+    global _log_decisions
+    _log_decisions = enabled
+    if enabled:
+        logger.setLevel(min(logger.level or 20, 20))
+
+
+def decisions_are_logged() -> bool:
+    """Whether `log_decisions` or its environment variable is on."""
+    return _log_decisions
+
+
+@dataclass(frozen=True, eq=False)
+class SelectivePolicy:
+    """Keep the outputs of expensive operators; of the plain matmuls, recompute every `every_nth_matmul`-th.
+
+    The parity rule of this field (torchtitan, NeMo Automodel) is ``SelectivePolicy(every_nth_matmul=2)``, which is
+    the default. Whatever a policy says, the engine drops an output that no replay can reach (the last matmul of a
+    block, as a rule). Override `get_save_ops` to change the set.
+
+    Raises:
+        ValueError: `every_nth_matmul` is below 1; an unknown operator name.
+
+    >>> decide = SelectivePolicy().start()
+    >>> mm = save_ops.find_op("aten.mm.default")
+    >>> [decide(mm, i).name for i in range(4)]
+    ['SAVE', 'RECOMPUTE', 'SAVE', 'RECOMPUTE']
+    """
+
+    every_nth_matmul: int | None = 2
+    """Recompute each n-th plain matmul (`mm`, `linear`, grouped; one count for all). None: keep them all."""
+    save_ops: Iterable[str | Op] | None = None
+    """Operators or their names to keep instead of the default set."""
+    extra: Iterable[str | Op] = ()
+    """Operators or their names to keep besides."""
+    drop: Iterable[str | Op] = ()
+    """Operators or their names not to keep."""
+    _kinds: dict[Op, bool] = field(init=False, repr=False, default_factory=dict)
+
+    keeps_nothing = False
+
+    def __post_init__(self) -> None:
+        n = self.every_nth_matmul
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise ValueError(f"SelectivePolicy.every_nth_matmul is {n!r}; it must be a whole number >= 1, or None.")
+        ops = self.get_save_ops()
+        refused = sorted(str(op) for op in ops if not save_ops.can_be_tracked(op))
+        if refused:
+            raise ValueError(
+                f"SelectivePolicy can't keep {', '.join(refused)}: views and metadata cost nothing to replay, and "
+                "in-place and out= forms must run again. Take them out of the list."
+            )
+        alternate = save_ops.plain_matmuls() if n is not None else frozenset()
+        self._kinds.update({op: op in alternate for op in ops})
+
+    def get_save_ops(self) -> frozenset[Op]:
+        """The operators to keep. The hook to override."""
+        base = save_ops.default_save_ops() if self.save_ops is None else save_ops.resolve_ops(self.save_ops)
+        return (base | save_ops.resolve_ops(self.extra)) - save_ops.resolve_ops(self.drop)
+
+    def tracked_ops(self) -> Collection[Op]:
+        """The save set."""
+        return self._kinds.keys()
+
+    def start(self) -> Decide:
+        """A decision function with its own count of matmuls."""
+        kinds, every, matmuls = self._kinds, self.every_nth_matmul or 0, 0
+
+        def decide(op: Op, index: int) -> Decision:
+            nonlocal matmuls
+            alternates = kinds.get(op)
+            if alternates is None:
+                return RECOMPUTE
+            if not alternates:
+                return SAVE
+            matmuls += 1
+            return RECOMPUTE if matmuls % every == 0 else SAVE
+
+        return _logged(decide, kinds) if _log_decisions else decide
+
+
+def _logged(decide: Decide, kinds: Mapping[Op, bool]) -> Decide:
+    def decide_and_say(op: Op, index: int) -> Decision:
+        word = {None: "RECOMPUTE", False: "SAVE", True: "ALTERNATE"}[kinds.get(op)]
+        say_once(f"selective checkpointing: {op}: {word}", key=f"save-ops:{op}")
+        return decide(op, index)
+
+    return decide_and_say
+
+
+def named_ops_policy(names: Sequence[str | Op]) -> SelectivePolicy:
+    """The policy of ``ops_to_save``: exactly these operators are kept, without alternation."""
+    return SelectivePolicy(every_nth_matmul=None, save_ops=tuple(names))
+
+
+class DecisionTable:
+    """A fixed decision for each invocation of each tracked operator: what a plan becomes.
+
+    `decisions` maps an operator (or its name) to one `Decision` per invocation in the region. The table is strict: a
+    region that runs a listed operator more or fewer times raises `PlanMismatchError`. Operators that must never be
+    replayed (`save_ops.always_saved_ops`) are kept even where the table does not list them.
+
+    Raises:
+        ValueError: an unknown operator; one that can't be tracked; SKIP of an operator that draws random numbers;
+            anything but SAVE or HOST for one that must not be replayed.
+
+    >>> table = DecisionTable({"aten.mm.default": (SAVE, RECOMPUTE)})
+    >>> DecisionTable.from_json(table.to_json()) == table
+    True
+    """
+
+    keeps_nothing = False
+
+    def __init__(self, decisions: Mapping[Op | str, Sequence[Decision]]) -> None:
+        self.decisions: dict[Op, tuple[Decision, ...]] = {}
+        for name, row in decisions.items():
+            for op in sorted(_only_op(name), key=str):
+                self.decisions[op] = tuple(_as_decision(item) for item in row)
+                _check_row(op, self.decisions[op])
+        self._tracked = frozenset(self.decisions) | save_ops.always_saved_ops()
+
+    def tracked_ops(self) -> Collection[Op]:
+        """The listed operators, and those that must never be replayed."""
+        return self._tracked
+
+    def start(self) -> Decide:
+        """A decision function that also checks, at the region's end, that every row was used up."""
+        return _TableRun(self.decisions)
+
+    def to_json(self) -> dict[str, list[str]]:
+        """Operator name → decisions, as plain JSON values."""
+        return {str(op): [d.value for d in row] for op, row in sorted(self.decisions.items(), key=lambda p: str(p[0]))}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Sequence[str]]) -> DecisionTable:
+        """The inverse of `to_json`."""
+        return cls({name: [_as_decision(item) for item in row] for name, row in data.items()})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DecisionTable) and self.decisions == other.decisions
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted((str(op), row) for op, row in self.decisions.items())))
+
+    def __repr__(self) -> str:
+        return f"DecisionTable({self.to_json()})"
+
+
+def _only_op(name: Op | str) -> frozenset[Op]:
+    found = save_ops.resolve_op(name)
+    if len(found) != 1:
+        raise ValueError(f"DecisionTable: {name!r} has {len(found)} overloads; name one, such as '{name}.default'.")
+    return found
+
+
+def _as_decision(item: Decision | str) -> Decision:
+    if isinstance(item, Decision):
+        return item
+    try:
+        return Decision(normalise(item))
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{item!r} is no decision; it must be one of {', '.join(d.value for d in Decision)}.") from error
+
+
+def _check_row(op: Op, row: tuple[Decision, ...]) -> None:
+    if not save_ops.can_be_tracked(op):
+        raise ValueError(f"DecisionTable lists {op}, a view, metadata or in-place operator: it always runs again.")
+    if SKIP in row and save_ops.is_random(op):
+        raise ValueError(f"DecisionTable skips {op}, which draws random numbers: the later ones would change.")
+    if op in save_ops.always_saved_ops() and not set(row) <= {SAVE, HOST}:
+        raise ValueError(
+            f"DecisionTable does not keep {op}, which must not run twice (its second result may differ, or all ranks "
+            "would have to join in): use SAVE or HOST."
+        )
+
+
+class _TableRun:
+    """One region's walk through a `DecisionTable`."""
+
+    __slots__ = ("_counts", "_rows")
+
+    def __init__(self, rows: Mapping[Op, tuple[Decision, ...]]) -> None:
+        self._rows = rows
+        self._counts: dict[Op, int] = {}
+
+    def __call__(self, op: Op, index: int) -> Decision:
+        row = self._rows.get(op)
+        if row is None:
+            return SAVE  # only operators that must not be replayed are tracked without a row
+        self._counts[op] = index + 1
+        if index >= len(row):
+            raise PlanMismatchError(
+                f"{op} ran for the {index + 1}th time, and the decision table has {len(row)} entries for it: the table "
+                "was made for another block or another input. Make the plan again for this one."
+            )
+        return row[index]
+
+    def finish(self) -> None:
+        """Raise unless every row was used to its end."""
+        for op, row in self._rows.items():
+            ran = self._counts.get(op, 0)
+            if ran != len(row):
+                raise PlanMismatchError(
+                    f"{op} ran {ran} times, and the decision table has {len(row)} entries for it: the table was made "
+                    "for another block or another input. Make the plan again for this one."
+                )
