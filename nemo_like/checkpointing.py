@@ -1,0 +1,129 @@
+"""`apply_activation_checkpointing`: what ``ac=`` says, applied to the layers of a model, with no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
+
+from nemo_like.activation_checkpointing import kv_sharing
+from nemo_like.activation_checkpointing.policy import Policy, SelectivePolicy, named_ops_policy
+from nemo_like.activation_checkpointing.regions import (
+    CheckpointWrapper,
+    apply_selective_checkpointing_to_layers,
+    apply_submodule_checkpointing,
+    checkpoint_layers,
+)
+from nemo_like.config import CheckpointConfig, MemoryBudget, parse_ac
+from nemo_like.layers import Layer, find_layers, select_layers
+from nemo_like.log import warn_once
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    ac: Any = "selective",
+    scope: str | Iterable[str] = "all",
+    compile: bool = False,
+    *,
+    layers: Iterable[str | nn.Module] | None = None,
+) -> nn.Module:
+    """Checkpoint the repeated layers of `model` in place, and nothing else: for callers who shard later themselves.
+
+    Args:
+        model: any Hugging Face or plain PyTorch model; changed in place and returned.
+        ac: a mode, a `CheckpointConfig` or a `SelectivePolicy` object.
+        scope: which groups of layers (`nemo_like.layers.select_layers`); layers in which nothing trains are left out.
+        compile: the layers will be compiled.
+        layers: names or modules, instead of the layers that are found.
+
+    Raises:
+        ValueError, TypeError: an unknown mode or scope, no layers, or a model that is checkpointed already. The model
+            is unchanged then.
+    """
+    config, policy = parse_checkpointing(ac)
+    if config.mode == "none":
+        return model
+    refuse_checkpointed(model)
+    chosen = select_layers(find_layers(model, layers), scope, drop_frozen=True)
+    checkpoint_found(model, chosen, config, policy, compile=compile)
+    return model
+
+
+def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:
+    """``ac=`` as a config and, where single ops are kept, the policy.
+
+    Raises:
+        ValueError, TypeError: as `parse_ac`; and for a memory budget, which needs `parallelize` and a sample input.
+    """
+    if isinstance(ac, SelectivePolicy):
+        return parse_ac("selective"), ac
+    config = parse_ac(ac)
+    if isinstance(config, MemoryBudget):
+        raise ValueError(
+            f"ac is {ac!r}, a memory budget: a plan needs an input to trace. Use "
+            "nemo_like.parallelize(model, ac=..., sample_input=...)."
+        )
+    if config.mode != "selective":
+        return config, None
+    return config, SelectivePolicy() if config.ops_to_save is None else named_ops_policy(config.ops_to_save)
+
+
+def refuse_checkpointed(model: nn.Module) -> None:
+    """Raise ValueError where something in `model` is checkpointed already, by us, PyTorch's wrapper or the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, TorchCheckpointWrapper):
+            raise ValueError(
+                f"{name or 'The model'} is checkpointed already: a second wrapper would replay it twice. "
+                "Apply checkpointing once, to a freshly built model."
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"{name or 'The model'} has its own gradient checkpointing on, and would be replayed twice. "
+                "Call model.gradient_checkpointing_disable() first (in a Trainer: gradient_checkpointing=False)."
+            )
+
+
+def checkpoint_found(
+    model: nn.Module,
+    chosen: Iterable[Layer],
+    config: CheckpointConfig,
+    policy: Policy | None,
+    *,
+    compile: bool = False,
+) -> list[nn.Module]:
+    """Checkpoint `chosen` layers of `model` as `config` says; the layers as they are registered afterwards."""
+    modules = [layer.module for layer in chosen]
+    through_cache = _shares_cache(model, modules)
+    mode = config.mode
+    if mode == "full" and through_cache:
+        warn_once(
+            "ac='full' was asked for, but this model's layers share keys and values through the cache, which a replayed "
+            "attention would write twice: checkpointing MLPs and norms only."
+        )
+        mode = "submodule"
+    if mode == "full":
+        checkpoint_layers(
+            model,
+            modules,
+            lambda layer, name: CheckpointWrapper(layer, config.use_reentrant, config.preserve_rng_state, name=name),
+        )
+    elif mode == "selective":
+        apply_selective_checkpointing_to_layers(
+            model, modules, through_cache, compile, policy=policy, preserve_rng_state=config.preserve_rng_state
+        )
+    elif mode == "submodule":
+        apply_submodule_checkpointing(modules, through_cache)
+    elif mode == "sequential":
+        raise NotImplementedError("ac='sequential'")
+    return modules
+
+
+def _shares_cache(model: nn.Module, layers: list[nn.Module]) -> bool:
+    """Whether layers share keys and values through the cache; where they do not, the cache is turned off."""
+    if kv_sharing.detect_kv_sharing_and_maybe_disable_cache(model):
+        if not kv_sharing.shares_states_explicitly(layers):
+            return True
+        kv_sharing.disable_cache(model)
+    return False

@@ -1,0 +1,167 @@
+"""The front door on one device: what it accepts, what it refuses, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import nemo_like
+from nemo_like import CheckpointConfig, CheckpointWrapper, apply_activation_checkpointing, parallelize
+from nemo_like.activation_checkpointing import SelectivePolicy, unwrap_checkpoint_wrapper
+from nemo_like.log import forget_announcements
+from tests.decoders import NAMES, PlainDecoder, batch, build, loss_of
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(nemo_like.__all__) >= {"parallelize", "apply_activation_checkpointing", "CheckpointConfig", "MemoryBudget"}
+    signature = inspect.signature(parallelize)
+    assert list(signature.parameters)[:3] == ["model", "strategy", "ac"]
+    documented = {"mesh", "ac_scope", "compile", "mp_policy", "param_dtype", "reduce_dtype", "output_dtype", "cpu_offload",
+                  "reshard_after_forward", "forward_prefetch", "backward_prefetch", "dp_replicate", "layers"}  # fmt: skip
+    keyword_only = {n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert documented <= keyword_only
+    assert all(f"{name}: " in parallelize.__doc__ for name in signature.parameters)
+
+
+BAD = {
+    "strategy": (dict(strategy="fsdp3"), "strategy is 'fsdp3'.*Did you mean 'fsdp2'"),
+    "mode": (dict(ac="selectiv"), "ac is 'selectiv'.*Did you mean 'selective'"),
+    "mode type": (dict(ac=3.5), "ac is 3.5, a float"),
+    "scope": (dict(ac_scope="langauge"), "scope 'langauge' is unknown.*'language'"),
+    "scope that selects nothing": (dict(ac_scope="vision"), "selects no layer; this model has 3"),
+    "compile": (dict(compile="inducter"), "compile is 'inducter'.*Did you mean 'inductor'"),
+    "dtype": (dict(param_dtype="bf17"), "param_dtype is 'bf17'"),
+    "integer dtype": (dict(param_dtype=torch.int8), "param_dtype is torch.int8"),
+    "policy and dtype": (dict(mp_policy=MixedPrecisionPolicy(), param_dtype="bf16"), "both given"),
+    "layer name": (dict(layers=["block.*"]), "block"),
+    "foreign layer": (dict(layers=[nn.Linear(2, 2)]), "not part of this PlainDecoder"),
+    "replicas on one rank": (dict(dp_replicate=2), "dp_replicate is 2, but this job has one rank"),
+    "offload without fsdp2": (dict(strategy="single", cpu_offload=True), "cpu_offload=True keeps FSDP2's shards"),
+    "mesh": (dict(mesh="dp"), "must be a torch DeviceMesh"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_at_the_call_and_leaves_the_model_alone(case: str) -> None:
+    arguments, message = BAD[case]
+    model = PlainDecoder()
+    before = dict(model.named_modules())
+    with pytest.raises((ValueError, TypeError), match=message):
+        parallelize(model, **arguments)
+    assert dict(model.named_modules()) == before
+    parallelize(model, "single")  # still fresh
+
+
+def test_a_model_without_repeated_layers_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match="layers="):
+        parallelize(nn.Linear(4, 4), "single")
+    with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+        parallelize("llama", "single")  # type: ignore[arg-type]
+
+
+def test_a_frozen_model_has_nothing_to_checkpoint() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parallelize(PlainDecoder().requires_grad_(False), "single", "full")
+
+
+@pytest.mark.parametrize("first", ["none", "full", "selective", "submodule"])
+def test_a_second_call_is_refused(first: str) -> None:
+    model = parallelize(PlainDecoder(), "single", first)
+    with pytest.raises(ValueError, match="parallelized already"):
+        parallelize(model, "single", "selective")
+    if first != "none":
+        with pytest.raises(ValueError, match="checkpointed already"):
+            apply_activation_checkpointing(model, "selective")
+
+
+def test_the_models_own_checkpointing_is_refused() -> None:
+    model = build("llama")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        parallelize(model, "single")
+
+
+def test_one_rank_takes_the_single_path_without_a_process_group_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    forget_announcements()
+    with caplog.at_level(logging.INFO, "nemo_like"):
+        for strategy in ("fsdp2", "fsdp2", "ddp", "single"):
+            model = PlainDecoder()
+            assert parallelize(model, strategy) is model
+            assert isinstance(model.blocks[0], CheckpointWrapper)
+    assert not dist.is_initialized()
+    assert caplog.text.count("with one rank") == 2  # once for fsdp2, once for ddp
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_accumulation_is_the_same_in_every_mode(name: str, ac: str) -> None:
+    results = []
+    for mode in ("none", ac):
+        model = parallelize(build(name), "single", mode)
+        torch.manual_seed(2)
+        for seed in range(3):
+            (loss_of(model, batch(2, seed=seed)) / 3).backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_generate_with_a_cache_is_unchanged() -> None:
+    prompt = batch(2, length=5)
+    tokens = []
+    for ac in (None, "none", "full", "selective", "submodule"):
+        model = build("llama").eval()
+        if ac is not None:
+            parallelize(model, "single", ac)
+        tokens.append(model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0))
+    assert all(torch.equal(tokens[0], other) for other in tokens[1:])
+
+
+def test_output_dtype_and_param_dtype_on_one_device() -> None:
+    model = parallelize(build("llama"), "single", "full", param_dtype="bf16", output_dtype="fp32")
+    output = model(batch(2), labels=batch(2))
+    assert output.logits.dtype is torch.float32 and output["logits"].dtype is torch.float32
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    plain = parallelize(PlainDecoder(), "single", "none", param_dtype=torch.bfloat16)
+    assert plain(batch(2)).dtype is torch.bfloat16
+
+
+def test_config_objects_and_policies_are_modes_too() -> None:
+    policy = SelectivePolicy(drop=["aten.topk.default"])
+    model = parallelize(PlainDecoder(), "single", policy)
+    assert model.blocks[0].policy is policy
+    config = CheckpointConfig(enabled=True, strategy="selective", ops_to_save=["torch.ops.aten.addmm.default"],
+                              preserve_rng_state=False, profile_before_apply=False)  # fmt: skip
+    model = parallelize(PlainDecoder(), "single", config)
+    assert set(model.blocks[0].policy.tracked_ops()) == {torch.ops.aten.addmm.default}
+    assert model.blocks[0].preserve_rng_state is False
+    assert not isinstance(parallelize(PlainDecoder(), "single", CheckpointConfig()).blocks[0], CheckpointWrapper)
+
+
+def test_layers_can_be_named() -> None:
+    model = parallelize(PlainDecoder(), "single", "full", layers=["blocks.1"])
+    assert [isinstance(b, CheckpointWrapper) for b in model.blocks] == [False, True, False]
+    model = PlainDecoder()
+    parallelize(model, "single", "full", layers=[model.blocks[2]])
+    assert unwrap_checkpoint_wrapper(model.blocks[2]) is not model.blocks[2]
+
+
+def test_apply_activation_checkpointing_needs_no_process_group() -> None:
+    model = apply_activation_checkpointing(build("qwen3"), "SELECTIVE", scope="language")
+    loss_of(model, batch(2)).backward()
+    assert not dist.is_initialized() and model.config.use_cache is False
+    assert isinstance(model.model.layers[0], CheckpointWrapper)
+
+
+def test_a_copy_of_a_model_in_mixed_precision_runs_its_own_weights() -> None:
+    import copy
+
+    model = parallelize(PlainDecoder(), "single", "none", param_dtype="bf16")
+    twin = copy.deepcopy(model)
+    loss_of(twin, batch(2)).backward()
+    assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in twin.parameters())
