@@ -1,0 +1,174 @@
+"""One block's ways to run: its trace as a choice problem, and the frontier from "none" to "full" with its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing.policy import Decision, DecisionTable
+from nemo_like.planning import cost, solver
+from nemo_like.planning.devices import Device
+from nemo_like.planning.trace import BlockTrace, OpRecord
+
+CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+CUDA_ATTENTION = "aten._scaled_dot_product_flash_attention.default"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run one block."""
+
+    label: str
+    """``none`` (no region), ``full`` (keep inputs only) or ``plan``."""
+    held_bytes: int
+    """Held on the device from its forward to its backward: its inputs where it keeps them, and what it keeps inside."""
+    host_bytes: int
+    """Held in host memory meanwhile."""
+    replay_flops: int
+    replay_seconds: float
+    """Replay, and transfers that computing does not hide."""
+    decisions: tuple[str, ...] = ()
+    """For a region, ``save`` | ``recompute`` | ``skip`` | ``host`` for each op of `BlockProblem.records`."""
+    gap_seconds: float = 0.0
+    """Proven bound on what a better choice of the same bytes could save; 0: optimal."""
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """A block's trace on a device, as numbers for the solver."""
+
+    trace: BlockTrace
+    device: Device
+    records: tuple[OpRecord, ...] = field(init=False)
+    """The ops that compute something: no views."""
+    seconds: tuple[float, ...] = field(init=False)
+    _index: dict[int, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kept = [(i, op) for i, op in enumerate(self.trace.ops) if not op.view]
+        object.__setattr__(self, "records", tuple(op for _, op in kept))
+        object.__setattr__(self, "seconds", tuple(cost.op_seconds(op, self.device) for _, op in kept))
+        object.__setattr__(self, "_index", {i: k for k, (i, _) in enumerate(kept)})
+
+    @property
+    def reachable(self) -> int:
+        """How many of `records` a replay gets to, before the early stop."""
+        return sum(1 for i in self._index if i < self.trace.last_pack)
+
+    def ops(self, by: str = "seconds") -> tuple[solver.Op, ...]:
+        """The solver's ops; their cost is replay ``"seconds"`` or ``"flops"``."""
+        reachable = self.reachable
+        made = []
+        for k, record in enumerate(self.records):
+            value = self.seconds[k] if by == "seconds" else float(record.flops)
+            made.append(
+                solver.Op(
+                    bytes=record.bytes,
+                    cost=value if k < reachable else 0.0,
+                    reads=tuple(self._index[i] for i in record.reads if i in self._index),
+                    needed=record.needed and k < reachable,
+                    keepable=_keepable(record),
+                    forced=_forced(record) if k < reachable else None,
+                )
+            )
+        return tuple(made)
+
+    def none(self) -> Choice:
+        """Outside of any region: autograd keeps what it keeps, and nothing is replayed."""
+        return Choice("none", self.trace.none_bytes, 0, 0, 0.0)
+
+    def choice(self, point: solver.Point, label: str = "plan") -> Choice:
+        """A solver's point as a choice: its bytes with the inputs, its replay in FLOPs and seconds."""
+        words = point.decisions(len(self.records))
+        reachable = self.reachable
+        run = [k for k, word in enumerate(words) if word == "recompute" and k < reachable]
+        held = sum(self.records[k].bytes for k, word in enumerate(words) if word == "save")
+        return Choice(
+            label,
+            self.trace.input_bytes + held,
+            0,
+            sum(self.records[k].flops for k in run),
+            sum(self.seconds[k] for k in run),
+            words,
+            point.gap,
+        )
+
+    def frontier(self, *, skip: bool = True, points: int = 16, host: bool = False) -> tuple[Choice, ...]:
+        """Ways to run the block, each best for its bytes: ascending in held bytes, descending in seconds.
+
+        "none" is among them unless a region does better for fewer bytes; the first is the least that can be held.
+
+        Args:
+            skip: let replay leave ops out (needs scipy, extra ``plan``).
+            points: how many budgets are solved for with `skip`; without it the frontier is complete.
+            host: also offer to keep outputs in host memory, over the device's link.
+        """
+        ops = self.ops()
+        found = solver.closure_frontier(ops, points) if skip else _spread(solver.linear_frontier(ops), 4 * points)
+        choices = [self.choice(point, "full" if point.keep == 0 else "plan") for point in found] + [self.none()]
+        if host:
+            choices += [self.on_host(choice) for choice in choices if choice.decisions]
+        kept: list[Choice] = []
+        for choice in sorted(choices, key=lambda c: (c.held_bytes, c.replay_seconds, c.host_bytes)):
+            if not kept or choice.replay_seconds < kept[-1].replay_seconds:
+                kept.append(choice)
+        return tuple(kept)
+
+    def on_host(self, choice: Choice) -> Choice:
+        """`choice` with what it keeps inside moved to host memory and back.
+
+        A copy out hides behind this block's forward and a copy back behind its backward; only what does not fit behind
+        them costs time. Nothing else is assumed to use the link.
+        """
+        moved = choice.held_bytes - self.trace.input_bytes
+        copy = moved / self.device.host_link
+        forward = cost.forward_seconds(self.trace, self.device)
+        exposed = max(0.0, copy - forward) + max(0.0, copy - 2 * forward)
+        words = tuple("host" if word == "save" else word for word in choice.decisions)
+        return Choice(
+            choice.label, self.trace.input_bytes, moved, choice.replay_flops, choice.replay_seconds + exposed, words
+        )
+
+    def table(self, choice: Choice) -> DecisionTable:
+        """The engine's decision table for a choice (which must be a region's)."""
+        by_op: dict[str, list[Decision]] = {}
+        for record, word in zip(self.records, choice.decisions, strict=True):
+            by_op.setdefault(str(record.op), []).append(Decision(word))
+        always = {str(op) for op in save_ops.always_saved_ops()}
+        rows: dict[str, list[Decision]] = {}
+        for name, row in by_op.items():
+            if name in always:
+                rows[name] = [Decision.HOST if d is Decision.HOST else Decision.SAVE for d in row]
+            elif any(d is not Decision.RECOMPUTE for d in row) and _trackable(name):
+                rows[name] = row
+        return DecisionTable(rows)
+
+
+def _spread(points: Sequence[solver.Point], limit: int) -> list[solver.Point]:
+    """At most `limit` of many points, both ends included, at even steps of bytes."""
+    if len(points) <= limit:
+        return list(points)
+    low, high = points[0].bytes, points[-1].bytes
+    chosen = {points[0].bytes: points[0], points[-1].bytes: points[-1]}
+    for step in range(1, limit - 1):
+        best = solver.at_budget(points, low + (high - low) * step // (limit - 1))
+        if best is not None:
+            chosen[best.bytes] = best
+    return [chosen[key] for key in sorted(chosen)]
+
+
+def _trackable(name: str) -> bool:
+    return all(save_ops.can_be_tracked(op) for op in save_ops.resolve_op(name))
+
+
+def _keepable(record: OpRecord) -> bool:
+    return record.bytes > 0 and not record.changed and save_ops.can_be_tracked(record.op)
+
+
+def _forced(record: OpRecord) -> str | None:
+    if record.op in save_ops.always_saved_ops():
+        return "save"
+    if record.random or save_ops.is_random(record.op) or not save_ops.can_be_tracked(record.op):
+        return "replay"  # random numbers must be drawn again in order; in-place ops always run again
+    return None

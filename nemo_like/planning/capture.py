@@ -1,0 +1,256 @@
+"""How a model calls its layers: one forward pass on fake tensors, each distinct block run once.
+
+Two layers are of one kind when class, parameter shapes, plain settings (numbers, words and flags of every sub-module,
+but for its own index) and call are equal. Later layers of a kind are not run: they hand on tensors of the shape that
+the first one returned. That is what makes a model of 126 layers as quick to plan as one of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
+from nemo_like.layers.names import bare
+from nemo_like.planning.fake import FakeRun, cache_off
+from nemo_like.planning.trace import BlockTrace, tensors_in, trace_block
+
+_OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
+
+
+@dataclass
+class Kind:
+    """One distinct block, and how it is called."""
+
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+    state: dict[str, torch.Tensor]
+    shared: tuple[torch.Tensor, ...] = ()
+    trace: BlockTrace | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one layer, in the order in which they run."""
+
+    fqn: str
+    module: nn.Module
+    kind: int
+
+
+@dataclass
+class ModelTrace:
+    """A model's layers as it calls them, and what is needed to run any of them again."""
+
+    calls: tuple[Call, ...]
+    kinds: tuple[Kind, ...]
+    shared_bytes: int
+    """Storages that several layers are called with (position tables, masks), counted once."""
+    run: FakeRun
+    state: dict[str, torch.Tensor]
+    args: tuple
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None
+
+    def traces(self) -> tuple[BlockTrace, ...]:
+        """The trace of each kind."""
+        return tuple(kind.trace for kind in self.kinds if kind.trace is not None)
+
+    def counts(self) -> tuple[int, ...]:
+        """How many calls there are of each kind."""
+        return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
+
+
+def split_sample(sample_input: Any) -> tuple[tuple, dict[str, Any]]:
+    """A sample input as (args, kwargs): a mapping is keywords, a tuple or list positions, anything else one argument."""
+    if isinstance(sample_input, Mapping):
+        return (), dict(sample_input)
+    if isinstance(sample_input, tuple | list):
+        return tuple(sample_input), {}
+    return (sample_input,), {}
+
+
+def trace_model(
+    model: nn.Module, layers: Sequence[Any], sample_input: Any, *, dtype: torch.dtype | None = None
+) -> ModelTrace:
+    """Run `model` on fake tensors and trace each distinct block as the model calls it.
+
+    Args:
+        model: bare (not sharded, not compiled, not checkpointed); on any device, `meta` included. It is not changed.
+        layers: its layers, as `nemo_like.layers.find_layers` returns them (objects with ``fqn`` and ``module``).
+        sample_input: what one step of one rank gives to `model`: keywords, positions or one tensor. Only shapes, dtypes
+            and the values of small integer tensors count.
+        dtype: dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
+
+    Raises:
+        ValueError: no layer was called, or a layer's behaviour cannot be traced without real values.
+    """
+    watcher = _Watcher(model, layers)
+    with cache_off(model), FakeRun() as run:
+        state = run.state(model, dtype)
+        args, kwargs = run.sample(split_sample(sample_input), dtype)
+        with watcher.installed(state):
+            _forward(model, state, args, kwargs)
+        traced = watcher.finish(run, state, args, kwargs, dtype)
+    return traced
+
+
+def _forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return torch.func.functional_call(model, dict(state), args, dict(kwargs))
+    except Exception as error:
+        if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+            raise ValueError(
+                f"{type(model).__name__} cannot be planned: its forward depends on values that a run without weights "
+                f"does not have ({error}). Mixture-of-experts models of transformers can with "
+                "experts_implementation='grouped_mm'."
+            ) from error
+        raise
+
+
+@dataclass
+class _Watcher:
+    model: nn.Module
+    layers: Sequence[Any]
+    calls: list[Call] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    _keys: dict[Any, int] = field(default_factory=dict)
+    _uses: dict[int, set[int]] = field(default_factory=dict)
+    _held: list[Any] = field(default_factory=list)
+
+    @contextmanager
+    def installed(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Each layer's forward replaced by a watching one, and put back at the end, whatever happens."""
+        run_all = has_kv_sharing(self.model)
+        names = {id(module): name for name, module in self.model.named_modules(remove_duplicate=False)}
+        with replaced_forwards(
+            self.layers,
+            lambda layer, forward: self._watch(layer, forward, names[id(bare(layer.module))], state, run_all),
+        ):
+            yield
+
+    def _watch(
+        self, layer: Any, forward: Callable, name: str, state: Mapping[str, torch.Tensor], run_all: bool
+    ) -> Callable:
+        module = bare(layer.module)
+        prefix = name + "." if name else ""
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        settings = _settings(module)
+
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            key = (settings, _call_key(args), _call_key(kwargs))
+            for tensor in tensors_in((args, kwargs)):
+                storage = tensor.untyped_storage()
+                self._held.append(storage)
+                self._uses.setdefault(id(storage), set()).add(len(self.calls))
+            kind = self._keys.get(key)
+            if kind is not None and not run_all:
+                self.calls.append(Call(layer.fqn, module, kind))
+                return tree_map_only(torch.Tensor, _another, self.kinds[kind].output)
+            position = len(self.calls)
+            self.calls.append(Call(layer.fqn, module, -1))
+            saved = tree_map_only(torch.Tensor, _leaf, (args, kwargs))
+            output = forward(*args, **kwargs)
+            if kind is None:
+                kind = self._keys[key] = len(self.kinds)
+                self.kinds.append(Kind(module, saved[0], saved[1], output, own))
+            self.calls[position] = Call(layer.fqn, module, kind)
+            return output
+
+        return watching
+
+    def finish(
+        self, run: FakeRun, state: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any],
+        dtype: torch.dtype | None,
+    ) -> ModelTrace:  # fmt: skip
+        if not self.calls:
+            raise ValueError(
+                f"The forward pass of {type(self.model).__name__} called none of its {len(self.layers)} layers with "
+                "this sample input; give the input that training gives."
+            )
+        shared = {key for key, users in self._uses.items() if len(users) > 1}
+        sizes: dict[int, int] = {}
+        for kind in self.kinds:
+            tensors = tensors_in((kind.args, kind.kwargs))
+            kind.shared = tuple(t for t in tensors if id(t.untyped_storage()) in shared)
+            sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
+            kind.trace = trace_block(
+                kind.module, kind.args, kind.kwargs, name=self._name(kind), shared=kind.shared, run=run, state=kind.state
+            )
+        return ModelTrace(
+            tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs, dtype
+        )
+
+    def _name(self, kind: Kind) -> str:
+        first = next(call.fqn for call in self.calls if call.module is kind.module)
+        return f"{first} ({type(kind.module).__name__})"
+
+
+@contextmanager
+def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Callable]) -> Iterator[None]:
+    """Each layer's ``forward`` replaced by ``make(layer, forward)`` inside the context."""
+    before: list[tuple[nn.Module, Any]] = []
+    seen: set[int] = set()
+    try:
+        for layer in layers:
+            module = bare(layer.module)
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            before.append((module, module.__dict__.get("forward")))
+            module.forward = make(layer, module.forward)
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _another(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(tensor)
+    # A tensor that is no leaf, as a layer's output is: models may go on in place.
+    return made.requires_grad_().clone() if tensor.requires_grad else made
+
+
+def _settings(module: nn.Module) -> tuple:
+    """Everything plain that tells one layer from another: classes, shapes, numbers, words and flags."""
+    found: list[Any] = []
+    for name, part in module.named_modules():
+        plain = tuple(
+            (key, value)
+            for key, value in sorted(vars(part).items())
+            if isinstance(value, bool | int | float | str | type(None))
+            and not any(word in key for word in _OWN_INDEX)
+        )
+        found.append((name, type(part), plain))
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        found.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    return tuple(found)
+
+
+def _call_key(value: Any) -> Any:
+    """A hashable stand-in for the arguments of a call: layouts of tensors, plain values, types of anything else."""
+    leaves, spec = tree_flatten(value)
+    described = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            described.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
+        elif isinstance(leaf, bool | int | float | str | type(None)):
+            described.append(leaf)
+        else:
+            described.append(type(leaf))
+    return tuple(described), str(spec)

@@ -1,0 +1,26 @@
+"""How long an op takes on a device: a roofline over its FLOPs and the bytes it moves."""
+
+from __future__ import annotations
+
+from nemo_like.planning.devices import Device
+from nemo_like.planning.opcost import is_attention
+from nemo_like.planning.trace import BlockTrace, OpRecord
+
+
+def op_seconds(op: OpRecord, device: Device) -> float:
+    """``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` (Williams et al., "Roofline", CACM 2009)."""
+    if op.view:
+        return 0.0
+    kind = "half" if op.half else "single"
+    speed = (device.attention_flops if is_attention(op.op) else device.matmul_flops)[kind]
+    return max(op.flops / speed, op.moved / device.bandwidth)
+
+
+def forward_seconds(trace: BlockTrace, device: Device) -> float:
+    """One forward pass of a block."""
+    return sum(op_seconds(op, device) for op in trace.ops)
+
+
+def backward_seconds(trace: BlockTrace, device: Device) -> float:
+    """One backward pass of a block, taken as twice its forward: two products for each one, and as many bytes again."""
+    return 2 * forward_seconds(trace, device)

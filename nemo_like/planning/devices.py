@@ -1,0 +1,104 @@
+"""The devices that plans are made for: memory and speeds, each figure with its source in ``devices.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_like.config import did_you_mean
+
+
+@dataclass(frozen=True)
+class Device:
+    """What planning knows of an accelerator. Speeds are those that real kernels reach, not peaks."""
+
+    name: str
+    memory_bytes: int
+    matmul_flops: Mapping[str, float]
+    """FLOP/s of large matrix products: ``"half"`` (bfloat16, float16) and ``"single"`` (float32)."""
+    attention_flops: Mapping[str, float]
+    """FLOP/s of fused attention, likewise."""
+    bandwidth: float
+    """Bytes per second between its memory and its kernels."""
+    host_link: float
+    """Bytes per second to or from host memory, one direction."""
+    kind: str
+    """``"cuda"`` or ``"cpu"``: whose attention kernels run, and how its allocator rounds."""
+    sources: Mapping[str, str]
+
+
+def known_devices() -> tuple[str, ...]:
+    """Names that `resolve_device` knows."""
+    return tuple(name for name in _table() if not name.startswith("_"))
+
+
+def resolve_device(spec: str | Path | Device) -> Device:
+    """A device by name, or from a JSON file with one entry in the format of ``devices.json``.
+
+    Raises:
+        ValueError: no such name or file, or a field is missing; the message says which.
+    """
+    if isinstance(spec, Device):
+        return spec
+    table, name = _table(), str(spec).strip().lower().replace("_", "-")
+    if name in known_devices():
+        return _device(name, table[name])
+    path = Path(spec)
+    if path.is_file():
+        try:
+            return _device(path.stem, json.loads(path.read_text(encoding="utf-8")))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Device file {path} is no JSON: {error}") from error
+    raise ValueError(
+        f"Device {str(spec)!r} is neither one of {', '.join(known_devices())} nor a file." + did_you_mean(name, known_devices())
+    )
+
+
+def device_at_hand() -> Device:
+    """The device this process trains on: the current CUDA device if there is one, else ``cpu``.
+
+    A GPU that the table does not know gets the nearest known speeds (said in `sources`) and its own memory.
+    """
+    if not torch.cuda.is_available():
+        return resolve_device("cpu")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    table = _table()
+    for name in known_devices():
+        if any(part.lower() in properties.name.lower() for part in table[name].get("match", [])):
+            break
+    else:
+        name = "a100-80gb"
+    found = _device(name, table[name])
+    return Device(**(vars(found) | {"name": properties.name, "memory_bytes": properties.total_memory}))
+
+
+def _table() -> dict[str, Any]:
+    return json.loads(resources.files("nemo_like.planning").joinpath("devices.json").read_text(encoding="utf-8"))
+
+
+def _device(name: str, entry: Mapping[str, Any]) -> Device:
+    missing = [key for key in _FIELDS if not isinstance(entry.get(key), int | float)]
+    if missing:
+        raise ValueError(f"Device {name!r} lacks {', '.join(missing)}; a device needs {', '.join(_FIELDS)} as numbers.")
+    peak = {"half": entry["bf16_tflops"] * 1e12, "single": entry["fp32_tflops"] * 1e12}
+    return Device(
+        name=name,
+        memory_bytes=int(entry["memory_gb"] * 1e9),
+        matmul_flops={kind: value * entry["matmul"] for kind, value in peak.items()},
+        attention_flops={kind: value * entry["attention"] for kind, value in peak.items()},
+        bandwidth=entry["memory_gbps"] * 1e9 * entry["bandwidth"],
+        host_link=entry["host_link_gbps"] * 1e9,
+        kind="cpu" if name == "cpu" else "cuda",
+        sources=dict(entry.get("sources", {})),
+    )
+
+
+_FIELDS = (
+    "memory_gb", "bf16_tflops", "fp32_tflops", "memory_gbps", "host_link_gbps", "matmul", "attention", "bandwidth",
+)  # fmt: skip

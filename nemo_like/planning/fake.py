@@ -1,0 +1,127 @@
+"""Running a model without weights, memory or a GPU: the one place that touches PyTorch's fake tensors.
+
+`FakeTensorMode` lives under a private path (``torch._subclasses``), though it is documented and used by exporters; it
+has no public twin. `FakeRun` is the only user of it here, and says what to do where a release has moved it.
+
+CPU fake tensors, not `meta` (attention would be decomposed) and not fake CUDA (which aborts where there is no GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+except ImportError as error:  # pragma: no cover - a torch release that moved it
+    raise ImportError(
+        f"torch {torch.__version__} has no torch._subclasses.fake_tensor, which planning needs to run a model without "
+        "memory. Use torch 2.11 to 2.15."
+    ) from error
+
+SMALL = 1 << 20
+"""Integer tensors up to this many elements are really computed, so that models can look at their values."""
+
+
+class FakeRun(TorchDispatchMode):
+    """Ops run on fake CPU tensors, except small integer and boolean ones, which stay real.
+
+    Models decide by values of small integer tensors: whether position ids restart (packed sequences), whether a padding
+    mask masks anything. Under a plain fake mode such a look either fails or takes the exporter's branch, and the
+    block would be called with another mask than in training. Token ids, positions and masks up to `SMALL` elements are
+    therefore real here; whatever touches a weight or is large is fake.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        if any(isinstance(t, FakeTensor) for t in inputs):
+            with self.fake:
+                return func(*args, **kwargs)
+        if inputs and all(_small_integer(t) for t in inputs) and func in _READS_A_VALUE:
+            return func(*args, **kwargs)
+        with self.fake:
+            shaped = func(*args, **kwargs)
+        outputs = [t for t in tree_flatten(shaped)[0] if isinstance(t, torch.Tensor)]
+        if outputs and all(_small_integer(t) for t in outputs) and all(_small_integer(t) for t in inputs):
+            return func(*args, **kwargs)
+        return shaped
+
+    def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A fake CPU tensor with the shape, strides and `requires_grad` of `tensor`, on whatever device that is."""
+        dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        with self.fake, torch.no_grad():
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+        return made.requires_grad_(tensor.requires_grad)
+
+    def sample(self, value: Any, dtype: torch.dtype | None = None) -> Any:
+        """`value` (tensors in any nesting) for a fake run: small integers copied to the CPU, all else made fake."""
+
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            if not _small_integer(tensor):
+                return self.like(tensor.detach(), dtype)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
+
+        return tree_map_only(torch.Tensor, one, value)
+
+    def state(self, module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Fake stand-ins for all parameters (in `dtype`, if given) and buffers of `module`, tied ones being one object."""
+        made: dict[int, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in module.named_parameters(remove_duplicate=False):
+            if id(tensor) not in made:
+                made[id(tensor)] = nn.Parameter(self.like(tensor.detach(), dtype), requires_grad=tensor.requires_grad)
+            state[name] = made[id(tensor)]
+        for name, tensor in module.named_buffers(remove_duplicate=False):
+            state[name] = made.setdefault(id(tensor), self.sample(tensor))
+        return state
+
+
+_READS_A_VALUE = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default})
+
+
+def _small_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= SMALL
+
+
+@contextmanager
+def cache_off(model: nn.Module) -> Iterator[None]:
+    """``use_cache`` off, on the model's config and every config inside it, for as long as the context lasts.
+
+    A training step keeps no key/value cache; a traced one must not either. Models that share keys and values between
+    layers need it, and keep it.
+    """
+    from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing  # local: planning.fake stays light
+
+    config = getattr(model, "config", None)
+    found = [] if config is None or has_kv_sharing(model) else list(_configs(config, set()))
+    before = [(c, c.use_cache) for c in found if hasattr(c, "use_cache")]
+    try:
+        for each, _ in before:
+            each.use_cache = False
+        yield
+    finally:
+        for each, value in before:
+            each.use_cache = value
+
+
+def _configs(config: Any, seen: set[int]) -> Iterator[Any]:
+    if id(config) in seen:
+        return
+    seen.add(id(config))
+    yield config
+    for value in list(vars(config).values()) if hasattr(config, "__dict__") else ():
+        if hasattr(value, "to_dict") and hasattr(value, "__dict__"):
+            yield from _configs(value, seen)
