@@ -179,7 +179,7 @@ class Trainer:
         options, text = self.options, self.text
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         progress.say(
-            f"{self.source.name}: {trained:,} parameters, {options.strategy} on {self.ranks.world_size} rank(s), "
+            f"{self.source.name}: {trained:,} parameters, {self.strategy} on {self.ranks.world_size} rank(s), "
             f"ac={options.ac}, {options.dtype}"
         )
         progress.say(f"text: {text.name}, {text.train.size:,} bytes to train on, {text.held_out.size:,} held out")
@@ -267,6 +267,11 @@ class Trainer:
         self._timed_steps += 1
 
     @property
+    def strategy(self) -> str:
+        """The strategy that took effect: one rank is always ``single``."""
+        return self.options.strategy if self.ranks.world_size > 1 else "single"
+
+    @property
     def tokens_per_second(self) -> float:
         """Trained tokens per second over all ranks, without the first step, evaluations and checkpoints."""
         tokens = self._timed_steps * self.options.batch_size * self.options.seq_len
@@ -313,7 +318,7 @@ def summarise(trainer: Trainer, peak_bytes: list[int], memory: str, versions: Ma
         "peak_bytes_are": memory,
         "tokens_per_second": trainer.tokens_per_second,
         "ac": options.ac,
-        "strategy": options.strategy,
+        "strategy": trainer.strategy,
         "world_size": trainer.ranks.world_size,
         "interrupted": bool(trainer.interrupted),
         "options": dataclasses.asdict(options),
