@@ -1,0 +1,276 @@
+"""Regions that span several calls: a segment of consecutive layers, or a chunk of the calls of one cell.
+
+`torch.utils.checkpoint.checkpoint_sequential` needs a module that is a plain chain. A transformer's layers are called
+one by one by the model's own loop, each with masks and position tables. So the members of a segment record their
+calls here, and the first tensor that backward asks for replays all of them in order: an argument that *is* an earlier
+output of the segment is replayed, any other tensor is kept. Each member is called as the module that it is, hooks
+included, so that members which FSDP shards one by one gather their parameters in replay too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableSequence, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from nemo_like.activation_checkpointing.ambient import Ambient
+from nemo_like.activation_checkpointing.engine import _Region
+from nemo_like.activation_checkpointing.engine_inputs import SavedInputs
+from nemo_like.activation_checkpointing.policy import FullPolicy
+from nemo_like.activation_checkpointing.regions import CheckpointWrapper, checkpoint_layers
+
+
+def apply_sequential_checkpointing(
+    model: nn.Module,
+    layers: MutableSequence[nn.Module],
+    segments: int | None = None,
+    *,
+    weights: Sequence[float] | None = None,
+    preserve_rng_state: bool = True,
+) -> list[int]:
+    """Replay segments of consecutive layers as one region each; only what enters a segment is kept.
+
+    Args:
+        model: changed in place.
+        layers: in the order in which the model calls them; changed in place to the wrappers.
+        segments: how many; None: round(sqrt(number of layers)), which is least for equal layers.
+        weights: bytes that each layer saves, to balance segments by; None: all alike.
+        preserve_rng_state: replay with the forward's random numbers.
+
+    Returns:
+        How many layers each segment has.
+
+    Raises:
+        ValueError: no layers, `segments` or `weights` do not fit them, or a layer is not in `model`.
+        TypeError: a layer is already checkpointed. Nothing has been changed in either case.
+    """
+    distinct = list(dict.fromkeys(layers))
+    sizes = segment_sizes(len(distinct), segments, weights)
+    places: dict[nn.Module, tuple[Segment, int]] = {}
+    remaining = iter(distinct)
+    for size in sizes:
+        segment = Segment(size, preserve_rng_state)
+        places.update({next(remaining): (segment, position) for position in range(size)})
+    checkpoint_layers(model, layers, lambda layer, name: SegmentMember(layer, *places[layer], name=name))
+    return sizes
+
+
+def checkpoint_cell_calls(model: nn.Module, cells: MutableSequence[nn.Module], chunk_size: int) -> None:
+    """Replay every `chunk_size` consecutive calls of each cell as one region, whoever unrolls it over time.
+
+    Backward then keeps the state at every `chunk_size`-th step, and the steps of one chunk at a time. A call that gets
+    nothing from the chunk before it (a new sequence) begins a new chunk.
+
+    Raises:
+        ValueError: `chunk_size` < 1, or a cell is not in `model`. TypeError: a cell is already checkpointed.
+    """
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size!r}; it must be a whole number of timesteps >= 1.")
+    checkpoint_layers(model, cells, lambda cell, name: SegmentMember(cell, Chunk(chunk_size), 0, name=name))
+
+
+def segment_sizes(count: int, segments: int | None = None, weights: Sequence[float] | None = None) -> list[int]:
+    """How many of `count` consecutive layers go into each segment, so that the heaviest segment is lightest.
+
+    >>> segment_sizes(10), segment_sizes(4, 2, weights=[5, 1, 1, 1])
+    ([4, 3, 3], [1, 3])
+    """
+    if count < 1:
+        raise ValueError("There are no layers to make segments of.")
+    wanted = max(1, round(count**0.5)) if segments is None else segments
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= count:
+        raise ValueError(f"segments is {segments!r}; it must be a whole number from 1 to the number of layers, {count}.")
+    if weights is None:
+        return [count // wanted + (index < count % wanted) for index in range(wanted)]
+    if len(weights) != count or not all(weight >= 0 for weight in weights):
+        raise ValueError(f"weights is {weights!r}; it must hold one number >= 0 for each of the {count} layers.")
+    # best[k][i]: the least heaviest segment of the first i layers in k segments, and where the last of them starts.
+    total = [0.0, *accumulate(map(float, weights))]
+    best = {1: [(total[i], 0) for i in range(count + 1)]}
+    for k in range(2, wanted + 1):
+        best[k] = [
+            min(((max(best[k - 1][j][0], total[i] - total[j]), j) for j in range(k - 1, i)), default=(float("inf"), 0))
+            for i in range(count + 1)
+        ]
+    sizes, end = [], count
+    for k in range(wanted, 0, -1):
+        start = best[k][end][1]
+        sizes.append(end - start)
+        end = start
+    return sizes[::-1]
+
+
+class Segment:
+    """Members that are called in order; from the first to the last of them is one region."""
+
+    def __init__(self, size: int, preserve_rng_state: bool = True) -> None:
+        self._size = size
+        self._preserve_rng_state = preserve_rng_state
+        self._open: weakref.ref[_SegmentRegion] | None = None
+
+    def call(self, run: Callable[..., Any], position: int, name: str, args: Any, kwargs: Any) -> Any:
+        """Run one member's call as part of the region that is open, or of a new one."""
+        region = self._open() if self._open is not None else None
+        if region is None or region.complete or not self.continues(region, position, args, kwargs):
+            if region is not None:
+                region.complete = True
+            region = _SegmentRegion(name, self._preserve_rng_state)
+            self._open = weakref.ref(region)
+        out = region.record(run, position, args, kwargs)
+        region.complete = self.is_full(region)
+        return out
+
+    def continues(self, region: _SegmentRegion, position: int, args: Any, kwargs: Any) -> bool:
+        """Whether this call belongs to the region: its member comes after those that the region has."""
+        return position > region.position_of_last
+
+    def is_full(self, region: _SegmentRegion) -> bool:
+        """Whether the region has had its last call."""
+        return region.position_of_last == self._size - 1
+
+
+class Chunk(Segment):
+    """One cell that is called again and again; every `size` calls that hand on their state are one region."""
+
+    def continues(self, region: _SegmentRegion, position: int, args: Any, kwargs: Any) -> bool:
+        return region.hands_on(args) or region.hands_on(kwargs)
+
+    def is_full(self, region: _SegmentRegion) -> bool:
+        return len(region.calls) == self._size
+
+
+class SegmentMember(CheckpointWrapper):
+    """A layer in a `Segment`: the wrapper records the call, and the segment replays it."""
+
+    def __init__(self, module: nn.Module, segment: Segment, position: int, *, name: str = "") -> None:
+        super().__init__(module, name=name)
+        self._segment = segment
+        self._position = position
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module is called: hooks outside the region's tensors, which is where FSDP's are."""
+        run = super().__call__
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        self._refuse_cache(kwargs)
+        return self._segment.call(run, self._position, self.region_name, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward; a region of its own only where a whole model is compiled."""
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        return self._checkpoint_wrapped_module(*args, **kwargs)
+
+
+class _Earlier:
+    """Stands for an argument that is output tensor `index` of call `call` of the same segment."""
+
+    __slots__ = ("call", "index")
+
+    def __init__(self, call: int, index: int) -> None:
+        self.call = call
+        self.index = index
+
+
+class _Call:
+    """One member's call: how to make it again."""
+
+    __slots__ = ("ambient", "inputs", "requires_grad", "run")
+
+    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool) -> None:
+        self.run = run
+        self.requires_grad = [tensor.requires_grad for tensor in _tensors((args, kwargs))]
+        # Detached (the version counter stays shared): an argument that was made from an earlier output of this very
+        # segment would otherwise close a cycle from the graph through the region back to the graph.
+        self.inputs = SavedInputs(_map(Tensor.detach, args), _map(Tensor.detach, kwargs))
+        self.ambient = Ambient(preserve_rng_state)
+
+
+class _CallsAgain:
+    """The function of the region: every call once more, in order."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[_Call] = []
+
+    def __call__(self) -> None:
+        outputs: list[list[Tensor]] = []
+        for call in self.calls:
+            args, kwargs = call.inputs.get(self.name)
+            flags = iter(call.requires_grad)
+            fresh = _map(lambda tensor: tensor.detach().requires_grad_(next(flags)), (args, kwargs))  # noqa: B023
+            args, kwargs = _map(lambda mark: outputs[mark.call][mark.index], fresh, _Earlier)
+            with call.ambient.restored():
+                outputs.append(_tensors(call.run(*args, **kwargs)))
+
+
+class _SegmentRegion(_Region):
+    """A region whose forward comes in several calls. Keeps nothing but what enters from outside."""
+
+    def __init__(self, name: str, preserve_rng_state: bool) -> None:
+        self._again = _CallsAgain(name)
+        super().__init__(self._again, FullPolicy(), name, None, True)
+        self.inputs = SavedInputs((), {})
+        self.ambient = Ambient(False)
+        self.position_of_last = -1
+        self._preserve_rng_state = preserve_rng_state
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Earlier]] = {}
+        """id of a tensor that a call returned → itself (weakly), its version then, and which it is."""
+
+    @property
+    def calls(self) -> list[_Call]:
+        return self._again.calls
+
+    def hands_on(self, value: Any) -> bool:
+        """Whether an earlier call of the region returned one of the tensors in `value`."""
+        return any(self._earlier(tensor) is not None for tensor in _tensors(value))
+
+    def record(self, run: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
+        """Make one call, with autograd keeping handles in the place of tensors."""
+        marked = _map(lambda tensor: self._earlier(tensor) or tensor, (args, kwargs))
+        call = _Call(run, *marked, self._preserve_rng_state)
+        self.position_of_last = position
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack):
+                out = run(*args, **kwargs)
+        except BaseException:
+            self.drop()
+            self.complete = True
+            raise
+        call.ambient.forget_unused_rng()
+        self.calls.append(call)
+        for index, tensor in enumerate(_tensors(out)):
+            mark = _Earlier(len(self.calls) - 1, index)
+            self._outputs[id(tensor)] = (weakref.ref(tensor), tensor._version, mark)
+        return out
+
+    def _earlier(self, tensor: Tensor) -> _Earlier | None:
+        """Which output of the region `tensor` is; None if it is none, or was changed in place since."""
+        known = self._outputs.get(id(tensor))
+        if known is None or known[0]() is not tensor or known[1] != tensor._version:
+            return None
+        return known[2]
+
+
+def _map(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+    """`function` on every `kind` in nested tuples, lists and dicts: the containers in which arguments are saved."""
+    if isinstance(value, kind):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(_map(function, item, kind) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return type(value)._make(_map(function, item, kind) for item in value)
+    if type(value) is dict:
+        return {key: _map(function, item, kind) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map(found.append, value)
+    return found

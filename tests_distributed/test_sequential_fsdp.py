@@ -1,0 +1,72 @@
+"""Segments of layers over FSDP2: the layers stay units of their own, and gradients are those without checkpointing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from nemo_like.activation_checkpointing.sequential import apply_sequential_checkpointing
+from tests_distributed.spawn import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x))))) * scale
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int, dim: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(dim) for _ in range(layers)])
+        self.head = nn.Linear(dim, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.full((1,), 0.5)
+        for layer in self.layers:
+            x = layer(x, scale=scale)
+        return self.head(x)
+
+
+def _train(model: nn.Module, reshard: bool, low_precision: bool, rank: int) -> dict[str, torch.Tensor]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if low_precision else MixedPrecisionPolicy()
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    assert all(isinstance(layer, FSDPModule) for layer in model.layers)
+    torch.manual_seed(rank)
+    for _ in range(2):  # the second step runs with the unit order that the first one recorded
+        model(torch.randn(4, 16)).square().mean().backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def _compare(rank: int, world_size: int, segments: int, reshard: bool, low_precision: bool) -> int:
+    torch.manual_seed(0)
+    plain = Decoder(4)
+    segmented = copy.deepcopy(plain)
+    apply_sequential_checkpointing(segmented, list(segmented.layers), segments)
+    wanted = _train(plain, reshard, low_precision, rank)
+    got = _train(segmented, reshard, low_precision, rank)
+    dist.barrier()
+    assert wanted.keys() == got.keys()
+    different = [name for name in wanted if not torch.equal(wanted[name], got[name])]
+    assert not different, different
+    return len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("segments", "reshard", "low_precision"), [(1, True, False), (2, True, True), (2, False, False)]
+)
+def test_segments_over_fsdp2_give_bitwise_gradients(segments, reshard, low_precision):
+    assert run_ranks(2, _compare, segments, reshard, low_precision) == [4 * 6 + 2] * 2
