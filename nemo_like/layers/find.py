@@ -7,21 +7,29 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nemo_like.config import did_you_mean
 from nemo_like.layers.groups import group_of
-from nemo_like.layers.names import bare, bare_children, bare_modules, bare_name, glob_to_regex, join
+from nemo_like.layers.named import LayersNotFoundError, named_by_caller
+from nemo_like.layers.names import bare, bare_children, bare_modules, join
 from nemo_like.layers.structure import (
+    Child,
     blocks_in_series,
     child_series,
     class_of,
+    has_declared_base,
+    has_mixer_outside,
     is_container,
-    is_stage,
+    is_sequence,
     is_strict_block,
+    parameter_count,
 )
 
-# The base class from which Hugging Face models derive every block they can checkpoint, looked up by name: nothing here
-# imports transformers.
-_DECLARED_BASE = "GradientCheckpointingLayer"
+# Sibling modules of one class are stages (Swin stages), and their inner blocks are the layers, from this share of their
+# parameters on: inner blocks that the model declares say so themselves, others must be all but a little of the stages.
+_STAGE_SHARE_DECLARED = 0.5
+_STAGE_SHARE = 0.9
+# Runs of plainer blocks (no norm, no mixer: a vocoder's residual blocks) beside strict ones count from this share of
+# the model's parameters on. Smaller ones are heads and predictors: not worth a sharding unit of their own.
+_PLAIN_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -36,17 +44,13 @@ class Layer:
     """``language`` | ``vision`` | ``audio`` | ``other``."""
 
 
-class LayersNotFoundError(ValueError):
-    """No repeated layers were found, or a layer that the caller named is not in the model."""
-
-
 def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module | None = None) -> tuple[Layer, ...]:
     """The repeated layers of `model`, in registration order, none nested in another and each object once.
 
-    In this order: `layers`, if given; else what a Hugging Face model declares (``GradientCheckpointingLayer``
-    subclasses and ``_no_split_modules``, read as attributes) together with the homogeneous runs (`ModuleList`,
-    `ModuleDict`, digit-keyed children, `nn.Sequential`) outside of those. Nothing is called or allocated, so models on
-    the meta device, compiled, checkpointed, adapter (PEFT) and FSDP2 models work alike.
+    In this order: `layers`, if given; else what a Hugging Face model declares (subclasses of its checkpointable layer
+    class and ``_no_split_modules``, read as attributes), and the homogeneous runs (`ModuleList`, `ModuleDict`,
+    digit-keyed children, `nn.Sequential`) of the parts that declare nothing. Nothing is called or allocated, so models
+    on the meta device, compiled, checkpointed, adapted (PEFT) and sharded (FSDP2) models work alike.
 
     Args:
         model: any module.
@@ -59,15 +63,17 @@ def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.M
         TypeError: `layers` holds something else.
     """
     if layers is not None:
-        found = _named_by_caller(model, layers)
+        found = named_by_caller(model, layers)
     else:
-        found = _found_by_structure(model)
+        found = _Finder(model).find()
         if not found:
             raise LayersNotFoundError(_nothing_found(model))
     return tuple(Layer(fqn, module, group_of(model, fqn)) for fqn, module in found)
 
 
-def layer_groups(model: nn.Module, layers: Iterable[str | nn.Module] | None = None) -> dict[str, list[nn.Module]]:
+def layer_groups(
+    model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module | None = None
+) -> dict[str, list[nn.Module]]:
     """`find_layers`, as one list of modules for each group that occurs (language, vision, audio, other)."""
     groups: dict[str, list[nn.Module]] = {}
     for layer in find_layers(model, layers):
@@ -75,34 +81,87 @@ def layer_groups(model: nn.Module, layers: Iterable[str | nn.Module] | None = No
     return groups
 
 
-def _found_by_structure(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Declared blocks and strict runs; where there are none of either, runs of plainer blocks (an MLP's)."""
-    names = _no_split_names(model)
-    for strict in (True, False):
-        found: list[tuple[str, nn.Module]] = []
-        _visit(model, "", names, strict, found, set(), in_run=False)
-        if found:
-            return found
-    return []
+class _Finder:
+    """One walk down a model. Top-down, so that a layer is met before anything inside it."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.no_split = _no_split_names(model)
+        self.least_plain = _PLAIN_SHARE * parameter_count(model)
+        self.found: list[tuple[str, nn.Module]] = []
+        self.seen: set[int] = set()
 
-def _visit(
-    module: nn.Module, fqn: str, names: frozenset[str], strict: bool, found: list, seen: set[int], *, in_run: bool
-) -> None:
-    """Walk down from `module`, which is no layer itself unless `in_run` or declared, and append layers to `found`."""
-    if id(bare(module)) in seen:
-        return
-    seen.add(id(bare(module)))
-    if fqn and (in_run or _is_declared(module, names)) and not is_stage(module):
-        found.append((fqn, module))
-        seen.update(id(inner) for inner in bare(module).modules())  # nothing inside is a layer under another name
-        return
-    members: set[str] = set()
-    for _, series in child_series(module):
-        sequential = isinstance(bare(module), nn.Sequential)
-        members |= {child.name for child in blocks_in_series(series, strict=strict, sequential=sequential)}
-    for name, child in bare_children(module):
-        _visit(child, join(fqn, name), names, strict, found, seen, in_run=name in members)
+    def find(self) -> list[tuple[str, nn.Module]]:
+        self._visit(self.model, "", is_layer=False)
+        return self.found
+
+    def _visit(self, module: nn.Module, fqn: str, *, is_layer: bool) -> None:
+        if id(bare(module)) in self.seen:
+            return
+        self.seen.add(id(bare(module)))
+        if is_layer:
+            self.found.append((fqn, module))
+            self.seen.update(id(inner) for inner in bare(module).modules())  # no layer under another name either
+            return
+        layers = self._layers_among_children(module)
+        for name, child in bare_children(module):
+            self._visit(child, join(fqn, name), is_layer=name in layers)
+
+    def _layers_among_children(self, parent: nn.Module) -> set[str]:
+        """Names of the children of `parent` that are layers: declared or repeated, and no stages."""
+        candidates = {child.name: child for series in child_series(parent) for child in self._run(parent, series)}
+        for name, child in bare_children(parent):
+            if has_declared_base(child):
+                candidates.setdefault(name, Child(name, child))
+        by_class: dict[type, list[Child]] = {}
+        for child in candidates.values():
+            if not is_container(child.module):
+                by_class.setdefault(class_of(child.module), []).append(child)
+        return {
+            child.name
+            for siblings in by_class.values()
+            if not self._are_stages([sibling.module for sibling in siblings])
+            for child in siblings
+        }
+
+    def _run(self, parent: nn.Module, series: list[Child]) -> list[Child]:
+        """The layers among siblings: declared ones; else strict blocks; else plain blocks that hold enough."""
+        declared = [child for child in series if self._is_declared(child.module)]
+        if declared:  # in one list, blocks of other kinds beside declared ones are layers, too
+            return [c for c in series if c in declared or (is_container(parent) and is_strict_block(c.module))]
+        strict = blocks_in_series(parent, series, strict=True)
+        if strict:
+            return strict
+        plain = blocks_in_series(parent, series, strict=False)
+        return plain if parameter_count(*(child.module for child in plain)) >= self.least_plain else []
+
+    def _is_declared(self, module: nn.Module) -> bool:
+        """Whether the model declares `module` a block. "Do not split" also names embeddings, mixers and heads."""
+        if has_declared_base(module):
+            return True
+        name = class_of(module).__name__
+        return name in self.no_split and "Embed" not in name and is_strict_block(module)
+
+    def _are_stages(self, siblings: list[nn.Module]) -> bool:
+        """Whether `siblings` are mostly runs of blocks, so that those are the layers and not they themselves."""
+        blocks = [block for sibling in siblings for block in self._inner_blocks(sibling)]
+        held = parameter_count(*blocks) / max(parameter_count(*siblings), 1)
+        if any(has_declared_base(block) for block in blocks):
+            return held >= _STAGE_SHARE_DECLARED
+        return bool(blocks) and held >= _STAGE_SHARE and not any(has_mixer_outside(s, blocks) for s in siblings)
+
+    def _inner_blocks(self, module: nn.Module) -> list[nn.Module]:
+        """Declared or strict single-class runs in lists anywhere inside `module`, outermost first."""
+        blocks: list[nn.Module] = []
+        if is_sequence(module):
+            series = [Child(name, child) for name, child in bare_children(module)]
+            inner = [child.module for child in series if self._is_declared(child.module)]
+            inner = inner or [child.module for child in blocks_in_series(module, series, strict=True)]
+            blocks = inner if len({class_of(child) for child in inner}) == 1 else []
+        for _, child in bare_children(module):
+            if not any(child is block for block in blocks):
+                blocks += self._inner_blocks(child)
+        return blocks
 
 
 def _no_split_names(model: nn.Module) -> frozenset[str]:
@@ -115,91 +174,23 @@ def _no_split_names(model: nn.Module) -> frozenset[str]:
     return frozenset(names)
 
 
-def _is_declared(module: nn.Module, names: frozenset[str]) -> bool:
-    """Whether the model declares `module` a block. "Do not split" also names embeddings and heads: those are none."""
-    cls = class_of(module)
-    if any(base.__name__ == _DECLARED_BASE for base in cls.__mro__):
-        return True
-    return cls.__name__ in names and is_strict_block(module) and "Embedding" not in cls.__name__
-
-
-def _named_by_caller(
-    model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module
-) -> list[tuple[str, nn.Module]]:
-    wanted = [layers] if isinstance(layers, str | nn.Module) and not isinstance(layers, nn.ModuleList) else list(layers)  # type: ignore[arg-type]
-    tree = list(bare_modules(model))
-    chosen: dict[int, tuple[str, nn.Module]] = {}
-    for item in wanted:
-        for fqn, module in _matches(model, tree, item):
-            members = [(fqn, module)]
-            if is_container(module):
-                members = [(join(fqn, name), child) for name, child in bare_children(module)]
-            for name, member in members:
-                chosen.setdefault(id(bare(member)), (name, member))
-    order = {id(bare(module)): index for index, (_, module) in enumerate(tree)}
-    found = sorted(chosen.values(), key=lambda pair: order[id(bare(pair[1]))])
-    if not found:
-        raise LayersNotFoundError("layers= is empty; leave it out to have the layers found, or name at least one.")
-    _refuse_overlap(found)
-    return found
-
-
-def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) -> list[tuple[str, nn.Module]]:
-    """The (FQN, module) pairs that one entry of ``layers=`` means; at least one, or an error naming the entry."""
-    if isinstance(item, nn.Module):
-        hits = [(fqn, module) for fqn, module in tree if bare(module) is bare(item)]
-        if not hits:
-            raise LayersNotFoundError(
-                f"layers= holds a {type(item).__name__} object that is not part of this {type(model).__name__}; "
-                "pass modules of the very model that is to be parallelized."
-            )
-        return hits
-    if not isinstance(item, str):
-        raise TypeError(f"layers= holds {item!r}, a {type(item).__name__}; it must hold names (str) or modules.")
-    pattern = glob_to_regex(bare_name(item))
-    hits = [(fqn, module) for fqn, module in tree if fqn and pattern.fullmatch(fqn)]
-    if not hits:
-        known = [fqn for fqn, _ in tree if fqn]
-        raise LayersNotFoundError(
-            f"layers= names {item!r}, which matches no module of this {type(model).__name__}."
-            + (did_you_mean(item, known) or f" It has: {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}.")
-        )
-    return hits
-
-
-def _refuse_overlap(found: list[tuple[str, nn.Module]]) -> None:
-    inside: dict[int, str] = {}
-    for fqn, module in found:
-        for part in bare(module).modules():
-            if part is not bare(module):
-                inside.setdefault(id(part), fqn)
-    for fqn, module in found:
-        if id(bare(module)) in inside:
-            raise LayersNotFoundError(
-                f"layers= names both {inside[id(bare(module))]!r} and {fqn!r}, which is inside it; layers must not overlap."
-            )
-
-
 def _nothing_found(model: nn.Module) -> str:
     """The message of the error: every list in the model, what it holds, and how to name it."""
-    lines = []
+    lists = []
     for fqn, module in bare_modules(model):
-        if is_container(module) or isinstance(bare(module), nn.Sequential):
-            members = [class_of(child).__name__ for _, child in bare_children(module)]
-            if members:
-                kinds = ", ".join(dict.fromkeys(members))
-                lines.append(f"  {fqn or '(the model itself)'}: {len(members)} x {kinds}")
-    example = next((line.split(":")[0].strip() for line in lines), None)
-    if lines:
-        shown = "\n".join(lines[:20]) + ("\n  ..." if len(lines) > 20 else "")
-        pattern = "*" if example == "(the model itself)" else f"{example}.*"
+        members = [class_of(child).__name__ for _, child in bare_children(module)]
+        if is_sequence(module) and members:
+            lists.append((fqn, f"{len(members)} x {', '.join(dict.fromkeys(members))}"))
+    start = f"No repeated layers were found in this {type(model).__name__}"
+    if lists:
+        shown = "\n".join(f"  {fqn or '(the model itself)'}: {what}" for fqn, what in lists[:20])
         return (
-            f"No repeated layers were found in this {type(model).__name__}: a layer is a member of a list that repeats, "
-            f"with at least two parts that have parameters. Candidates:\n{shown}\n"
-            f"Name the layers yourself, for example layers=[{pattern!r}]."
+            f"{start}: a layer is a member of a list, with at least two parts that hold weights. Candidates:\n{shown}"
+            + ("\n  ...\n" if len(lists) > 20 else "\n")
+            + f"Name the layers yourself, for example layers=[{join(lists[0][0], '*')!r}]."
         )
-    children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "no children"
+    children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
     return (
-        f"No repeated layers were found in this {type(model).__name__}, which holds no list of modules; its children "
-        f"are: {children}. Name the modules to treat as layers, for example layers=['name_of_child']."
+        f"{start}, which holds no list of modules; its children are: {children}. "
+        "Name the modules to treat as layers, for example layers=['name_of_child']."
     )

@@ -10,43 +10,79 @@ from nemo_like.layers.names import bare, bare_children
 
 GROUPS = ("language", "vision", "audio", "other")
 
-# Words of names and classes, looked for between the root and the layer; the segment nearest to the layer decides.
+# Words of names and of class names between the root and the layer.
 _WORDS = {
-    "vision": re.compile(r"vision|visual|image|(?<![a-z])img|video|pixel|(?<![a-z])vit(?![a-z])|vqmodel", re.IGNORECASE),
-    "audio": re.compile(r"audio|speech|acoustic|wav2vec|whisper|(?<![a-z])codec|mel(?![a-z])|sound", re.IGNORECASE),
-    "language": re.compile(r"language|text|(?<![a-z])l?lm(?![a-z])|thinker|talker", re.IGNORECASE),
+    "vision": re.compile(r"vision|visual|image|\bimg\b|video|pixel|\bvit\b|vqvae|vqmodel", re.IGNORECASE),
+    "audio": re.compile(r"audio|speech|acoustic|wav|codec\b|\bmel\b|sound|vocoder", re.IGNORECASE),
+    "language": re.compile(r"language|text|\bl?lm\b|thinker|talker", re.IGNORECASE),
 }
+# What a Hugging Face model says it takes, in its class attributes `input_modalities` and `main_input_name`.
 _MODALITIES = {"image": "vision", "video": "vision", "text": "language", "audio": "audio", "time": "other"}
+_MAIN_INPUTS = {
+    "pixel_values": "vision",
+    "pixel_values_videos": "vision",
+    "input_features": "audio",
+    "input_values": "audio",
+    "spectrogram": "audio",
+    "past_values": "other",
+}
+_TOKEN_EMBEDDING = re.compile(r"embed_tokens|wte|tok(en)?_emb.*|word_embeddings|shared")
 
 
 def group_of(root: nn.Module, fqn: str) -> str:
     """The group of the layer `fqn` of `root`.
 
-    The nearest ancestor that says something decides: first by what a Hugging Face tower declares
-    (``input_modalities``, where it is a single one), then by the words in its name and its class name. Where nothing
-    says anything, a layer is ``language``: a plain decoder need not call itself one.
+    The ancestor nearest to the layer that says something decides: by the words in its name (``vision_tower``), by
+    owning a token embedding (language: this tells a speech model's text decoder from its encoder), by what a Hugging
+    Face tower declares to take, or by the words in its class name. Where nothing says anything, a model that convolves
+    in two dimensions and embeds nothing is ``vision``, any other ``language``: a plain decoder need not call itself one.
     """
     path: list[tuple[str, nn.Module]] = [("", root)]
-    current = root
     for name in fqn.split("."):
-        current = dict(bare_children(current))[name]
-        path.append((name, current))
+        path.append((name, dict(bare_children(path[-1][1]))[name]))
     for name, module in reversed(path):
-        for verdict in (_by_words(name), _by_declaration(bare(module)), _by_words(type(bare(module)).__name__)):
-            if verdict is not None:
-                return verdict
-    return "language"
+        inner = bare(module)
+        verdict = (
+            _by_words(name.replace("_", " "))
+            or ("language" if _embeds_tokens(inner) else None)
+            or _by_declaration(inner)
+            or _by_words(_spaced(type(inner).__name__))
+        )
+        if verdict:
+            return verdict
+    parts = list(root.modules())
+    convolves = any(isinstance(part, nn.Conv2d) for part in parts)
+    return "vision" if convolves and not any(isinstance(part, nn.Embedding) for part in parts) else "language"
+
+
+def _embeds_tokens(module: nn.Module) -> bool:
+    """Whether `module` itself, or its child ``embeddings``, owns an embedding named as token embeddings are."""
+    for name, child in bare_children(module):
+        if isinstance(bare(child), nn.Embedding) and _TOKEN_EMBEDDING.fullmatch(name):
+            return True
+        if name == "embeddings" and _embeds_tokens(bare(child)):
+            return True
+    return False
 
 
 def _by_declaration(module: nn.Module) -> str | None:
-    declared = getattr(module, "input_modalities", None)
-    if declared is None or not hasattr(type(module), "main_input_name"):
+    main_input = getattr(module, "main_input_name", None)
+    if main_input is None:
         return None
-    groups = {_MODALITIES.get(str(word), "other") for word in ([declared] if isinstance(declared, str) else declared)}
-    return groups.pop() if len(groups) == 1 else None
+    declared = getattr(module, "input_modalities", ())
+    words = [declared] if isinstance(declared, str) else list(declared)
+    groups = {_MODALITIES.get(str(word), "other") for word in words}
+    by_main_input = _MAIN_INPUTS.get(main_input) if isinstance(main_input, str) else None
+    if len(groups) == 1 and declared != "text":  # "text" is the base class's default: it may mean nothing
+        return groups.pop()
+    return by_main_input
 
 
 def _by_words(text: str) -> str | None:
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text)
-    hits = [group for group, pattern in _WORDS.items() if pattern.search(spaced)]
+    hits = [group for group, pattern in _WORDS.items() if pattern.search(text)]
     return hits[0] if len(hits) == 1 else None
+
+
+def _spaced(class_name: str) -> str:
+    """``"Qwen3VLVisionBlock"`` as ``"Qwen3VL Vision Block"``: word boundaries that the patterns can see."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", class_name)

@@ -1,6 +1,6 @@
-"""What a module *is*, read from its structure: a block, a stage of blocks, a container, or none of these.
+"""What a module *is*, read from its structure: a block, a container of siblings, or neither.
 
-Nothing here looks at model class names of any library; the words looked for are the field's own (norm, attention).
+Nothing here looks for the classes of any library; the words looked for are the field's own (norm, attention, mixer).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import nn
 
 from nemo_like.layers.names import bare, bare_children
 
-# A repeated block holds a normalisation or a token mixer; an expert, a projection or a head usually holds neither.
-_BLOCK_WORDS = re.compile(r"norm|attention|attn|mixer|mamba|ssm|rwkv|retention", re.IGNORECASE)
+_MIXER_WORDS = re.compile(r"attention|attn|mixer|mamba|ssm|rwkv|retention|recurrent", re.IGNORECASE)
+_NORM_WORDS = re.compile(r"norm", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
-# Share of a module's parameters that must lie in its inner blocks for the module to be a stage and no block.
-_STAGE_SHARE = 0.5
+# The base class from which Hugging Face models derive every block they can checkpoint, known by name alone.
+_DECLARED_BASE = "GradientCheckpointingLayer"
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,13 @@ class Child:
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The class of the bare module; FSDP2's generated ``FSDP<Name>`` class counts as ``<Name>``."""
     cls = type(bare(module))
-    base = cls.__mro__[2] if len(cls.__mro__) > 2 and cls.__mro__[1].__name__ == "FSDPModule" else None
-    return base if base is not None else cls
+    bases = cls.__bases__
+    return bases[1] if len(bases) == 2 and bases[0].__name__ == "FSDPModule" else cls
+
+
+def has_declared_base(module: nn.Module) -> bool:
+    """Whether a Hugging Face model itself offers to checkpoint `module`."""
+    return any(base.__name__ == _DECLARED_BASE for base in type(bare(module)).__mro__)
 
 
 def is_container(module: nn.Module) -> bool:
@@ -45,85 +50,97 @@ def is_container(module: nn.Module) -> bool:
     return bool(names) and type(inner).forward is nn.Module.forward and all(name.isdigit() for name in names)
 
 
-def parameter_count(module: nn.Module) -> int:
-    """Elements of the distinct parameters of `module`; works on the meta device."""
-    return sum(parameter.numel() for parameter in module.parameters())
+def is_sequence(module: nn.Module) -> bool:
+    """A container, or an `nn.Sequential`: its children are siblings."""
+    return is_container(module) or isinstance(bare(module), nn.Sequential)
 
 
-def leaves_with_parameters(module: nn.Module) -> int:
-    """How many modules inside `module` hold parameters of their own."""
-    return sum(1 for inner in bare(module).modules() if next(iter(inner.parameters(recurse=False)), None) is not None)
+def parameter_count(*modules: nn.Module) -> int:
+    """Elements of the distinct parameters of `modules` together; works on the meta device."""
+    distinct = {id(parameter): parameter.numel() for module in modules for parameter in module.parameters()}
+    return sum(distinct.values())
+
+
+def weighted_parts(module: nn.Module) -> int:
+    """How many modules in `module` own a matrix or a larger weight; a parametrised module counts once."""
+    inner = bare(module)
+    if "parametrizations" in inner._modules:
+        return 1
+    own = any(parameter is not None and parameter.dim() >= 2 for parameter in inner._parameters.values())
+    return int(own) + sum(weighted_parts(child) for _, child in bare_children(inner))
 
 
 def is_plain_block(module: nn.Module) -> bool:
-    """May be a repeated block: at least two parts with parameters, and not a mere container."""
-    return not is_container(module) and leaves_with_parameters(module) >= 2
+    """May be a repeated block: made of parts, with a weight among them. No list, no single `Linear` or `Conv2d`."""
+    if is_container(module) or weighted_parts(module) < 1:
+        return False
+    return any(weighted_parts(child) for _, child in bare_children(module))
 
 
 def is_strict_block(module: nn.Module) -> bool:
-    """A block by its parts: it also holds a normalisation, an attention or another token mixer."""
-    if not is_plain_block(module):
+    """A block by its parts: two or more weights, and a normalisation or a token mixer. Experts and heads have none."""
+    if is_container(module) or weighted_parts(module) < 2:
         return False
-    inner = bare(module)
-    return any(_BLOCK_WORDS.search(type(part).__name__) for part in inner.modules() if part is not inner) or bool(
-        _BLOCK_WORDS.search(" ".join(inner._modules))
-    )
+    return _holds(module, _NORM_WORDS) or _holds(module, _MIXER_WORDS)
 
 
-def child_series(module: nn.Module) -> Iterator[tuple[str, list[Child]]]:
-    """The series of siblings that might be repeated blocks: (how the series is named, its members).
+def _holds(module: nn.Module, words: re.Pattern[str]) -> bool:
+    for name, child in bare_children(module):
+        if words.search(name) or words.search(type(bare(child)).__name__) or _holds(child, words):
+            return True
+    return False
 
-    The members of a container or `nn.Sequential` are one series, named ``""``; otherwise children whose names differ
-    only in a trailing number (``block1``, ``block2``) are one, named by their common stem.
+
+def has_mixer_outside(module: nn.Module, blocks: list[nn.Module]) -> bool:
+    """Whether `module` holds a token mixer that lies in none of `blocks`."""
+    for name, child in bare_children(module):
+        if any(child is block for block in blocks):
+            continue
+        if _MIXER_WORDS.search(name) or _MIXER_WORDS.search(type(bare(child)).__name__):
+            return True
+        if has_mixer_outside(child, blocks):
+            return True
+    return False
+
+
+def child_series(module: nn.Module) -> Iterator[list[Child]]:
+    """The series of siblings in `module` that might be repeated blocks.
+
+    The members of a container or `nn.Sequential` are one series; otherwise children whose names differ only in a
+    trailing number (``block1``, ``block2``) are one.
     """
     children = [Child(name, child) for name, child in bare_children(module)]
-    if is_container(module) or isinstance(bare(module), nn.Sequential):
+    if is_sequence(module):
         if children:
-            yield "", children
+            yield children
         return
     stems: dict[str, list[Child]] = {}
     for child in children:
         match = _NUMBERED.fullmatch(child.name)
-        if match:
+        if match and not is_sequence(child.module):
             stems.setdefault(match[1], []).append(child)
-    for stem, members in stems.items():
-        if len(members) > 1:
-            yield stem, members
+    yield from (members for members in stems.values() if len(members) > 1)
 
 
-def blocks_in_series(series: list[Child], *, strict: bool, sequential: bool) -> list[Child]:
+def blocks_in_series(parent: nn.Module, series: list[Child], *, strict: bool) -> list[Child]:
     """The members of `series` that are repeated blocks, in order; empty where it is no run of blocks.
 
-    A run repeats a class, or (one-layer models) is a list of a single block. Where a class repeats, strict blocks of
-    other classes in the same list belong to it too: hybrid models mix attention and state-space blocks in one list.
+    A run repeats a class, or (one-layer models, pipeline splits) is a list of a single block. Where a class repeats in
+    a list, the other members with parameters belong to it too: hybrid models mix attention, state-space and
+    convolution blocks in one list. An `nn.Sequential` may also hold the embedding and the head, so only what repeats
+    counts there.
     """
     looks_right = is_strict_block if strict else is_plain_block
     blocks = [child for child in series if looks_right(child.module)]
     counts = Counter(class_of(child.module) for child in blocks)
     repeated = {cls for cls, count in counts.items() if count > 1}
     if not repeated:
-        # A lone block: a list of one, whether the model has one layer or a pipeline split left one here.
-        return blocks if len(series) == 1 and len(blocks) == 1 and not sequential else []
-    if sequential:  # nn.Sequential(embedding, block, block, head): only what repeats
+        return blocks if is_container(parent) and len(series) == len(blocks) == 1 else []
+    if not is_container(parent):
         return [child for child in blocks if class_of(child.module) in repeated]
-    return [child for child in blocks if class_of(child.module) in repeated or is_strict_block(child.module)]
+    return [child for child in series if not is_container(child.module) and _belongs(child.module)]
 
 
-def inner_blocks(module: nn.Module) -> list[nn.Module]:
-    """The strict, single-class runs anywhere inside `module`, outermost first, without entering the runs' members."""
-    found: list[nn.Module] = []
-    for _, series in child_series(module):
-        blocks = blocks_in_series(series, strict=True, sequential=isinstance(bare(module), nn.Sequential))
-        if len({class_of(child.module) for child in blocks}) == 1:
-            found += [child.module for child in blocks]
-    for _, child in bare_children(module):
-        if not any(child is block for block in found):
-            found += inner_blocks(child)
-    return found
-
-
-def is_stage(module: nn.Module) -> bool:
-    """A module that is mostly a run of blocks (a Swin stage, an encoder): its blocks are the layers, not itself."""
-    total = parameter_count(module)
-    held = sum(parameter_count(block) for block in inner_blocks(module))
-    return total > 0 and held >= _STAGE_SHARE * total
+def _belongs(module: nn.Module) -> bool:
+    """A member of a run's list that is a layer, too: it has weights and is no embedding."""
+    return weighted_parts(module) >= 1 and not isinstance(bare(module), nn.Embedding)
