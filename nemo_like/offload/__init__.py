@@ -1,0 +1,15 @@
+"""Host placement: what autograd or an engine keeps for backward waits in host memory. Needs torch alone."""
+
+from nemo_like.offload.layers import HostPolicy, OffloadWrapper, apply_offloading, offloader_of
+from nemo_like.offload.offloader import Offloader, offload_activations
+from nemo_like.offload.stats import OffloadStats
+
+__all__ = [
+    "HostPolicy",
+    "OffloadStats",
+    "OffloadWrapper",
+    "Offloader",
+    "apply_offloading",
+    "offload_activations",
+    "offloader_of",
+]

@@ -1,0 +1,119 @@
+"""Which saved tensors stay where they are, and why.
+
+Weights are on the device anyway, so moving them costs bandwidth and frees nothing; with FSDP2 the unsharded weights of
+a whole model would go to the host. They are known by what they are (a `Parameter`, a view of one, a low-precision copy
+that autocast made of one), and by their storage where the model is known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from nemo_like.offload.handles import is_wrapper_subclass, take_apart
+from nemo_like.offload.torch_private import base_of
+
+PARAMETER = "a parameter, or a view of one"
+BUFFER = "a buffer of the model"
+AUTOCAST = "autocast's copy of a weight"
+ON_HOST = "on the host already"
+SMALL = "smaller than min_bytes"
+EMPTY = "empty"
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that `tensor` is made of: itself, or what a wrapper subclass holds, at any depth."""
+    if not is_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for inner in take_apart(tensor)[0].values():
+        if isinstance(inner, torch.Tensor):
+            yield from plain_tensors(inner)
+
+
+class KnownStorages:
+    """Storages that never move, remembered without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
+        self._shapes: set[tuple[int, ...]] = set()
+
+    def learn(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
+        """Remember the parameters and buffers that `modules` have now (FSDP2 puts others in place around a forward)."""
+        for module in modules:
+            for parameter in module.parameters(recurse):
+                self._add(parameter, PARAMETER)
+                self._shapes.add(tuple(sorted(parameter.shape)))
+            for buffer in module.buffers(recurse):
+                self._add(buffer, BUFFER)
+
+    def _add(self, tensor: torch.Tensor, reason: str) -> None:
+        for plain in plain_tensors(tensor):
+            if has_storage(plain):
+                storage = plain.untyped_storage()
+                self._known[id(storage)] = (weakref.ref(storage), reason)
+
+    def reason(self, tensor: torch.Tensor) -> str | None:
+        """Why `tensor`, a plain one with a storage, must stay; None where nothing is known against it."""
+        storage = tensor.untyped_storage()
+        reference, reason = self._known.get(id(storage), (None, None))
+        return reason if reference is not None and reference() is storage else None
+
+    def is_shape_of_a_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether some known parameter has this shape, transposed or not. True for any matrix where none is known."""
+        return tuple(sorted(tensor.shape)) in self._shapes if self._shapes else tensor.dim() == 2
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is dense, strided and has real memory."""
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_mkldnn
+
+
+def unsupported(tensor: torch.Tensor) -> str | None:
+    """Why a plain tensor cannot be rebuilt from bytes; None where it can."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return f"a {type(tensor).__name__}, which does not say how to take it apart (__tensor_flatten__)"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}"
+    if tensor.device.type == "meta":
+        return "it has no data (meta)"
+    if tensor.is_quantized:
+        return "it is quantised by torch.quantize_*"
+    if tensor.is_neg():
+        return "it is a lazily negated view"
+    return None
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a parameter, a view of one, or another leaf that is trained."""
+    base = base_of(tensor)
+    return any(
+        isinstance(candidate, nn.Parameter) or (candidate.is_leaf and candidate.requires_grad)
+        for candidate in ((tensor,) if base is None else (tensor, base))
+    )
+
+
+def is_autocast_copy(tensor: torch.Tensor, known: KnownStorages) -> bool:
+    """Whether `tensor` is the low-precision copy of a weight that autocast made for one operator, or a view of it.
+
+    A trained weight's copy is known by its graph: a cast, straight from a parameter. A frozen weight's copy has no
+    graph; under autocast, a tensor of its dtype without gradient and in the shape of a parameter is taken for one.
+    """
+    source = tensor if base_of(tensor) is None else base_of(tensor)
+    assert source is not None
+    if source.grad_fn is not None:
+        cast = source.grad_fn
+        if not cast.name().startswith("ToCopyBackward"):
+            return False
+        sources = [getattr(node, "variable", None) for node, _ in cast.next_functions]  # of AccumulateGrad: the leaf
+        return any(isinstance(leaf, nn.Parameter) for leaf in sources)
+    device = tensor.device.type
+    return (
+        not tensor.requires_grad
+        and torch.is_autocast_enabled(device)
+        and tensor.dtype == torch.get_autocast_dtype(device)
+        and known.is_shape_of_a_parameter(source)
+    )

@@ -1,0 +1,212 @@
+"""What autograd keeps in place of a saved tensor. A handle owns its data; nothing looks tensors up by id.
+
+So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees what it held.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from nemo_like.offload.mover import Mover, Reader
+from nemo_like.offload.torch_private import version_of
+
+
+class Handle(Protocol):
+    """One saved tensor, wherever its bytes wait."""
+
+    def get(self) -> torch.Tensor:
+        """The tensor on its device, with the values, strides and offset it was saved with. May be called again.
+
+        Raises:
+            RuntimeError: the tensor was changed in place after it was saved.
+        """
+
+
+class InPlaceGuard:
+    """Raises, as autograd does, where a tensor was changed in place after it was saved.
+
+    It keeps an empty tensor that shares the original's version counter, so it holds none of its memory.
+    """
+
+    __slots__ = ("description", "expected", "probe")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.expected = version_of(tensor)
+        self.probe: torch.Tensor | None = None
+        self.description = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
+        if self.expected is not None:
+            self.probe = tensor.detach()
+            if is_wrapper_subclass(self.probe):
+                for name, value in take_apart(self.probe)[0].items():
+                    if isinstance(value, torch.Tensor):
+                        setattr(self.probe, name, torch.empty(0))  # the probe is only ever asked for its version
+            else:
+                # Assigning `.data` swaps the storage and leaves the version counter.
+                self.probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def check(self) -> None:
+        """Raises RuntimeError, in autograd's words, where the counter has moved."""
+        if self.probe is None:
+            return
+        version = version_of(self.probe)
+        if version != self.expected:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.description}], saved for backward and offloaded, is at version {version}; expected version "
+                f"{self.expected} instead. Change a copy instead (tensor.clone()), or use the out-of-place operator."
+            )
+
+
+class KeptHandle:
+    """A tensor that stays on the device."""
+
+    __slots__ = ("guard_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # The original of an operator's output would be a reference cycle (output, graph, handle); a leaf has no graph.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.guard_version = version_of(self.tensor)
+
+    def get(self) -> torch.Tensor:
+        version = version_of(self.tensor)
+        if version != self.guard_version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.dtype} {list(self.tensor.shape)}] is at version {version}; expected version "
+                f"{self.guard_version} instead."
+            )
+        return self.tensor
+
+
+class HostHandle:
+    """A plain strided tensor whose storage waits on the host."""
+
+    __slots__ = ("conjugate", "dtype", "guard", "offset", "reader", "shape", "stride")
+
+    def __init__(self, tensor: torch.Tensor, reader: Reader, guard: InPlaceGuard | None) -> None:
+        self.reader = reader
+        self.guard = guard
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()  # elements
+        self.conjugate = tensor.is_conj()
+
+    def get(self) -> torch.Tensor:
+        if self.guard is not None:
+            self.guard.check()
+        with torch.no_grad():
+            data, start = self.reader.fetch()
+            itemsize = self.dtype.itemsize
+            data = data[: data.numel() - data.numel() % itemsize].view(self.dtype)
+            # A view, not a new tensor on the storage: a write into it is then seen by the buffer's version counter.
+            tensor = data.as_strided(self.shape, self.stride, self.offset - start // itemsize)
+            return tensor.conj() if self.conjugate else tensor
+
+
+@dataclass
+class SubclassHandle:
+    """A wrapper subclass (DTensor, a quantised tensor) whose inner tensors wait wherever they wait."""
+
+    kind: Any
+    context: Any
+    inner: dict[str, Any]
+    """By attribute: a `Handle` for a tensor, anything else (a DTensor's mesh) as it is."""
+    handles: frozenset[str]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    guard: InPlaceGuard | None
+
+    def get(self) -> torch.Tensor:
+        if self.guard is not None:
+            self.guard.check()
+        with torch.no_grad():
+            inner = {name: value.get() if name in self.handles else value for name, value in self.inner.items()}
+            return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+
+
+class ChosenHandle:
+    """An operator's output that an engine chose, before autograd has seen it.
+
+    Unlike a saved tensor it may be changed in place later, if `settle` is called first; what was chosen stays.
+    """
+
+    __slots__ = ("_inner", "_settled", "_source", "_version")
+
+    def __init__(self, source: torch.Tensor, inner: Handle) -> None:
+        self._inner = inner
+        self._settled = False
+        # Below autograd no probe can share the version counter; the tensor itself lives as long as one of its views.
+        self._source = weakref.ref(source)
+        self._version = version_of(source)
+
+    def get(self) -> torch.Tensor:
+        source = self._source()
+        if not self._settled and source is not None and version_of(source) != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{source.dtype} {list(source.shape)}], kept by activation checkpointing, was changed after its "
+                "region had ended. Change a copy instead (tensor.clone()), or use the out-of-place operator."
+            )
+        tensor = self._inner.get()
+        # Whoever settled it writes into it, in replay too: the next replay must find it as it was.
+        return tensor.clone() if self._settled and isinstance(self._inner, KeptHandle) else tensor
+
+    def prefetch(self) -> None:
+        """Start the way back."""
+        for handle in _host_handles(self._inner):
+            handle.reader.copy.mover.prefetch_copy(handle.reader.copy, handle.reader.lo, handle.reader.hi)
+
+    def settle(self) -> None:
+        """The source is about to change."""
+        if self._settled:
+            return
+        self._settled = True
+        if isinstance(self._inner, KeptHandle):
+            self._inner = KeptHandle(self._inner.get().clone())
+        for handle in _host_handles(self._inner):
+            handle.reader.copy.mover.settle(handle.reader.copy)
+
+
+def _host_handles(handle: Handle) -> Iterator[HostHandle]:
+    if isinstance(handle, HostHandle):
+        yield handle
+    elif isinstance(handle, SubclassHandle):
+        for name in handle.handles:
+            yield from _host_handles(handle.inner[name])
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is made of other tensors and says how (PyTorch's traceable-subclass protocol)."""
+    return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
+
+
+def take_apart(tensor: Any) -> tuple[dict[str, Any], Any]:
+    """A wrapper subclass's inner values by attribute (tensors, and for a DTensor its mesh), and its context."""
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes [lo, hi) of its storage that a plain strided, non-empty tensor reads."""
+    itemsize = tensor.element_size()
+    lo = int(tensor.storage_offset()) * itemsize
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return lo, lo + (int(last) + 1) * itemsize
+
+
+def move_plain(tensor: torch.Tensor, mover: Mover, guard: InPlaceGuard | None, version: Any) -> HostHandle | None:
+    """A handle for a plain strided, non-empty tensor on the mover's device; None where the host refused the bytes.
+
+    Args:
+        guard: checks the tensor when it is asked for; None where an outer tensor's guard does.
+        version: tells two contents of one storage apart (see `Mover.offload`).
+    """
+    lo, hi = byte_range(tensor)
+    copy = mover.offload(tensor.untyped_storage(), lo, hi, version)
+    return None if copy is None else HostHandle(tensor, Reader(copy, lo, hi), guard)

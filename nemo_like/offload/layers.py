@@ -1,0 +1,186 @@
+"""Offloading put on a model's layers, for good: what `parallelize(..., offload=...)` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper as TorchOffloadWrapper
+
+from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
+from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.config import OffloadConfig
+from nemo_like.offload.backends import Backend
+from nemo_like.offload.offloader import Offloader, parse_offload
+
+
+class OffloadWrapper(TorchOffloadWrapper):
+    """A layer whose saved activations wait on the host. Adds no name to parameters, modules or state dicts.
+
+    It stands outside activation checkpointing and outside `torch.compile`, and inside FSDP2's unit.
+    """
+
+    def __init__(self, module: nn.Module, offloader: Offloader) -> None:
+        super().__init__(module)
+        self.offloader = offloader
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward; where gradients are on, what autograd saves goes through the offloader."""
+        layer = self._checkpoint_wrapped_module
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return layer(*args, **kwargs)
+        offloader = self.offloader
+        offloader.refuse_inside_checkpointing()
+        offloader.enter_layer(layer, args, kwargs, everything=offloader.config.mode == "all" or _is_compiled(layer))
+        try:
+            with offloader.hooks():
+                return layer(*args, **kwargs)
+        finally:
+            offloader.leave_layer()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As `nn.Module.named_modules`, with the wrapper and the layer inside under one and the same name."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+
+class HostPolicy:
+    """Another policy, with what it keeps waiting on the host instead of on the device."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.keeps_nothing = policy.keeps_nothing
+
+    def tracked_ops(self) -> Collection[Any] | None:
+        """As the other policy."""
+        return self.policy.tracked_ops()
+
+    def start(self) -> Callable[..., Decision]:
+        """The other policy's decisions, with HOST for SAVE."""
+        return _HostDecide(self.policy.start())
+
+
+class _HostDecide:
+    def __init__(self, decide: Callable[..., Decision]) -> None:
+        self._decide = decide
+        self.needs_call = getattr(decide, "needs_call", False)
+        self.finish = getattr(decide, "finish", None)
+
+    def __call__(self, *call: Any) -> Decision:
+        decision = self._decide(*call)
+        return HOST if decision is SAVE else decision
+
+
+def apply_offloading(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    config: OffloadConfig | str | None = None,
+    *,
+    backend: Backend | None = None,
+) -> Offloader:
+    """Make what `layers` save for backward wait on the host. Changes `model`, and `layers` where it is a list.
+
+    Call it after activation checkpointing and compilation, and before sharding. Of several layers the last one is left
+    alone: backward starts with it, so its tensors would only go and come. What is outside of layers (embedding, head,
+    loss) is never moved.
+
+    Args:
+        model: holds the layers.
+        layers: in the order of forward; wrapped (`CheckpointWrapper`) or not, compiled or not.
+        config: an `OffloadConfig`, or its mode: ``boundary`` moves the layers' inputs, ``saved`` these and what
+            checkpointing keeps inside, ``all`` everything; None: ``saved``.
+        backend: see `offload_activations`.
+
+    Returns:
+        the offloader of all layers; its ``stats`` are live.
+
+    Raises:
+        TypeError, ValueError: a bad config; a layer that is not in the model, or has offloading already; ``saved``
+            where nothing is checkpointed. Nothing has been changed then.
+    """
+    config = parse_offload(config, default="saved")
+    layers = layers if isinstance(layers, MutableSequence) else list(layers)
+    slots = _slots(model)
+    _validate(layers, config, slots)
+    offloader = Offloader(config, backend=backend, needs_layers=False)
+    if config.mode == "none":
+        return offloader
+    moved = list(dict.fromkeys(layers))
+    wrappers = {layer: OffloadWrapper(layer, offloader) for layer in (moved[:-1] if len(moved) > 1 else moved)}
+    for layer, wrapper in wrappers.items():
+        if config.mode in ("saved", "all"):
+            _keep_on_host(layer, offloader)
+        for parent, name in slots[layer]:
+            parent._modules[name] = wrapper  # the registered child: a property of the same name may alias it
+    for index, layer in enumerate(layers):
+        layers[index] = wrappers.get(layer, layer)
+    return offloader
+
+
+def _validate(layers: Sequence[nn.Module], config: OffloadConfig, slots: dict[nn.Module, Any]) -> None:
+    if config.mode != "none" and not layers:
+        raise ValueError("apply_offloading was given no layers; nemo_like.layers.find_layers(model) finds them.")
+    for index, layer in enumerate(layers):
+        if layer not in slots:
+            raise ValueError(
+                f"layers[{index}], a {type(layer).__name__}, is nothing that the model itself calls: pass its layers, and "
+                "where they are wrapped, the wrappers."
+            )
+        if any(isinstance(module, TorchOffloadWrapper) for module in layer.modules()):
+            raise ValueError(
+                f"layers[{index}], a {type(layer).__name__}, has offloading already: its tensors would be moved twice. "
+                "Apply offloading once."
+            )
+    regions = [m for layer in layers for m in layer.modules() if isinstance(m, ActivationWrapper)]
+    if config.mode == "saved" and not regions:
+        raise ValueError(
+            "offload='saved' moves what activation checkpointing keeps, and no layer is checkpointed. Use "
+            "ac='selective' (or another mode), or offload='all'."
+        )
+
+
+def _keep_on_host(layer: nn.Module, offloader: Offloader) -> None:
+    """Let the layer's regions keep on the host what their policies say to keep."""
+    for region in layer.modules():
+        # A compiled region keeps its tensors through autograd, where the wrapper around it takes them.
+        if isinstance(region, CheckpointWrapper) and not region.policy.keeps_nothing and not _is_compiled(region):
+            region.policy = HostPolicy(region.policy)
+            region.transfer = offloader
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph.
+
+    Adapter: PyTorch keeps that under a private name; without it, only what needs no such knowledge is moved.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _slots(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """For each module that a non-wrapper calls: every (parent, child name) under which it is registered."""
+    slots: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        if isinstance(parent, ActivationWrapper):
+            continue
+        for name, child in parent._modules.items():
+            if child is not None:
+                slots.setdefault(child, []).append((parent, name))
+    return slots
+
+
+def offloader_of(model: nn.Module) -> Offloader | None:
+    """The offloader that `apply_offloading` put on `model` (for its ``stats``), or None."""
+    for module in model.modules():
+        if isinstance(module, OffloadWrapper):
+            return module.offloader
+    return None

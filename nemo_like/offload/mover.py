@@ -1,0 +1,475 @@
+"""When bytes move, and what waits for what. One `Mover` serves one device.
+
+To the host: the copy stream waits for the operator that made the bytes, copies, and records an event. The mover holds
+the device storage until that event has been seen, so that the allocator cannot hand it out while it is read.
+Back: the buffer comes from the current stream's pool; the copy stream waits until earlier work on that memory and the
+copy to the host are done; whoever reads waits for the copy back. Host blocks return to the pool behind the same events.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_like.log import warn_once
+from nemo_like.offload.backends import Backend
+from nemo_like.offload.journal import Region
+from nemo_like.offload.pool import ALIGNMENT, Block, HostPool
+from nemo_like.offload.ranges import gaps, overlap, round_down
+from nemo_like.offload.stats import OffloadStats
+from nemo_like.offload.torch_private import version_of
+
+Event = Any
+"""As `Backend.record` returns it."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """Bytes [lo, hi) of a storage, on the host."""
+
+    lo: int
+    hi: int
+    block: Block
+    written: Event
+    last_read: Event | None = None
+
+
+@dataclass(eq=False)
+class Span:
+    """Bytes [lo, hi) of a storage that come back together, because saved tensors in it overlap.
+
+    `unread` counts the saved tensors that have not asked for it in this round; when none is left, `buffer` goes and the
+    next round (a second backward through a retained graph) starts.
+    """
+
+    lo: int
+    hi: int
+    tensors: int = 0
+    unread: int = 0
+    round: int = 0
+    buffer: torch.Tensor | None = None  # (hi - lo,) uint8 on the device
+    buffer_version: int | None = None
+    buffer_space: str = ""
+    ready: Event = None
+    stream: Any = None
+    waiting: bool = False
+    """Prefetched, and nobody has read it yet."""
+    last_buffer: weakref.ref[torch.Tensor] | None = None
+    """The buffer of an earlier reading: some tensor may still hold it."""
+
+
+class Group:
+    """What was offloaded together (one layer), so that it is prefetched together."""
+
+    def __init__(self, previous: Group | None) -> None:
+        self.previous = None if previous is None else weakref.ref(previous)
+        self.copies: list[weakref.ref[StorageCopy]] = []
+        self.nbytes = 0
+
+
+class StorageCopy:
+    """What is on the host of one device storage, at one version of its contents. Dies with its last saved tensor."""
+
+    def __init__(self, mover: Mover, storage: torch.UntypedStorage) -> None:
+        self.mover = mover
+        self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
+        self.nbytes = storage.nbytes()
+        self.segments: list[Segment] = []
+        self.spans: list[Span] = []
+        self.group: Group | None = None
+        self.space = mover.backend.note_allocation(storage, mover.backend.current_stream(), produced=True)
+
+    def original(self) -> torch.UntypedStorage | None:
+        """The device storage, where somebody still keeps it alive and full."""
+        storage = self.storage()
+        return storage if storage is not None and storage.nbytes() == self.nbytes else None
+
+    def span_of(self, lo: int, hi: int) -> Span:
+        """The span that holds [lo, hi)."""
+        return next(span for span in self.spans if span.lo <= lo and hi <= span.hi)
+
+    def __del__(self) -> None:
+        # Any thread, any time, the collector's included: leave a note and touch nothing.
+        self.mover.dead_copies.append((self.segments, self.spans))
+
+
+class Mover:
+    """Moves storages between one device and the host. Thread safe."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        pool: HostPool,
+        *,
+        max_inflight_bytes: int = 1 << 30,
+        prefetch: int = 1,
+        stats: OffloadStats | None = None,
+    ) -> None:
+        """
+        Args:
+            backend: the device.
+            pool: where host blocks come from.
+            max_inflight_bytes: device bytes that copies to the host may hold, and that prefetched buffers may.
+            prefetch: how many groups ahead of the one in use are brought back.
+            stats: counters to fill.
+        """
+        self.backend = backend
+        self.pool = pool
+        self.max_inflight_bytes = max_inflight_bytes
+        self.prefetch = prefetch
+        self.stats = OffloadStats() if stats is None else stats
+        self.dead_copies: deque[tuple[list[Segment], list[Span]]] = deque()
+        self.dead_readers: deque[tuple[weakref.ref[StorageCopy], int, int, int]] = deque()
+        self._lock = threading.RLock()
+        self._inflight: deque[tuple[Event, torch.UntypedStorage, int]] = deque()
+        self._inflight_bytes = 0
+        self._copies: weakref.WeakValueDictionary[tuple[Any, ...], StorageCopy] = weakref.WeakValueDictionary()
+        self._group: Group | None = None
+        self._last_group: weakref.ref[Group] | None = None
+        self._entered: weakref.ref[Group] | None = None
+        self._wanted: deque[weakref.ref[StorageCopy]] = deque()
+        self._ahead_bytes = 0
+
+    # -------------------------------------------------------------------------------------------------- to the host
+    def offload(self, storage: torch.UntypedStorage, lo: int, hi: int, version: Any) -> StorageCopy | None:
+        """Have bytes [lo, hi) of `storage` on the host; only what is not there yet is copied.
+
+        Args:
+            storage: of this mover's device.
+            lo, hi: the bytes that will be asked for.
+            version: anything that changes when the contents do; equal versions share one copy.
+
+        Returns:
+            the copy, with [lo, hi) entered as one more reader; None where the pool refused (see ``pool.refusal``).
+        """
+        with self._lock:
+            self._collect()
+            lo = round_down(lo, ALIGNMENT)  # the bytes come back with the alignment they had: same kernels, same bits
+            if (hi - lo) * 2 >= storage.nbytes():
+                lo, hi = 0, storage.nbytes()  # most of it: one plain copy, which later views find complete
+            key = (id(storage), version)
+            copy = self._copies.get(key)
+            if copy is None or copy.original() is not storage:
+                copy = StorageCopy(self, storage)
+            missing = gaps([(segment.lo, segment.hi) for segment in copy.segments], lo, hi)
+            if missing and not self._copy_out(copy, storage, missing):
+                return None
+            self.stats.shared += not missing
+            self._copies[key] = copy
+            self._enter_reader(copy, lo, hi)
+            self._retire()
+            self._update_host_stats()
+            return copy
+
+    def _copy_out(self, copy: StorageCopy, storage: torch.UntypedStorage, missing: list[tuple[int, int]]) -> bool:
+        blocks: list[Block] = []
+        for lo, hi in missing:
+            block = self.pool.take(hi - lo)
+            if block is None:
+                for taken in blocks:
+                    self.pool.give_back(taken)
+                return False
+            blocks.append(block)
+        backend = self.backend
+        backend.wait(backend.copy_out, backend.record(backend.current_stream()))
+        for (lo, hi), block in zip(missing, blocks, strict=True):
+            backend.copy(
+                block.bytes(0, hi - lo),
+                bytes_of(storage, lo, hi),
+                backend.copy_out,
+                writes=_host_region(block, 0, hi - lo),
+                reads=Region(copy.space, lo, hi),
+            )
+        written = backend.record(backend.copy_out)
+        copy.segments += [Segment(lo, hi, block, written) for (lo, hi), block in zip(missing, blocks, strict=True)]
+        moved = sum(hi - lo for lo, hi in missing)
+        self.stats.moved_bytes += moved
+        self.stats.copies += len(missing)
+        self._hold_until(written, storage, moved)
+        if copy.group is None:
+            self._join_group(copy)
+        return True
+
+    def _hold_until(self, event: Event, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self._inflight.append((event, storage, nbytes))
+        self._inflight_bytes += nbytes
+
+    def _retire(self) -> None:
+        """Let go of storages whose copies have ended, and wait for the oldest where too much is on its way."""
+        while self._inflight and self.backend.done(self._inflight[0][0]):
+            self._inflight_bytes -= self._inflight.popleft()[2]
+        # The newest is in use by the operator that saves it: waiting for its copy would free nothing.
+        while self._inflight_bytes > self.max_inflight_bytes and len(self._inflight) > 1:
+            self.stats.offload_stalls += 1
+            self.backend.synchronize(self._inflight[0][0])
+            self._inflight_bytes -= self._inflight.popleft()[2]
+
+    def _enter_reader(self, copy: StorageCopy, lo: int, hi: int) -> None:
+        inside = [span for span in copy.spans if overlap((span.lo, span.hi), (lo, hi))]
+        if len(inside) == 1 and inside[0].lo <= lo and hi <= inside[0].hi:
+            span = inside[0]
+        else:
+            # Several spans become one. Readers of the old ones find it by their range; a buffer they had is given up.
+            span = Span(min([lo, *(s.lo for s in inside)]), max([hi, *(s.hi for s in inside)]))
+            for old in inside:
+                span.tensors += old.tensors
+                span.unread += old.tensors
+                span.round = max(span.round, old.round + 1)
+                self._drop_buffer(old)
+            copy.spans = [s for s in copy.spans if s not in inside] + [span]
+        span.tensors += 1
+        span.unread += 1
+
+    # -------------------------------------------------------------------------------------------------------- groups
+    def open_group(self) -> None:
+        """What is offloaded from here on is a group of its own (a layer)."""
+        with self._lock:
+            self._group = None
+
+    def _join_group(self, copy: StorageCopy) -> None:
+        group = self._group
+        # Where nobody opens groups, one ends when a handful of them would fill what prefetching may hold.
+        if group is None or group.nbytes > self.max_inflight_bytes // 8:
+            group = self._group = Group(self._last_group() if self._last_group is not None else None)
+            self._last_group = weakref.ref(group)
+        copy.group = group
+        group.copies.append(weakref.ref(copy))
+        group.nbytes += copy.nbytes
+
+    # ---------------------------------------------------------------------------------------------------------- back
+    def fetch(self, copy: StorageCopy, lo: int, hi: int, reader: Reader) -> tuple[torch.Tensor, int]:
+        """Bytes of `copy` on the device, ready for the current stream.
+
+        Returns:
+            a (n,) uint8 tensor and the offset in the storage of its first byte; [lo, hi) lies inside.
+        """
+        with self._lock:
+            self._collect()
+            self._retire()
+            original = copy.original()
+            if original is not None:
+                self.stats.still_on_device += 1
+                self._read(copy.span_of(lo, hi), reader)
+                self._look_ahead(copy)
+                return bytes_of(original, 0, copy.nbytes), 0
+            span = copy.span_of(lo, hi)
+            buffer = self._buffer_of(copy, span)
+            backend, stream = self.backend, self.backend.current_stream()
+            backend.wait(stream, span.ready)
+            region = Region(span.buffer_space, 0, span.hi - span.lo)
+            backend.note_use(stream, region)
+            if stream != span.stream:
+                backend.hold(buffer, stream, region)
+            self._read(span, reader)
+            self._look_ahead(copy)
+            return buffer, span.lo
+
+    def prefetch_copy(self, copy: StorageCopy, lo: int, hi: int) -> None:
+        """Start the way back of [lo, hi), where it is not on the device any more."""
+        with self._lock:
+            if copy.original() is None:
+                self._prefetch(copy, copy.span_of(lo, hi))
+
+    def settle(self, copy: StorageCopy) -> None:
+        """The original is about to change: what the current stream does next comes after the copy's reading of it.
+
+        From here on the copy stands for itself: the original is neither read in its place nor shared with.
+        """
+        with self._lock:
+            stream = self.backend.current_stream()
+            for segment in copy.segments:
+                self.backend.wait(stream, segment.written)
+            copy.storage = _nothing
+            for key in [key for key, known in self._copies.items() if known is copy]:
+                del self._copies[key]
+
+    def _buffer_of(self, copy: StorageCopy, span: Span) -> torch.Tensor:
+        """The span's buffer: prefetched, left by an earlier reader, or started now."""
+        if span.buffer is not None and version_of(span.buffer) != span.buffer_version:
+            self._drop_buffer(span)  # an earlier reader wrote into it; the host has the true bytes
+        if span.buffer is None and span.last_buffer is not None:
+            earlier = span.last_buffer()
+            if earlier is not None and version_of(earlier) == span.buffer_version:
+                span.buffer = earlier
+        if span.buffer is None:
+            self.stats.reload_stalls += 1
+            return self._copy_back(copy, span)
+        if span.waiting:
+            self.stats.reload_stalls += not self.backend.done(span.ready)
+        return span.buffer
+
+    def _copy_back(self, copy: StorageCopy, span: Span) -> torch.Tensor:
+        backend = self.backend
+        stream = backend.current_stream()
+        buffer = backend.device_memory(span.hi - span.lo)
+        span.buffer_space = backend.note_allocation(buffer.untyped_storage(), stream, produced=False)
+        backend.wait(backend.copy_back, backend.record(stream))  # earlier kernels may still use this memory
+        for segment in copy.segments:
+            start, end = max(segment.lo, span.lo), min(segment.hi, span.hi)
+            if start >= end:
+                continue
+            backend.wait(backend.copy_back, segment.written)
+            backend.copy(
+                buffer[start - span.lo : end - span.lo],
+                segment.block.bytes(start - segment.lo, end - segment.lo),
+                backend.copy_back,
+                writes=Region(span.buffer_space, start - span.lo, end - span.lo),
+                reads=_host_region(segment.block, start - segment.lo, end - segment.lo),
+            )
+        span.ready = backend.record(backend.copy_back)
+        for segment in copy.segments:
+            if overlap((segment.lo, segment.hi), (span.lo, span.hi)):
+                segment.last_read = span.ready
+        span.buffer, span.stream = buffer, stream
+        span.buffer_version = version_of(buffer)
+        span.last_buffer = weakref.ref(buffer)
+        self.stats.reloads += 1
+        self.stats.reloaded_bytes += span.hi - span.lo
+        return buffer
+
+    def _read(self, span: Span, reader: Reader) -> None:
+        if span.waiting:
+            span.waiting = False
+            self._ahead_bytes -= span.hi - span.lo
+        if reader.last_round != span.round:
+            reader.last_round = span.round
+            span.unread -= 1
+        self._end_round(span)
+
+    def _end_round(self, span: Span) -> None:
+        if span.unread <= 0:
+            self._drop_buffer(span)
+            span.round += 1
+            span.unread = span.tensors
+
+    def _drop_buffer(self, span: Span) -> None:
+        if span.waiting:
+            # Nobody waited for this copy, and the allocator may hand its memory to the current stream's next operator.
+            span.waiting = False
+            self._ahead_bytes -= span.hi - span.lo
+            self.backend.wait(span.stream, span.ready)
+        span.buffer = None
+
+    # ----------------------------------------------------------------------------------------------------- prefetch
+    def _look_ahead(self, copy: StorageCopy) -> None:
+        """Start bringing back the rest of this group, and the groups that backward needs next."""
+        group = copy.group
+        if self.prefetch and group is not None and (self._entered is None or self._entered() is not group):
+            self._entered = weakref.ref(group)
+            self._wanted.extend(reversed(group.copies))
+            for _ in range(self.prefetch):
+                group = group.previous() if group is not None and group.previous is not None else None
+                if group is not None:
+                    self._wanted.extend(reversed(group.copies))
+        while self._wanted and self._ahead_bytes < self.max_inflight_bytes:
+            wanted = self._wanted.popleft()()
+            if wanted is not None and wanted.original() is None:
+                for span in wanted.spans:
+                    if not self._prefetch(wanted, span):
+                        self._wanted.clear()
+                        return
+
+    def _prefetch(self, copy: StorageCopy, span: Span) -> bool:
+        if span.buffer is not None or (span.last_buffer is not None and span.last_buffer() is not None):
+            return True
+        try:
+            self._copy_back(copy, span)
+        except torch.OutOfMemoryError as error:
+            warn_once(
+                f"Offloading could not prefetch {span.hi - span.lo} bytes ({error}): brought back when asked for.",
+                key="offload-prefetch-refused",
+            )
+            return False
+        span.waiting = True
+        self._ahead_bytes += span.hi - span.lo
+        self.stats.prefetched += 1
+        return True
+
+    # -------------------------------------------------------------------------------------------------- what is over
+    def _collect(self) -> None:
+        """Take back what died since the last call."""
+        while self.dead_readers:
+            reference, lo, hi, last_round = self.dead_readers.popleft()
+            copy = reference()
+            if copy is not None:
+                span = copy.span_of(lo, hi)
+                span.tensors -= 1
+                span.unread -= last_round != span.round
+                if span.tensors > 0:
+                    self._end_round(span)
+        while self.dead_copies:
+            segments, spans = self.dead_copies.popleft()
+            for span in spans:
+                self._drop_buffer(span)
+            for segment in segments:
+                # Every write to host memory is on `copy_out`: with it behind the last reader, anyone may write.
+                if segment.last_read is not None:
+                    self.backend.wait(self.backend.copy_out, segment.last_read)
+                self.pool.give_back(segment.block)
+
+    def collect(self) -> None:
+        """Take back what died, and let go of storages whose copies have ended."""
+        with self._lock:
+            self._collect()
+            self._retire()
+            self._update_host_stats()
+
+    def trim(self) -> int:
+        """Wait for all copies and give unused host memory back to the system; returns its bytes."""
+        with self._lock:
+            self._collect()
+            while self._inflight:
+                event, _, nbytes = self._inflight.popleft()
+                self.backend.synchronize(event)
+                self._inflight_bytes -= nbytes
+            for stream in (self.backend.copy_out, self.backend.copy_back):
+                self.backend.synchronize(self.backend.record(stream))
+            freed = self.pool.trim()
+            self._update_host_stats()
+            return freed
+
+    def _update_host_stats(self) -> None:
+        self.stats.host_live_bytes = self.pool.live_bytes
+        self.stats.host_reserved_bytes = self.pool.reserved_bytes
+        self.stats.host_peak_live_bytes = self.pool.peak_live_bytes
+        self.stats.host_peak_reserved_bytes = self.pool.peak_reserved_bytes
+
+
+class Reader:
+    """One saved tensor's place among those that share a copy; its end is noticed by itself."""
+
+    __slots__ = ("copy", "hi", "last_round", "lo")
+
+    def __init__(self, copy: StorageCopy, lo: int, hi: int) -> None:
+        self.copy = copy
+        self.lo = lo
+        self.hi = hi
+        self.last_round = -1
+
+    def fetch(self) -> tuple[torch.Tensor, int]:
+        """See `Mover.fetch`."""
+        return self.copy.mover.fetch(self.copy, self.lo, self.hi, self)
+
+    def __del__(self) -> None:
+        # As for `StorageCopy.__del__`: any thread, any time.
+        self.copy.mover.dead_readers.append((weakref.ref(self.copy), self.lo, self.hi, self.last_round))
+
+
+def _nothing() -> None:
+    """A dead weak reference."""
+    return None
+
+
+def bytes_of(storage: torch.UntypedStorage, lo: int, hi: int) -> torch.Tensor:
+    """Bytes [lo, hi) of a storage as a (hi - lo,) uint8 tensor on it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, lo, (hi - lo,), (1,))
+
+
+def _host_region(block: Block, start: int, end: int) -> Region:
+    return Region(f"slab-{block.slab.number}", block.lo + start, block.lo + end)
