@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nemo_like.activation_checkpointing import save_ops
-from nemo_like.activation_checkpointing.policy import Decision, DecisionTable
 from nemo_like.planning import cost, solver
 from nemo_like.planning.devices import Device
+from nemo_like.planning.opcost import is_attention
 from nemo_like.planning.trace import BlockTrace, OpRecord
-
-CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-CUDA_ATTENTION = "aten._scaled_dot_product_flash_attention.default"
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,8 @@ class BlockProblem:
         """
         ops = self.ops()
         found = solver.closure_frontier(ops, points) if skip else _spread(solver.linear_frontier(ops), 4 * points)
-        choices = [self.choice(point, "full" if point.keep == 0 else "plan") for point in found] + [self.none()]
+        least = sum(1 << k for k, op in enumerate(ops) if op.forced == "save")
+        choices = [self.choice(point, "full" if point.keep == least else "plan") for point in found] + [self.none()]
         if host:
             choices += [self.on_host(choice) for choice in choices if choice.decisions]
         kept: list[Choice] = []
@@ -130,19 +128,22 @@ class BlockProblem:
             choice.label, self.trace.input_bytes, moved, choice.replay_flops, choice.replay_seconds + exposed, words
         )
 
-    def table(self, choice: Choice) -> DecisionTable:
-        """The engine's decision table for a choice (which must be a region's)."""
-        by_op: dict[str, list[Decision]] = {}
+    def rows(self, choice: Choice) -> dict[str, list[str]]:
+        """A region's choice as a decision table in JSON values: op name → decision of each invocation.
+
+        Ops that are recomputed throughout are left out, except those that the engine never replays.
+        """
+        by_op: dict[str, list[str]] = {}
         for record, word in zip(self.records, choice.decisions, strict=True):
-            by_op.setdefault(str(record.op), []).append(Decision(word))
+            by_op.setdefault(str(record.op), []).append(word)
         always = {str(op) for op in save_ops.always_saved_ops()}
-        rows: dict[str, list[Decision]] = {}
+        rows: dict[str, list[str]] = {}
         for name, row in by_op.items():
             if name in always:
-                rows[name] = [Decision.HOST if d is Decision.HOST else Decision.SAVE for d in row]
-            elif any(d is not Decision.RECOMPUTE for d in row) and _trackable(name):
+                rows[name] = ["host" if word == "host" else "save" for word in row]
+            elif any(word != "recompute" for word in row) and save_ops.can_be_tracked(save_ops.find_op(name)):
                 rows[name] = row
-        return DecisionTable(rows)
+        return rows
 
 
 def _spread(points: Sequence[solver.Point], limit: int) -> list[solver.Point]:
@@ -158,10 +159,6 @@ def _spread(points: Sequence[solver.Point], limit: int) -> list[solver.Point]:
     return [chosen[key] for key in sorted(chosen)]
 
 
-def _trackable(name: str) -> bool:
-    return all(save_ops.can_be_tracked(op) for op in save_ops.resolve_op(name))
-
-
 def _keepable(record: OpRecord) -> bool:
     return record.bytes > 0 and not record.changed and save_ops.can_be_tracked(record.op)
 
@@ -169,6 +166,7 @@ def _keepable(record: OpRecord) -> bool:
 def _forced(record: OpRecord) -> str | None:
     if record.op in save_ops.always_saved_ops():
         return "save"
-    if record.random or save_ops.is_random(record.op) or not save_ops.can_be_tracked(record.op):
+    random = record.random or (save_ops.is_random(record.op) and not is_attention(record.op))
+    if random or not save_ops.can_be_tracked(record.op):
         return "replay"  # random numbers must be drawn again in order; in-place ops always run again
     return None

@@ -49,7 +49,7 @@ class FakeRun(TorchDispatchMode):
         inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         if any(isinstance(t, FakeTensor) for t in inputs):
             with self.fake:
-                return func(*args, **kwargs)
+                return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         if inputs and all(_small_integer(t) for t in inputs) and func in _READS_A_VALUE:
             return func(*args, **kwargs)
         with self.fake:
@@ -58,6 +58,17 @@ class FakeRun(TorchDispatchMode):
         if outputs and all(_small_integer(t) for t in outputs) and all(_small_integer(t) for t in inputs):
             return func(*args, **kwargs)
         return shaped
+
+    def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """PyTorch's rule for the shape of a grouped product refuses all but bfloat16, though kernels take more types."""
+        if a.dtype == torch.bfloat16:
+            return _GROUPED_MM(a, b, *args, **kwargs)
+        twins = (torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16) for t in (a, b))
+        out = _GROUPED_MM(*twins, *args, **kwargs)
+        pad = 16 // a.element_size()  # rows of the result are aligned to 16 bytes
+        width = -(-out.shape[-1] // pad) * pad
+        strides = (*((width * out.shape[-2],) if out.dim() == 3 else ()), width, 1)
+        return torch.empty_strided(out.shape, strides, dtype=a.dtype)
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A fake CPU tensor with the shape, strides and `requires_grad` of `tensor`, on whatever device that is."""
@@ -89,6 +100,7 @@ class FakeRun(TorchDispatchMode):
         return state
 
 
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
 _READS_A_VALUE = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default})
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -49,7 +50,7 @@ class OpRecord:
     half: bool
     """Computes in a 16-bit floating-point type."""
     needed: bool = False
-    """Autograd keeps an output of it, or a view of one."""
+    """Autograd keeps an output of it, or a view of one; or a call above the ops asks for the real tensor."""
     changed: bool = False
     """A later op changes one of its outputs in place."""
 
@@ -66,10 +67,10 @@ class BlockTrace:
     """Storages of the other tensors it is called with: held once for all blocks."""
     none_bytes: int
     """What autograd keeps without checkpointing: distinct storages, without parameters, buffers and shared inputs."""
-    keeps_input: bool
-    """Autograd keeps (a view of) its own input."""
-    keeps_output: bool
-    """Autograd keeps (a view of) its output."""
+    kept_input_bytes: int
+    """Of those, its own inputs."""
+    kept_output_bytes: int
+    """Of those, its outputs."""
     output_bytes: int
     last_pack: int
     """Ops from this index on come after the last tensor that autograd keeps: replay stops before them."""
@@ -132,6 +133,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.ops: list[OpRecord] = []
         self.packs: list[tuple[int, int]] = []
+        self._asked: list[tuple[int, int]] = []
         self.storages = _Storages()
         self._count: dict[OpOverload, int] = {}
 
@@ -143,6 +145,10 @@ class Recorder(TorchDispatchMode):
         """A saved-tensor hook: autograd keeps `tensor`."""
         self.packs.append((len(self.ops), self.storages.key(tensor)))
         return tensor
+
+    def ask(self, tensor: torch.Tensor) -> None:
+        """A call above the ops looks at `tensor` (its device): replay must have the real one, not a placeholder."""
+        self._asked.append((len(self.ops), self.storages.key(tensor)))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -186,11 +192,25 @@ class Recorder(TorchDispatchMode):
     def needed(self) -> tuple[OpRecord, ...]:
         """The ops, with those marked whose storages autograd keeps."""
         ops = list(self.ops)
-        for position, key in self.packs:
+        for position, key in self.packs + self._asked:
             for writer in self.storages.writers.get(key, ()):
                 if writer < position:
                     ops[writer] = replace(ops[writer], needed=True)
         return tuple(ops)
+
+
+class _Asking(TorchFunctionMode):
+    """Attention picks its kernel by looking at all its inputs, before any op runs: none of them may be skipped."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            for tensor in tensors_in((args, kwargs)):
+                self.recorder.ask(tensor)
+        return func(*args, **(kwargs or {}))
 
 
 def _mutated(func: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -220,7 +240,7 @@ def record(
     recorder.declare("param", params)
     recorder.declare("shared", shared)
     recorder.declare("input", inputs)
-    with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+    with recorder, _Asking(recorder), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
         out = call()
     s = recorder.storages
     origin, packed = s.origin, {key for _, key in recorder.packs}
@@ -235,8 +255,8 @@ def record(
         input_bytes=sum(s.size[key] for key in own),
         shared_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "shared"),
         none_bytes=sum(s.size[key] for key in ours),
-        keeps_input=bool(ours & own),
-        keeps_output=bool(ours & made),
+        kept_input_bytes=sum(s.size[key] for key in ours & own),
+        kept_output_bytes=sum(s.size[key] for key in ours & made),
         output_bytes=sum(s.size[key] for key in made),
         last_pack=max((position for position, _ in recorder.packs), default=0),
         param_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "param"),

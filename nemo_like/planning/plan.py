@@ -1,0 +1,185 @@
+"""A plan: for each layer, what to keep; saved and loaded as readable JSON, and checked against the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
+from nemo_like.layers.names import bare, bare_modules
+
+FORMAT = 1
+
+_ATTENTION = {
+    "cpu": "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "cuda": "aten._scaled_dot_product_flash_attention.default",
+}
+"""The op that scaled_dot_product_attention becomes where its flash kernel runs."""
+
+
+class PlanError(ValueError):
+    """A plan file is damaged, or was made for another model."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What happens to one layer."""
+
+    fqn: str
+    """Its name in the bare model."""
+    signature: str
+    """Digest of its class and parameter shapes: what `Plan.check` compares."""
+    label: str
+    """``none`` (not checkpointed) | ``full`` (inputs only) | ``plan`` (some outputs are kept)."""
+    held_bytes: int
+    """Held on the device between its forward and its backward."""
+    host_bytes: int
+    """Held in host memory meanwhile."""
+    none_bytes: int
+    """What it would hold without checkpointing."""
+    replay_flops: int
+    replay_seconds: float
+    decisions: Mapping[str, Sequence[str]] | None
+    """Op name → decision of each invocation; None: the layer is no region."""
+
+    def policy(self, device_type: str | None = None) -> Policy | None:
+        """The engine's policy for this layer on `device_type` (default: where this process trains); None: no region."""
+        if self.decisions is None:
+            return None
+        if not self.decisions:
+            return FullPolicy()
+        target = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        rename = {name: _ATTENTION.get(target, name) for name in _ATTENTION.values()}
+        return DecisionTable.from_json({rename.get(name, name): row for name, row in self.decisions.items()})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `nemo_like.planning.plan_for` returns: one `LayerPlan` per layer call site, and what it was made for."""
+
+    model: str
+    """Class of the model."""
+    device: str
+    budget: str
+    """As asked."""
+    layers: tuple[LayerPlan, ...]
+    held_bytes: int
+    """All layers together, and what they share, on the device."""
+    none_bytes: int
+    full_bytes: int
+    forward_flops: int
+    """One forward pass of all layers."""
+    forward_seconds: float
+    replay_flops: int
+    replay_seconds: float
+    gap_seconds: float
+    """Proven bound on how much faster any plan for the same bytes could be (see docs for what it leaves out)."""
+    peak: Mapping[str, int] = field(default_factory=dict)
+    """Predicted bytes per rank at the peak of a step, by what they are; their sum is the peak."""
+    peak_at: str = ""
+    """Where in the step the peak is."""
+    torch: str = torch.__version__
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak per rank of a whole training step; 0 where it was not asked for."""
+        return sum(self.peak.values())
+
+    @property
+    def replay_share(self) -> float:
+        """Replay time as a share of one forward pass of the layers (roofline)."""
+        return self.replay_seconds / self.forward_seconds if self.forward_seconds else 0.0
+
+    @property
+    def step_time(self) -> float:
+        """Step time relative to no checkpointing: forward 1, backward 2, and the replay (roofline, layers only)."""
+        return 1 + self.replay_share / 3
+
+    def policies(self, device_type: str | None = None) -> dict[str, Policy | None]:
+        """Policy of each layer by name; None: leave the layer alone."""
+        return {layer.fqn: layer.policy(device_type) for layer in self.layers}
+
+    def check(self, model: nn.Module) -> None:
+        """Compare with the model's layers.
+
+        Raises:
+            PlanError: a planned layer is missing, or is another one (class, parameter names, shapes or dtypes).
+        """
+        modules = {name: bare(module) for name, module in bare_modules(model)}
+        for layer in self.layers:
+            if layer.fqn not in modules:
+                raise PlanError(
+                    f"The plan was made for a {self.model} with a layer {layer.fqn!r}, which this "
+                    f"{type(model).__name__} does not have. Make the plan again for this model."
+                )
+            found = layer_signature(modules[layer.fqn])
+            if found != layer.signature:
+                raise PlanError(
+                    f"Layer {layer.fqn!r} of this {type(model).__name__} is not the one that the plan was made for "
+                    f"(its class or the shapes of its parameters differ: {found}, planned {layer.signature}). Make "
+                    "the plan again for this model."
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON that people can read: equal layers share one entry of decisions."""
+        tables: dict[str, Any] = {}
+        layers = []
+        for layer in self.layers:
+            entry = {k: v for k, v in asdict(layer).items() if k != "decisions"}
+            key = "none"
+            if layer.decisions is not None:
+                text = json.dumps(layer.decisions, sort_keys=True)
+                key = next((k for k, v in tables.items() if json.dumps(v, sort_keys=True) == text), f"table {len(tables)}")
+                tables[key] = {name: list(row) for name, row in layer.decisions.items()}
+            layers.append(entry | {"decisions": key})
+        head = {k: v for k, v in asdict(replace(self, layers=())).items() if k != "layers"}
+        body = {"format": FORMAT} | head | {"decisions": tables, "layers": layers}
+        Path(path).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module | None = None) -> Plan:
+        """Read what `save` wrote, and `check` it against `model`, if given.
+
+        Raises:
+            PlanError: the file is damaged, of another format, or was made for another model.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")), model)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"Plan file {path} is no JSON: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"Plan file {path} is damaged or no plan: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any], model: nn.Module | None = None) -> Plan:
+        """The plan in the values that `save` writes."""
+        if body.get("format") != FORMAT:
+            raise PlanError(f"The plan has format {body.get('format')!r}; this version reads {FORMAT}. Make it again.")
+        tables = body["decisions"]
+        layers = tuple(
+            LayerPlan(**(entry | {"decisions": None if entry["decisions"] == "none" else tables[entry["decisions"]]}))
+            for entry in body["layers"]
+        )
+        fields = {k: v for k, v in body.items() if k not in ("format", "decisions", "layers")}
+        plan = cls(layers=layers, **fields)
+        for layer in plan.layers:
+            try:
+                layer.policy("cpu")
+            except ValueError as error:
+                raise PlanError(f"Layer {layer.fqn!r} of the plan: {error}") from error
+        if model is not None:
+            plan.check(model)
+        return plan
+
+
+def layer_signature(module: nn.Module) -> str:
+    """Class name and a digest of parameter names, shapes and dtypes of a layer."""
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    return f"{type(module).__name__}:{hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
