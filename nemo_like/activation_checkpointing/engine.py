@@ -34,7 +34,6 @@ from nemo_like.activation_checkpointing.engine_compile import compiled_region, m
 from nemo_like.activation_checkpointing.engine_modes import (
     ForwardMode,
     Kept,
-    OnHost,
     ReplayMode,
     kinds_for,
     map_kept,
@@ -42,6 +41,7 @@ from nemo_like.activation_checkpointing.engine_modes import (
     tensors_in,
 )
 from nemo_like.activation_checkpointing.errors import RegionError
+from nemo_like.activation_checkpointing.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, PlanMismatchError, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer, Transfer
 
@@ -123,6 +123,9 @@ def run_region(
     return region.forward(args, kwargs, preserve_rng_state)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 class _Handle:
     """What autograd keeps in the place of one tensor."""
 
@@ -133,6 +136,8 @@ class _Handle:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.version = tensor._version
+        # Only plain tensors have an address that means something.
+        self.pointer = tensor.data_ptr() if type(tensor) in _PLAIN else 0
 
 
 class _Stop(Exception):
@@ -155,8 +160,8 @@ class _Region:
     """
 
     __slots__ = (
-        "ambient", "complete", "consumed", "early_stop", "fn", "forward_mode", "handles", "inputs", "kept", "kinds",
-        "last", "lock", "name", "policy", "position", "transfer",
+        "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
+        "inputs", "kept", "kinds", "last", "lock", "name", "policy", "position", "transfer", "watch_versions",
     )  # fmt: skip
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
@@ -170,6 +175,8 @@ class _Region:
         self.forward_mode: ForwardMode | None = None
         self.complete = False
         self.consumed = False
+        self.graph_kept = False
+        self.watch_versions = True
         self.lock = threading.RLock()
 
     # --- forward --------------------------------------------------------------------------------------------------
@@ -177,6 +184,7 @@ class _Region:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         self.inputs = engine_inputs.SavedInputs(args, kwargs)
         self.ambient = Ambient(preserve_rng_state)
+        self.buffers = BufferSnapshot(self.fn) if isinstance(self.fn, torch.nn.Module) else None
         decide = None
         if not self.policy.keeps_nothing:
             decide = self.policy.start()
@@ -196,6 +204,10 @@ class _Region:
             self.drop()
             raise
         self.ambient.forget_unused_rng()
+        if self.buffers is not None and not self.buffers.forward_done():
+            self.buffers = None
+        # Replay hands out copies of such things, whose versions start anew.
+        self.watch_versions = self.buffers is None and not any(entry.decision is HOST for entry in self.kept)
         if self.kept:
             self.settle_kept()
         self.forward_mode = None
@@ -223,6 +235,7 @@ class _Region:
 
     def drop(self) -> None:
         """Forget everything that is kept."""
+        self.consumed = self.consumed or bool(self.kept)
         self.kept = []
         self.forward_mode = None
         for reference in self.handles:
@@ -245,17 +258,18 @@ class _Region:
                     "backward needs: fewer tensors were saved than in forward. Something in the region depends on "
                     "state that changed since."
                 )
-        if torch_private.graph_is_kept() is not False:
+        if self.graph_kept:
             handle.value = None  # else autograd drops the handle itself, as soon as this node is done
         return value
 
     def replay(self) -> None:
         """Run the function again, and give every live handle its tensor."""
-        keep = not self.complete or torch_private.graph_is_kept() is not False
+        self.graph_kept = torch_private.graph_is_kept() is not False
+        keep = self.graph_kept or not self.complete
         if self.consumed:
             raise RegionError(
-                f"Region {self.name!r}: a second backward goes through it, but the first one was run without "
-                "retain_graph=True, and what was kept is gone."
+                f"Region {self.name!r}: a second backward goes through it, and what was kept is gone: the first one "
+                "was run without retain_graph=True, or its replay failed."
             )
         live = [index for index, reference in enumerate(self.handles) if reference() is not None]
         self.last = live[-1]
@@ -282,7 +296,8 @@ class _Region:
 
     def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
         try:
-            with self.ambient.restored(), torch.enable_grad(), saved_tensors_hooks(self.repack, _same):
+            buffers = self.buffers.restored() if self.buffers is not None else nullcontext()
+            with buffers, self.ambient.restored(), torch.enable_grad(), saved_tensors_hooks(self.repack, _same):
                 with mode or nullcontext():
                     self.fn(*args, **kwargs)
         except _Stop as stop:
@@ -314,8 +329,6 @@ class _Region:
                 self.check_version(entry)
                 if keep:
                     value = map_tensors(_private_copy if entry.private else Tensor.detach, value)
-            elif entry.decision is HOST:
-                value = map_kept(_from_host, value)
             values.append(value)
             if not keep:
                 entry.value = None
@@ -345,10 +358,21 @@ class _Region:
         if handle is not None:
             if handle.shape != tensor.shape or handle.dtype != tensor.dtype or tensor.is_meta:
                 self.raise_wrong_tensor(index, handle, tensor)
+            if handle.version != tensor._version and self.watch_versions:
+                self.check_same_version(index, handle, tensor)
             handle.value = tensor
         if index >= self.last and self.early_stop:
             raise _Stop(self)
         return tensor
+
+    def check_same_version(self, index: int, handle: _Handle, tensor: Tensor) -> None:
+        """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
+        if handle.pointer and type(tensor) in _PLAIN and tensor.data_ptr() == handle.pointer:
+            raise RegionError(
+                f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed "
+                f"in place between forward and backward (version {handle.version}, now {tensor._version}): a parameter, "
+                "perhaps, that was updated before the backward of an earlier forward. Change it after backward."
+            )
 
     def raise_wrong_tensor(self, index: int, handle: _Handle, tensor: Tensor) -> None:
         if tensor.is_meta:
@@ -365,10 +389,6 @@ class _Region:
 
 def _private_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format)
-
-
-def _from_host(item: OnHost) -> Tensor:
-    return item.handle.get()
 
 
 _synchronous = SynchronousTransfer()

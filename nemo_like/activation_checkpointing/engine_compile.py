@@ -36,7 +36,7 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
     }
 
     def policy_fn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kind = kinds[op]
+        kind = kinds.of(op)
         if kind == COPY and save_ops.is_device_to_host_copy(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         if kind != TRACKED or getattr(context, "is_recompute", False):

@@ -11,10 +11,9 @@ from nemo_like.activation_checkpointing.engine_modes import (
     ForwardMode,
     ReplayMode,
     kinds_for,
-    map_kept,
     map_tensors,
 )
-from nemo_like.activation_checkpointing.policy import HOST, SAVE, Policy
+from nemo_like.activation_checkpointing.policy import SAVE, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer
 
 
@@ -38,8 +37,6 @@ class _ReplayContext(ReplayMode):
             if entry.decision is SAVE:
                 copy = (lambda t: t.detach().clone(memory_format=torch.preserve_format)) if entry.private else Tensor.detach
                 value = map_tensors(copy, value)
-            elif entry.decision is HOST:
-                value = map_kept(lambda item: item.handle.get(), value)
             self.values.append(value)
         return super().__enter__()  # type: ignore[return-value]
 

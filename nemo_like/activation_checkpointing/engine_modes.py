@@ -25,15 +25,25 @@ if TYPE_CHECKING:
 TRACKED, COPY, MUTABLE, PASS = 1, 2, 3, 0
 
 
-class Kinds(dict[Op, int]):
-    """Operator → how the modes treat it, filled when an operator is first seen. One per set of tracked operators."""
+class Kinds(dict[int, int]):
+    """``id(operator)`` → how the modes treat it, filled when an operator is first seen. One per tracked set.
+
+    By id, because hashing an operator runs Python code and this is looked up on every call. `_seen` keeps the
+    operators alive, so that no id is used twice.
+    """
 
     def __init__(self, tracked: Any) -> None:
         super().__init__()
         self._all = tracked is None
         self._tracked = frozenset(() if tracked is None else tracked)
+        self._seen: list[Op] = []
 
-    def __missing__(self, op: Op) -> int:
+    def of(self, op: Op) -> int:
+        """How to treat `op`."""
+        kind = self.get(id(op))
+        return self._classify(op) if kind is None else kind
+
+    def _classify(self, op: Op) -> int:
         if save_ops.is_mutable(op):
             kind = MUTABLE
         elif self._all:
@@ -42,7 +52,8 @@ class Kinds(dict[Op, int]):
             kind = TRACKED
         else:
             kind = COPY if op in save_ops.COPY_OPS else PASS
-        self[op] = kind
+        self._seen.append(op)
+        self[id(op)] = kind
         return kind
 
 
@@ -93,6 +104,10 @@ class Skipped:
 
     def placeholder(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+
+
+def _from_host(item: OnHost) -> Tensor:
+    return item.handle.get()
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
@@ -163,7 +178,9 @@ class ForwardMode(_Mode):
         self.paused = False
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = self.kinds[func]
+        kind = self.kinds.get(id(func))
+        if kind is None:
+            kind = self.kinds.of(func)
         if kind == PASS or self.paused:
             return func(*args, **kwargs) if kwargs else func(*args)
         if kind == MUTABLE:
@@ -206,8 +223,9 @@ class ForwardMode(_Mode):
         written = {key for tensor in _written(func, args, kwargs or {}) for key in storages(tensor)}
         for entry in self.kept:
             if entry.decision is HOST:
-                if entry.version & written:
-                    map_kept(lambda item: self.transfer.settle(item.handle), entry.value)
+                settle = getattr(self.transfer, "settle", None)
+                if settle is not None and entry.version & written:
+                    map_kept(lambda item: settle(item.handle), entry.value)
             elif entry.decision is SAVE and not entry.private:
                 mine = tensors_in(entry.value)
                 if any(storages(tensor) & written for tensor in mine):
@@ -238,7 +256,9 @@ class ReplayMode(_Mode):
         self.skips = any(entry.decision is SKIP for entry in kept)
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = self.kinds[func]
+        kind = self.kinds.get(id(func))
+        if kind is None:
+            kind = self.kinds.of(func)
         if kind == TRACKED or (kind == COPY and save_ops.is_device_to_host_copy(func, args, kwargs)):
             entry, value = self.next(func)
             if entry.decision is not RECOMPUTE:
@@ -256,8 +276,10 @@ class ReplayMode(_Mode):
         value = self.values[position]
         self.values[position] = None
         entry = self.kept[position]
-        if value is not None and entry.decision is SKIP:
-            return entry, map_kept(lambda item: item.placeholder(), value)
+        if entry.decision is SKIP:
+            value = map_kept(Skipped.placeholder, value)
+        elif entry.decision is HOST:
+            value = map_kept(_from_host, value)
         return entry, value
 
     def raise_mismatch(self, func: Op, position: int) -> None:
@@ -299,5 +321,3 @@ class ReplayMode(_Mode):
             f"{reason}. Take the SKIP out of the plan (RECOMPUTE or SAVE), or keep what {func} reads."
         ) from cause
 
-
-HELD = (SAVE, HOST)

@@ -19,13 +19,13 @@ class Transfer(Protocol):
     """Moves tensors to the host and back. `nemo_like.offload` has one that overlaps copies with computing."""
 
     def to_host(self, tensor: Tensor) -> HostHandle:
-        """Start the copy. The caller may drop the tensor at once, and change it in place after `settle`."""
+        """Start the copy. The caller may drop the tensor at once."""
 
     def prefetch(self, handle: HostHandle) -> None:
         """Start the way back, so that a `get` soon after need not wait."""
 
-    def settle(self, handle: HostHandle) -> None:
-        """Order whatever the caller does next after the copy's reading of its source."""
+    # Optional: `settle(handle)`, called before the source of a copy is changed in place: whatever the caller does
+    # next on its stream must come after the copy has read its source.
 
 
 class _Copy:
@@ -54,6 +54,3 @@ class SynchronousTransfer:
 
     def prefetch(self, handle: HostHandle) -> None:
         """Nothing to start."""
-
-    def settle(self, handle: HostHandle) -> None:
-        """Nothing to wait for: the copy is done."""
