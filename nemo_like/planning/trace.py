@@ -200,17 +200,24 @@ class Recorder(TorchDispatchMode):
 
 
 class _Asking(TorchFunctionMode):
-    """Attention picks its kernel by looking at all its inputs, before any op runs: none of them may be skipped."""
+    """Calls that look at devices before any op runs, so that a placeholder would send them another way.
+
+    Attention picks its kernel by all its inputs; ``type_as`` and ``to(device)`` copy between devices. What they look at
+    may not be skipped.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
+        kwargs = kwargs or {}
+        moves = func is torch.Tensor.to and any(isinstance(v, torch.device | str | torch.Tensor) for v in args[1:])
+        moves = moves or (func is torch.Tensor.to and bool({"device", "other"} & kwargs.keys()))
+        if moves or func in (torch.nn.functional.scaled_dot_product_attention, torch.Tensor.type_as):
             for tensor in tensors_in((args, kwargs)):
                 self.recorder.ask(tensor)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _mutated(func: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
