@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, MutableSequence, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from nemo_like.activation_checkpointing.ambient import Ambient
 from nemo_like.activation_checkpointing.engine import _Region
 from nemo_like.activation_checkpointing.engine_inputs import SavedInputs
+from nemo_like.activation_checkpointing.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.policy import FullPolicy
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper, checkpoint_layers
 
@@ -84,7 +86,7 @@ def segment_sizes(count: int, segments: int | None = None, weights: Sequence[flo
         raise ValueError("There are no layers to make segments of.")
     wanted = max(1, round(count**0.5)) if segments is None else segments
     if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= count:
-        raise ValueError(f"segments is {segments!r}; it must be a whole number from 1 to the number of layers, {count}.")
+        raise ValueError(f"segments is {segments!r}; it must be a whole number from 1 to {count}, the layers.")
     if weights is None:
         return [count // wanted + (index < count % wanted) for index in range(wanted)]
     if len(weights) != count or not all(weight >= 0 for weight in weights):
@@ -180,7 +182,7 @@ class _Earlier:
 class _Call:
     """One member's call: how to make it again."""
 
-    __slots__ = ("ambient", "inputs", "requires_grad", "run")
+    __slots__ = ("ambient", "buffers", "inputs", "requires_grad", "run")
 
     def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool) -> None:
         self.run = run
@@ -189,6 +191,13 @@ class _Call:
         # segment would otherwise close a cycle from the graph through the region back to the graph.
         self.inputs = SavedInputs(_map(Tensor.detach, args), _map(Tensor.detach, kwargs))
         self.ambient = Ambient(preserve_rng_state)
+        self.buffers: BufferSnapshot | None = BufferSnapshot(run.__self__) if hasattr(run, "__self__") else None
+
+    def forward_done(self) -> None:
+        """Keep only the state around the call that it used or changed."""
+        self.ambient.forget_unused_rng()
+        if self.buffers is not None and not self.buffers.forward_done():
+            self.buffers = None
 
 
 class _CallsAgain:
@@ -205,7 +214,7 @@ class _CallsAgain:
             flags = iter(call.requires_grad)
             fresh = _map(lambda tensor: tensor.detach().requires_grad_(next(flags)), (args, kwargs))  # noqa: B023
             args, kwargs = _map(lambda mark: outputs[mark.call][mark.index], fresh, _Earlier)
-            with call.ambient.restored():
+            with call.buffers.restored() if call.buffers is not None else nullcontext(), call.ambient.restored():
                 outputs.append(_tensors(call.run(*args, **kwargs)))
 
 
@@ -217,6 +226,8 @@ class _SegmentRegion(_Region):
         super().__init__(self._again, FullPolicy(), name, None, True)
         self.inputs = SavedInputs((), {})
         self.ambient = Ambient(False)
+        self.buffers = None  # each call has its own, and its own surroundings
+        self.watch_versions = True
         self.position_of_last = -1
         self._preserve_rng_state = preserve_rng_state
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Earlier]] = {}
@@ -242,7 +253,9 @@ class _SegmentRegion(_Region):
             self.drop()
             self.complete = True
             raise
-        call.ambient.forget_unused_rng()
+        call.forward_done()
+        # Replay runs with copies of changed buffers, whose versions start anew.
+        self.watch_versions = self.watch_versions and call.buffers is None
         self.calls.append(call)
         for index, tensor in enumerate(_tensors(out)):
             mark = _Earlier(len(self.calls) - 1, index)

@@ -1,0 +1,233 @@
+"""Segments of layers as one region: bitwise gradients, counted bytes, and models that call layers in their own way."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
+
+from nemo_like.activation_checkpointing.engine import RegionError
+from nemo_like.activation_checkpointing.sequential import (
+    SegmentMember,
+    apply_sequential_checkpointing,
+    segment_sizes,
+)
+from nemo_like.models import resolve_model
+from nemo_like.profiling import CpuMeter, StorageRegistry
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.dropout(self.down(hidden if bias is None else hidden + bias))
+
+
+def chain(layers: int, **options) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(**options) for _ in range(layers)])
+
+
+def step(model: nn.Module, *inputs) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes held between forward and backward, and the gradients."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    registry = StorageRegistry()
+    registry.ignore([*model.parameters(), *inputs])
+    with CpuMeter(registry) as meter:
+        loss = model(*inputs).square().mean()
+        held = meter.live
+    loss.backward()
+    return held, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same_step(plain: nn.Module, segmented: nn.Module, *inputs) -> tuple[int, int]:
+    (plain_held, wanted), (held, got) = step(plain, *inputs), step(segmented, *inputs)
+    assert wanted.keys() == got.keys()
+    for name in wanted:
+        if wanted[name] is None:  # a layer that was skipped
+            assert got[name] is None
+        else:
+            assert torch.equal(wanted[name], got[name]), name
+    return plain_held, held
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 6, None])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_chain_keeps_the_inputs_of_its_segments(segments, dropout):
+    plain = chain(6, dropout=dropout)
+    segmented = copy.deepcopy(plain)
+    layers = list(segmented)
+    sizes = apply_sequential_checkpointing(segmented, layers, segments)
+    assert sum(sizes) == 6 and len(sizes) == (2 if segments is None else segments)
+    assert layers == list(segmented) and all(isinstance(layer, TorchCheckpointWrapper) for layer in layers)
+    x = torch.randn(32, 8)
+    plain_held, held = assert_same_step(plain, segmented, x)
+    # What enters each segment but the first (whose input is there anyway), what leaves the last, and the loss.
+    assert held == len(sizes) * 32 * 8 * 4 + 4
+    assert held < 0.7 * plain_held
+    assert segmented.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_transformers_own_loop():
+    source = resolve_model("llama-tiny")
+    torch.manual_seed(0)
+    plain = source.build()
+    plain.config.use_cache = False
+    segmented = copy.deepcopy(plain)
+    apply_sequential_checkpointing(segmented, list(segmented.model.layers), 2)
+    sample = source.sample_input(2, 32)
+    held = {}
+    for model in (plain, segmented):
+        registry = StorageRegistry()
+        registry.ignore([*model.parameters(), *model.buffers()])
+        with CpuMeter(registry) as meter:
+            loss = model(**sample).loss
+            held[model] = meter.live
+        loss.backward()
+    for (name, wanted), (_, got) in zip(plain.named_parameters(), segmented.named_parameters()):
+        assert torch.equal(wanted.grad, got.grad), name
+    assert held[segmented] < 0.5 * held[plain]
+
+
+class OwnLoop(nn.Module):
+    """Adds to the stream between layers, passes one tensor to several, changes one in place, and may skip a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(4)])
+        self.table = nn.Parameter(torch.randn(32))
+        self.skip: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.table.exp()
+        for index, layer in enumerate(self.layers):
+            if index == self.skip:
+                continue
+            x = layer(x, bias=bias if index % 2 else None)
+            if index == 1:
+                x = x * 2 + self.table[:8]
+            if index == 2:
+                x.add_(1)
+        return x
+
+
+@pytest.mark.parametrize("skip", [None, 0, 2, 3])
+def test_what_happens_between_the_layers_is_kept_not_replayed(skip):
+    torch.manual_seed(0)
+    plain = OwnLoop()
+    plain.skip = skip
+    segmented = copy.deepcopy(plain)
+    apply_sequential_checkpointing(segmented, list(segmented.layers), 1)
+    for _ in range(2):
+        plain_held, held = assert_same_step(plain, segmented, torch.randn(16, 8))
+        assert held < plain_held
+
+
+def test_two_forwards_before_a_backward_and_a_backward_twice():
+    plain = chain(4)
+    segmented = copy.deepcopy(plain)
+    apply_sequential_checkpointing(segmented, list(segmented), 2)
+    one, two = torch.randn(4, 8), torch.randn(6, 8)
+    for model in (plain, segmented):
+        first, second = model(one).square().sum(), model(two).sum()
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+    for wanted, got in zip(plain.parameters(), segmented.parameters()):
+        assert torch.equal(wanted.grad, got.grad)
+
+
+def test_a_dropped_graph_takes_everything_with_it():
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            middle = self.layers[0](x) * 2  # kept by the segment and made from its own output: no cycle may form
+            self.seen = weakref.ref(middle)
+            return self.layers[1](middle)
+
+    model = Mixing()
+    apply_sequential_checkpointing(model, list(model.layers), 1)
+    gc.collect()
+    gc.disable()
+    try:
+        out = model(torch.randn(4, 8))
+        del out
+        assert model.seen() is None
+    finally:
+        gc.enable()
+
+
+def test_without_gradients_and_in_lower_precision():
+    plain = chain(4).to(torch.bfloat16)
+    segmented = copy.deepcopy(plain)
+    apply_sequential_checkpointing(segmented, list(segmented), 2)
+    x = torch.randn(16, 8, dtype=torch.bfloat16)
+    assert_same_step(plain, segmented, x)
+    with torch.no_grad():
+        assert torch.equal(plain(x), segmented(x))
+
+
+def test_an_input_changed_in_place_is_an_error_naming_the_layer():
+    segmented = chain(2)
+    apply_sequential_checkpointing(segmented, list(segmented), 1)
+    x = torch.randn(4, 8)
+    loss = segmented(x).sum()
+    x.add_(1)
+    with pytest.raises(RegionError, match=r"Region '0'.*changed in place"):
+        loss.backward()
+
+
+def test_wrong_arguments_change_nothing():
+    model = chain(3)
+    modules = list(model)
+    for options, says in (
+        ({"segments": 0}, "segments is 0"),
+        ({"segments": 4}, "segments is 4"),
+        ({"segments": True}, "segments is True"),
+        ({"weights": [1, 2]}, "weights is"),
+        ({"weights": [1, 2, -1]}, "weights is"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            apply_sequential_checkpointing(model, list(model), **options)
+    with pytest.raises(ValueError, match="not a sub-module"):
+        apply_sequential_checkpointing(model, [*model, Block()])
+    with pytest.raises(ValueError, match="no layers"):
+        apply_sequential_checkpointing(model, [])
+    assert list(model) == modules
+    apply_sequential_checkpointing(model, list(model))
+    with pytest.raises(TypeError, match="already checkpointed"):
+        apply_sequential_checkpointing(model, list(model))
+    assert not any(isinstance(m._checkpoint_wrapped_module, SegmentMember) for m in model)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.lists(st.integers(0, 20), min_size=1, max_size=8), data=st.data())
+def test_weighted_segments_are_the_lightest_possible(weights, data):
+    segments = data.draw(st.integers(1, len(weights)))
+    sizes = segment_sizes(len(weights), segments, weights)
+    assert len(sizes) == segments and sum(sizes) == len(weights) and min(sizes) >= 1
+
+    def heaviest(borders) -> int:
+        edges = [0, *borders, len(weights)]
+        return max(sum(weights[a:b]) for a, b in itertools.pairwise(edges))
+
+    best = min(heaviest(borders) for borders in itertools.combinations(range(1, len(weights)), segments - 1))
+    assert heaviest(list(itertools.accumulate(sizes))[:-1]) == best
