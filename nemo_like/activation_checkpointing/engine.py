@@ -353,7 +353,7 @@ class _Region:
         if index >= len(self.handles):
             if self.complete and self.early_stop:
                 raise _Stop(self)
-            return tensor
+            return tensor.detach()
         handle = self.handles[index]()
         if handle is not None:
             if handle.shape != tensor.shape or handle.dtype != tensor.dtype or tensor.is_meta:
@@ -363,7 +363,8 @@ class _Region:
             handle.value = tensor
         if index >= self.last and self.early_stop:
             raise _Stop(self)
-        return tensor
+        # Not `tensor`: for an operator that saves its own result (exp), replay's graph would hold itself for ever.
+        return tensor.detach()
 
     def check_same_version(self, index: int, handle: _Handle, tensor: Tensor) -> None:
         """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
