@@ -133,8 +133,8 @@ def _validate(layers: Sequence[nn.Module], config: OffloadConfig, slots: dict[nn
     for index, layer in enumerate(layers):
         if layer not in slots:
             raise ValueError(
-                f"layers[{index}], a {type(layer).__name__}, is nothing that the model itself calls: pass its layers, and "
-                "where they are wrapped, the wrappers."
+                f"layers[{index}], a {type(layer).__name__}, is nothing that the model itself calls: pass its layers, "
+                "and where they are wrapped, the wrappers."
             )
         if any(isinstance(module, TorchOffloadWrapper) for module in layer.modules()):
             raise ValueError(
