@@ -93,4 +93,5 @@ class Ranks:
 
     def same(self, value: int) -> bool:
         """Whether every rank has the same value."""
-        return self.largest(value) == value and -self.largest(-value) == value
+        largest, smallest = self.largest(value), -self.largest(-value)  # both, always: each is a collective
+        return largest == smallest

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.log import warn_once
@@ -42,10 +43,18 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     Moments that the optimizer has not made yet are made here, as zeros: that is how AdamW would begin.
     """
     bare = _bare(model)
+    # A forward without a backward (an evaluation) leaves FSDP2 units gathered that do not reshard after forward; the
+    # module then holds the gathered parameters, and the optimizer knows only the sharded ones.
+    for module in bare.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     moments: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in bare.named_parameters():
         if not parameter.requires_grad:
             continue
+        if id(parameter) not in optimized:
+            raise RuntimeError(f"The optimizer does not know {name}: it was made before the model was sharded.")
         kept = optimizer.state[parameter]
         if not kept:
             kept["step"] = torch.tensor(0.0)
