@@ -94,8 +94,8 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise RuntimeError(
-            f"WORLD_SIZE is {world_size()} but these variables are missing: {', '.join(missing)}. Start the job with torchrun, "
-            "or call torch.distributed.init_process_group yourself first."
+            f"WORLD_SIZE is {world_size()} but {', '.join(missing)} not set. Start the job with torchrun, or "
+            "call torch.distributed.init_process_group yourself first."
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from nemo_like.distributed import launch
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
+from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
 from nemo_like.distributed.units import Unit, UnitPlan, plan_units
 from nemo_like.log import say_once, warn_once
 
@@ -99,6 +100,8 @@ def shard_layers(
         )
     _move(plan.replicated, launch.local_device(mesh.device_type))
     _chain_prefetch(model, plan, forward_prefetch, backward_prefetch)
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        setattr(model, CPU_OFFLOAD_MARK, True)
     if reduce_unused:
         _reduce_unused(model)
     return plan

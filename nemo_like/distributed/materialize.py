@@ -1,0 +1,279 @@
+"""Give a meta-device model its values after sharding, each rank only its shard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
+
+from nemo_like.distributed import launch
+from nemo_like.distributed.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots, list_names
+from nemo_like.distributed.sources import CheckpointUnreadableError, Source, open_source
+
+InitFn = Callable[[nn.Module], Any]
+T = TypeVar("T")
+
+
+def materialize(
+    model: nn.Module,
+    init_fn: InitFn | None = None,
+    *,
+    state_dict: Mapping[str, Tensor] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    seed: int | None = None,
+) -> nn.Module:
+    """Fill `model`, built on the meta device and sharded, in place; returns it. A collective where it is sharded.
+
+    The values come from one of three places:
+
+    - `init_fn`, called as by ``model.apply(init_fn)``: once for each module that has tensors of its own, children
+      first. The module's tensors are *whole* then: what is drawn does not depend on the number of ranks, and never is
+      more than one module whole. With no argument at all, each module's own initializer is used: ``_init_weights`` of
+      the Hugging Face model around it, else ``reset_parameters``.
+    - `state_dict`: whole tensors under the bare model's names, the same on every rank.
+    - `checkpoint`: a folder of `torch.distributed.checkpoint` (each rank reads the bytes of its shards), a folder or
+      file of safetensors, or a file of ``torch.save``.
+
+    Buffers that no state dict has (rotary frequencies, masks) are computed again on the CPU, where an eager build
+    makes them, by `init_fn` or else by the initializer as above. Tied parameters stay tied.
+
+    Args:
+        model: on the meta device, wholly or in part; with `init_fn`, what is not on it keeps its values.
+        device: for the parameters; None: this rank's accelerator, or the CPU where `shard_layers` offloads to it.
+        strict: a name in the source that the model does not have is an error.
+        seed: for `init_fn`; None: drawn from rank 0's generator.
+
+    Raises:
+        ValueError: nothing is on the meta device; two sources; names missing or unknown, or shapes different; a
+            tensor that no initializer sets.
+        CheckpointUnreadableError: a checkpoint that is absent or damaged.
+        All of them on every rank, with the model as it was.
+    """
+    slots = find_slots(model)
+    sharded = any(isinstance(slot.tensor, DTensor) for slot in slots)
+
+    def prepare() -> tuple[Source | None, list[tuple[nn.Module, InitFn]], torch.device, torch.device]:
+        if state_dict is not None and checkpoint is not None:
+            raise ValueError("materialize takes a state_dict or a checkpoint; both were given.")
+        _refuse_unfit(model, slots)
+        compute = launch.local_device(_device_type(slots))
+        place = torch.device("cpu") if hasattr(model, CPU_OFFLOAD_MARK) else compute
+        chosen = state_dict if state_dict is not None else checkpoint
+        source = None if chosen is None else open_source(chosen)
+        if source is not None:
+            _check_names(slots, source, strict)
+        left = {id(s.tensor) for s in slots if s.tensor.is_meta and not (source is not None and s.saved)}
+        return source, _initializers(model, left, init_fn), compute, torch.device(device) if device else place
+
+    source, initializers, compute, place = _on_every_rank(prepare, sharded)
+    values: dict[Slot, Tensor] = {}
+    if source is not None:
+        values |= _on_every_rank(lambda: _read(slots, source, place, compute), sharded)
+    with _seeded(seed, compute, sharded):
+        values |= _on_every_rank(lambda: _initialize(initializers, slots, values, place, compute), sharded)
+    for slot in slots:
+        if slot in values:
+            slot.put(values[slot])
+        elif not isinstance(slot.tensor, DTensor):
+            home = place if slot.is_parameter else compute
+            if slot.tensor.device != home:
+                slot.put(slot.tensor.detach().to(home))
+    return model
+
+
+def _on_every_rank(action: Callable[[], T], together: bool) -> T:
+    """What `action` returns; where it raises on any rank, raise on all of them, so that nobody waits for the others."""
+    result, error = None, None
+    try:
+        result = action()
+    except (Exception, dcp.CheckpointException) as caught:  # noqa: BLE001  (raised again below, on every rank)
+        error = caught
+    if together and dist.is_initialized():
+        said: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
+        failed = [(rank, message) for rank, message in enumerate(said) if message]
+        if error is None and failed:
+            raise CheckpointUnreadableError(f"materialize failed on rank {failed[0][0]}: {failed[0][1]}")
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def _refuse_unfit(model: nn.Module, slots: list[Slot]) -> None:
+    if not any(slot.tensor.is_meta for slot in slots):
+        raise ValueError("Nothing of the model is on the meta device, so there is nothing to materialize.")
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(
+                    f"{name}.{attribute} is a tensor on the meta device, but neither a parameter nor a buffer, so "
+                    "nobody can fill it: register it with register_buffer(..., persistent=False)."
+                )
+
+
+def _device_type(slots: list[Slot]) -> str | None:
+    for slot in slots:
+        if isinstance(slot.tensor, DTensor):
+            return slot.tensor.device_mesh.device_type
+    return None
+
+
+def _check_names(slots: list[Slot], source: Source, strict: bool) -> None:
+    missing = [s.name for s in slots if s.saved and not any(name in source.shapes for name in s.names)]
+    if missing:
+        raise ValueError(
+            f"{source.label} lacks {len(missing)} of the model's tensors: {list_names(missing)}. "
+            f"It has {list_names(source.shapes) or 'none at all'}."
+        )
+    unknown = set(source.shapes) - {name for slot in slots for name in slot.names}
+    if unknown and strict:
+        raise ValueError(
+            f"{source.label} has {len(unknown)} tensor(s) that the model does not have: {list_names(unknown)}. "
+            "Pass strict=False to leave them out."
+        )
+    for slot in [s for s in slots if s.saved]:
+        given = [name for name in slot.names if name in source.shapes]
+        for name in given:
+            if source.shapes[name] != slot.tensor.shape:
+                raise ValueError(
+                    f"{source.label} has {name} with shape {tuple(source.shapes[name])}; "
+                    f"the model's has {tuple(slot.tensor.shape)}."
+                )
+        for name in given[1:]:
+            if not torch.equal(source.get(given[0]), source.get(name)):
+                raise ValueError(
+                    f"{given[0]} and {name} are one tied parameter in the model, and differ in {source.label}: "
+                    "untie them in the model, or drop one of the two from the source."
+                )
+
+
+def _read(slots: list[Slot], source: Source, place: torch.device, compute: torch.device) -> dict[Slot, Tensor]:
+    values, targets = {}, {}
+    for slot in [s for s in slots if s.saved]:
+        values[slot] = _empty(slot, place, compute)
+        targets[next(name for name in slot.names if name in source.shapes)] = values[slot]
+    try:
+        source.fill(targets)
+    except (Exception, dcp.CheckpointException) as error:
+        raise CheckpointUnreadableError(f"Reading {source.label} failed: {type(error).__name__}: {error}") from error
+    return values
+
+
+def _empty(slot: Slot, place: torch.device, compute: torch.device) -> Tensor:
+    with torch.no_grad():
+        return torch.empty_like(slot.tensor.detach(), device=place if slot.is_parameter else compute)
+
+
+def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> list[tuple[nn.Module, InitFn]]:
+    """(module, what sets its tensors) for each module with a tensor in `left`; children first, as `nn.Module.apply`."""
+    chosen: list[tuple[nn.Module, InitFn]] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str, around: InitFn | None) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        # Every Hugging Face model has it; the innermost one around a module knows the module best.
+        around = getattr(module, "_init_weights", None) or around
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, around)
+        own = (*module._parameters.values(), *module._buffers.values())
+        if isinstance(module, CheckpointWrapper) or not any(id(t) in left for t in own if t is not None):
+            return
+        itself = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if init_fn is not None:
+            chosen.append((module, init_fn))
+        elif around is not None:
+            chosen.append((module, around))
+        elif callable(itself):
+            chosen.append((module, lambda _: itself()))
+        else:
+            names = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if id(t) in left]
+            raise ValueError(
+                f"Nobody can compute {', '.join(names)} of {name or 'the model'!r}, a {type(module).__name__}: it has "
+                "no reset_parameters(). Give it one, or pass init_fn."
+            )
+
+    visit(model, "", None)
+    return chosen
+
+
+def _initialize(
+    initializers: list[tuple[nn.Module, InitFn]],
+    slots: list[Slot],
+    known: Mapping[Slot, Tensor],
+    place: torch.device,
+    compute: torch.device,
+) -> dict[Slot, Tensor]:
+    """Run each initializer on its module made whole and keep this rank's part; the modules are left as they were."""
+    slot_of = {id(slot.tensor): slot for slot in slots}
+    values: dict[Slot, Tensor] = {}
+    for module, initialize in initializers:
+        whole: dict[Slot, Tensor] = {}
+        before: list[tuple[dict[str, Any], str, Tensor]] = []
+        registries: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for registered in registries:
+            for name, tensor in registered.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                slot = slot_of[id(tensor)]
+                # What an eager build computes on the CPU may differ in the last bit elsewhere; weights are only drawn.
+                whole[slot] = _unset(slot, compute if slot.is_parameter else torch.device("cpu"))
+                before.append((registered, name, tensor))
+        try:
+            for registered, name, tensor in before:
+                registered[name] = whole[slot_of[id(tensor)]]
+            with torch.no_grad():
+                initialize(module)
+            for registered, name, tensor in before:
+                slot = slot_of[id(tensor)]
+                if slot not in known:
+                    _refuse_unset(slot, registered[name])
+                    values[slot] = _empty(slot, place, compute)
+                    copy_whole(values[slot], registered[name])
+        finally:
+            for registered, name, tensor in before:
+                registered[name] = tensor
+    return values
+
+
+def _unset(slot: Slot, device: torch.device) -> Tensor:
+    """A whole tensor in the slot's shape, full of values that no initializer leaves."""
+    whole = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=device)
+    if whole.is_floating_point() or whole.is_complex():
+        whole.fill_(torch.nan)
+    elif whole.dtype != torch.bool:
+        whole.fill_(torch.iinfo(whole.dtype).max)
+    return nn.Parameter(whole, requires_grad=slot.tensor.requires_grad) if slot.is_parameter else whole
+
+
+def _refuse_unset(slot: Slot, whole: Tensor) -> None:
+    if whole.is_floating_point() or whole.is_complex():
+        unset = whole.isnan().any()
+    elif whole.dtype != torch.bool and whole.numel():
+        unset = (whole == torch.iinfo(whole.dtype).max).all()
+    else:
+        return
+    if unset:
+        raise ValueError(f"{slot.name} was not set by its module's initializer: pass an init_fn that sets it.")
+
+
+@contextmanager
+def _seeded(seed: int | None, compute: torch.device, together: bool) -> Iterator[None]:
+    """The same random numbers on every rank inside, and the generators as they were afterwards."""
+    drawn = [int(torch.randint(2**62, ())) if seed is None else seed]
+    if together and dist.is_initialized():
+        dist.broadcast_object_list(drawn, src=0)
+    with torch.random.fork_rng(devices=[compute] if compute.type == "cuda" else []):
+        torch.manual_seed(drawn[0])
+        yield

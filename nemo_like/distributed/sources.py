@@ -1,0 +1,155 @@
+"""Where weights come from: a state dict in memory, a DCP folder, safetensors, or a file of torch.save.
+
+A source tells the shapes it has, and fills tensors by name; a rank never keeps more than one whole tensor at a time
+that was not in memory before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from nemo_like.distributed.slots import copy_whole
+from nemo_like.extras import require
+
+
+class CheckpointUnreadableError(RuntimeError):
+    """A checkpoint is absent, damaged or of no known kind."""
+
+
+class Source(Protocol):
+    """Named tensors that can be read into a model's."""
+
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """The global shape of each tensor it has, by name."""
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy the named tensors into `targets`, each rank its part. A collective for DCP folders."""
+
+    def get(self, name: str) -> Tensor:
+        """One whole tensor (to compare tied ones)."""
+
+
+class StateDictSource:
+    """Tensors in memory (or mapped into it), the same on every rank; DTensors are gathered one by one."""
+
+    def __init__(self, state: Mapping[str, Any], label: str = "state_dict") -> None:
+        self.label = label
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{label}[{name!r}] is a {type(value).__name__}; every value must be a tensor.")
+            if value.is_meta:
+                raise ValueError(f"{label}[{name!r}] is on the meta device: it has no values to copy.")
+        self._state = state
+        self.shapes = {name: value.shape for name, value in state.items()}
+
+    def get(self, name: str) -> Tensor:
+        value = self._state[name]
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        for name, target in targets.items():
+            copy_whole(target, self.get(name))
+
+
+class SafetensorsSource:
+    """A Hugging Face folder or file: tensors are read one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.label = str(path)
+        self._open = require("safetensors", "hf", "to read safetensors files").safe_open
+        self._file_of: dict[str, Path] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        index = path / "model.safetensors.index.json"
+        if path.is_file():
+            files = [path]
+        elif index.exists():
+            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        else:
+            files = sorted(path.glob("*.safetensors"))
+        for file in files:
+            with self._open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (a safe_open is no mapping)
+                    self._file_of[name] = file
+                    self.shapes[name] = torch.Size(opened.get_slice(name).get_shape())
+
+    def get(self, name: str) -> Tensor:
+        with self._open(self._file_of[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        for name, target in targets.items():
+            copy_whole(target, self.get(name))
+
+
+class DCPSource:
+    """A folder of `torch.distributed.checkpoint`: each rank reads the bytes of its shards.
+
+    The weights may be at the top, or under ``"model"`` as training checkpoints have them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.label = str(path)
+        self._path = path
+        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        shapes = {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+        self._prefix = "model." if any(key.split(".")[0] in ("optimizer", "optim") for key in metadata) else ""
+        cut = len(self._prefix)
+        self.shapes = {name[cut:]: size for name, size in shapes.items() if name.startswith(self._prefix)}
+
+    def get(self, name: str) -> Tensor:
+        whole = torch.empty(self.shapes[name])
+        self._load({self._prefix + name: whole})
+        return whole
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        self._load({self._prefix + name: tensor.detach() for name, tensor in targets.items()})
+
+    def _load(self, state: dict[str, Any]) -> None:
+        reader = dcp.FileSystemReader(self._path)
+        dcp.load(state, storage_reader=reader, no_dist=not (dist.is_available() and dist.is_initialized()))
+
+
+def open_source(checkpoint: Mapping[str, Any] | str | os.PathLike[str]) -> Source:
+    """A state dict, a path to a DCP folder, a folder or file of safetensors, or a file of ``torch.save``.
+
+    Raises:
+        CheckpointUnreadableError: nothing is there, or what is there cannot be read.
+    """
+    if isinstance(checkpoint, Mapping):
+        return StateDictSource(checkpoint)
+    path = Path(checkpoint)
+    try:
+        if not path.exists():
+            raise FileNotFoundError("there is no such file or folder")
+        if path.is_dir():
+            if (path / ".metadata").exists():
+                return DCPSource(path)
+            if any(path.glob("*.safetensors")):
+                return SafetensorsSource(path)
+            inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
+            raise FileNotFoundError(f"it has neither .metadata nor *.safetensors, but {inside}")
+        if path.suffix == ".safetensors":
+            return SafetensorsSource(path)
+        return StateDictSource(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
+    except ImportError:
+        raise
+    except Exception as error:  # whatever a reader raises on damaged bytes: the caller needs the path
+        raise CheckpointUnreadableError(
+            f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}"
+        ) from error

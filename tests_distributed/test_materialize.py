@@ -1,0 +1,257 @@
+"""Meta-device models get their values after sharding: the right ones, and on each rank only its shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from nemo_like.distributed.materialize import materialize
+from nemo_like.distributed.mesh import build_mesh
+from nemo_like.distributed.shard import shard_layers
+from nemo_like.distributed.sources import CheckpointUnreadableError
+from tests_distributed.spawn import run_ranks
+from tests_distributed.tiny import Decoder, llama, tokens, whole
+
+
+def _meta_llama(**changes: Any) -> nn.Module:
+    with torch.device("meta"):
+        return llama(**changes)
+
+
+def _sharded_meta_llama(**changes: Any) -> nn.Module:
+    model = _meta_llama(**changes)
+    shard_layers(model, model.model.layers, build_mesh())
+    return model
+
+
+def _loss(model: nn.Module) -> float:
+    ids = tokens()
+    with torch.no_grad():
+        return model(input_ids=ids, labels=ids).loss.item()
+
+
+def _bytes_held(model: nn.Module) -> int:
+    return sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+
+
+def _losses(rank: int, world_size: int, tied: bool) -> tuple[float, float, float, bool]:
+    torch.manual_seed(3)
+    eager = llama(tie_word_embeddings=tied)
+    expected = _loss(eager)
+    model = _sharded_meta_llama(tie_word_embeddings=tied)
+    materialize(model, state_dict=eager.state_dict())
+    share = _bytes_held(model) / sum(p.numel() * p.element_size() for p in eager.parameters())
+    return expected, _loss(model), share, model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_meta_llama_has_bitwise_the_eager_loss(tied: bool) -> None:
+    for expected, loss, share, is_tied in run_ranks(2, _losses, tied):
+        assert loss == expected
+        assert share == 0.5  # every dimension here is even
+        assert is_tied == tied
+
+
+def _trains_after(rank: int, world_size: int) -> list[float]:
+    model = _sharded_meta_llama(tie_word_embeddings=True)
+    materialize(model, seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_moves_the_materialized_parameters() -> None:
+    first, second = run_ranks(2, _trains_after)
+    assert first == second  # the same batch on both
+    assert first[2] < first[1] < first[0]
+
+
+def _drawn(rank: int, world_size: int, seed: int | None) -> dict[str, torch.Tensor]:
+    model = _sharded_meta_llama()
+    torch.manual_seed(40 + rank)  # ranks that disagree must not matter
+    materialize(model, seed=seed)
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def test_drawn_weights_do_not_depend_on_the_number_of_ranks() -> None:
+    single = _meta_llama()
+    materialize(single, seed=7)
+    for world_size in (2, 4):
+        for drawn in run_ranks(world_size, _drawn, 7):
+            for name, param in single.named_parameters():
+                assert torch.equal(drawn[name], param), name
+
+
+def test_without_a_seed_rank_zero_draws_for_all() -> None:
+    first, second = run_ranks(2, _drawn, None)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _plain(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.device("meta"):
+        model = Decoder()
+    shard_layers(model, model.layers, build_mesh())
+
+    def init(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            param.fill_(0.5)
+
+    materialize(model, init)
+    return whole(model.head.weight).detach(), whole(model.layers[1].up.bias).detach()
+
+
+def test_an_init_fn_of_the_callers() -> None:
+    for tensors in run_ranks(2, _plain):
+        assert all(bool((tensor == 0.5).all()) for tensor in tensors)
+
+
+def test_reset_parameters_is_found() -> None:
+    with torch.device("meta"):
+        model = Decoder()
+    materialize(model)
+    assert torch.equal(model.norm.weight, torch.ones(16))
+    assert model.head.weight.abs().sum() > 0
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _from_checkpoint(rank: int, world_size: int, path: str, layout: str) -> tuple[float, float]:
+    torch.manual_seed(3)
+    eager = llama()
+    expected = _loss(eager)
+    target = Path(path)
+    if layout == "dcp":
+        dcp.save({"model": eager.state_dict(), "optimizer": {"step": torch.tensor(1)}}, checkpoint_id=path)
+    elif layout == "dcp-bare":
+        dcp.save(eager.state_dict(), checkpoint_id=path)
+    elif rank == 0 and layout == "safetensors":
+        eager.save_pretrained(path, max_shard_size="30KB")
+    elif rank == 0:
+        torch.save(eager.state_dict(), target := target / "weights.pt")
+    target = Path(path, "weights.pt") if layout == "torch" else target
+    torch.distributed.barrier()
+    model = _sharded_meta_llama()
+    materialize(model, checkpoint=target)
+    return expected, _loss(model)
+
+
+@pytest.mark.parametrize("layout", ["dcp", "dcp-bare", "safetensors", "torch"])
+def test_every_kind_of_checkpoint(layout: str, tmp_path: Path) -> None:
+    for expected, loss in run_ranks(2, _from_checkpoint, str(tmp_path), layout):
+        assert loss == expected
+
+
+def _damaged(rank: int, world_size: int, path: str, damage: str) -> None:
+    eager = llama()
+    if damage == "bytes on one rank":
+        state = eager.state_dict()
+        file = Path(path, f"{rank}.pt")
+        torch.save(state, file)
+        if rank == 1:
+            file.write_bytes(file.read_bytes()[:1000])
+        checkpoint: Any = file
+    elif damage == "dcp shard gone":
+        dcp.save(eager.state_dict(), checkpoint_id=path)
+        torch.distributed.barrier()
+        if rank == 0:
+            next(Path(path).glob("__1_*")).unlink()
+        torch.distributed.barrier()
+        checkpoint = path
+    else:
+        checkpoint = Path(path, "nothing-here")
+    model = _sharded_meta_llama()
+    try:
+        materialize(model, checkpoint=checkpoint)
+    finally:
+        assert all(p.is_meta for p in model.parameters())  # untouched
+
+
+@pytest.mark.parametrize("damage", ["bytes on one rank", "dcp shard gone", "absent"])
+def test_a_damaged_checkpoint_is_an_error_on_every_rank(damage: str, tmp_path: Path) -> None:
+    for error in run_ranks(2, _damaged, str(tmp_path), damage, return_exceptions=True):
+        assert isinstance(error, CheckpointUnreadableError), error
+        assert str(tmp_path) in str(error)
+
+
+# -------------------------------------------------------------------------------------------------------- wrong input
+
+
+def test_names_and_shapes_are_checked_before_anything_changes() -> None:
+    state = llama().state_dict()
+    model = _meta_llama()
+    without = {name: value for name, value in state.items() if "layers.1.mlp" not in name}
+    with pytest.raises(ValueError, match=r"lacks 3 of the model's tensors: model\.layers\.1\.mlp\.down_proj\.weight"):
+        materialize(model, state_dict=without)
+    with pytest.raises(ValueError, match=r"1 tensor\(s\) that the model does not have: extra"):
+        materialize(model, state_dict=state | {"extra": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight with shape \(5,\); the model's has \(32,\)"):
+        materialize(model, state_dict=state | {"model.norm.weight": torch.ones(5)})
+    with pytest.raises(ValueError, match="both were given"):
+        materialize(model, state_dict=state, checkpoint="x")
+    assert all(p.is_meta for p in model.parameters())
+    materialize(model, state_dict=state | {"extra": torch.ones(1)}, strict=False)
+    assert _loss(model) == _loss(model)
+    with pytest.raises(ValueError, match="nothing to materialize"):
+        materialize(model, state_dict=state)
+
+
+def test_tied_parameters_that_differ_are_refused() -> None:
+    state = llama(tie_word_embeddings=True).state_dict()
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight and lm_head\.weight are one tied parameter"):
+        materialize(_meta_llama(tie_word_embeddings=True), state_dict=state)
+
+
+def test_one_name_of_a_tied_parameter_is_enough() -> None:
+    eager = llama(tie_word_embeddings=True)
+    state = {name: value for name, value in eager.state_dict().items() if name != "lm_head.weight"}
+    model = _meta_llama(tie_word_embeddings=True)
+    materialize(model, state_dict=state)
+    assert _loss(model) == _loss(eager)
+
+
+class _Mystery(nn.Module):
+    """Has a non-persistent buffer that nobody knows how to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.arange(3.0), persistent=False)
+
+
+class _Careless(_Mystery):
+    def reset_parameters(self) -> None:
+        """Forgets the buffer."""
+
+
+def test_a_buffer_that_nobody_computes_is_an_error() -> None:
+    with torch.device("meta"):
+        mystery, careless = _Mystery(), _Careless()
+    state = nn.Linear(2, 2).state_dict(prefix="linear.")
+    with pytest.raises(ValueError, match="Nobody can compute scale of 'the model', a _Mystery"):
+        materialize(mystery, state_dict=state)
+    with pytest.raises(ValueError, match="scale was not set"):
+        materialize(careless, state_dict=state)
+    assert mystery.scale.is_meta and careless.linear.weight.is_meta
+    materialize(mystery, lambda module: module.scale.copy_(torch.arange(3.0)), state_dict=state)
+    assert torch.equal(mystery.scale, torch.arange(3.0))
+
+
+def test_a_meta_tensor_that_is_not_registered_is_an_error() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+        model.table = torch.ones(2)
+    with pytest.raises(ValueError, match=r"\.table is a tensor on the meta device"):
+        materialize(model)

@@ -1,0 +1,72 @@
+"""Small models for these tests, and what is asked of them again and again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB = 64
+
+
+def llama(**changes: Any) -> nn.Module:
+    """A Hugging Face Llama of 3 layers, width 32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=VOCAB, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+
+
+def tokens(rows: int = 4, length: int = 12, seed: int = 1) -> Tensor:
+    """(rows, length) token numbers, the same on every rank."""
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Block(nn.Module):
+    """Norm and a two-matmul MLP on a residual."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm, head: (B, T) tokens to a scalar loss."""
+
+    def __init__(self, layers: int = 3, width: int = 16, tied: bool = False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The unsharded tensor. A collective for DTensors."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by the bare model's names. A collective."""
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): whole(param.grad).clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
