@@ -22,7 +22,23 @@ HELP = "survey the layers found in every model type of the installed transformer
 LEAST_SHARE = 0.90
 
 # Model types below that share, each with the reason. At most 15.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "dac": "a convolutional codec: single convolutions before and after its blocks hold the rest",
+    "glm4v_moe_vision": "a tower by itself: its one merger into the language model's width is no repeated layer",
+    "glm4v_vision": "a tower by itself: its one merger into the language model's width is no repeated layer",
+    "glm5_next_vision": "a tower by itself: its one merger into the language model's width is no repeated layer",
+    "glm_image_vqmodel": "a quantizer: one codebook and two convolutions, nothing repeats",
+    "granite_docling_vision": "a tower by itself: the projections of its connector are no repeated layers",
+    "groupvit": "each stage is followed by one token-grouping module, which is no layer, and two projections",
+    "inkling2_vision": "a tower by itself: its one merger into the language model's width is no repeated layer",
+    "minicpm_ocr_vision": "a tower by itself: one window-attention merger inside it is no repeated layer",
+    "minicpmv4_7_vision": "a tower by itself: one window-attention merger inside it is no repeated layer",
+    "mobilenet_v2": "a last 1 x 1 convolution outside the blocks holds the rest",
+    "muse_spark_audio": "a tower by itself: its one output projection is no repeated layer",
+    "nemotron3_5_transcribe_word_timestamp": "two layers by default, beside one transposed convolution",
+    "tvp": "learned frame-padding prompts and a grid convolution hold the rest",
+    "vits": "the posterior encoder keeps its convolutions in two parallel lists, not in blocks",
+}
 
 
 @dataclass(frozen=True)
@@ -181,6 +197,9 @@ def to_markdown(rows: list[Row]) -> str:
         f"transformers {version} knows {len(rows)} model types for `AutoModel`. {len(built)} build from their default "
         f"configuration on the meta device here. In {len(good)} of these every checkpointable block lies in a layer, no "
         f"layers overlap, and at least {LEAST_SHARE:.0%} of the non-embedding parameters lie inside the layers.",
+        "",
+        "Embeddings, which do not count: modules whose class name says so, and output heads (linear layers named so, or as "
+        "wide as a vocabulary), unless they lie inside a layer.",
         "",
         "## Exceptions",
         "",

@@ -17,6 +17,7 @@ from nemo_like.layers.structure import (
     class_of,
     has_declared_base,
     has_mixer_outside,
+    is_callable,
     is_container,
     is_sequence,
     is_strict_block,
@@ -115,7 +116,7 @@ class _Finder:
                 candidates.setdefault(name, Child(name, child))
         by_class: dict[type, list[Child]] = {}
         for child in candidates.values():
-            if not is_container(child.module):
+            if is_callable(child.module):
                 by_class.setdefault(class_of(child.module), []).append(child)
         return {
             child.name
@@ -140,7 +141,7 @@ class _Finder:
         if has_declared_base(module):
             return True
         name = class_of(module).__name__
-        return name in self.no_split and "Embed" not in name and is_strict_block(module)
+        return name in self.no_split and is_strict_block(module)
 
     def _are_stages(self, siblings: list[nn.Module]) -> bool:
         """Whether `siblings` are mostly runs of blocks, so that those are the layers and not they themselves."""

@@ -24,9 +24,12 @@ def named_by_caller(
     elif not isinstance(layers, Iterable):
         raise TypeError(f"layers is {layers!r}, a {type(layers).__name__}; it must be a list of names or modules.")
     tree = list(bare_modules(model))
+    by_name = dict(tree)
     chosen: dict[int, tuple[str, nn.Module]] = {}
     for item in layers:
-        for fqn, module in _matches(model, tree, item):
+        exact = bare_name(item) if isinstance(item, str) else None
+        hits = [(exact, by_name[exact])] if exact and exact in by_name else _matches(model, tree, item)
+        for fqn, module in hits:
             members = [(fqn, module)]
             if is_container(module):
                 members = [(join(fqn, name), child) for name, child in bare_children(module)]

@@ -41,13 +41,19 @@ def has_declared_base(module: nn.Module) -> bool:
     return any(base.__name__ == _DECLARED_BASE for base in type(bare(module)).__mro__)
 
 
+def is_callable(module: nn.Module) -> bool:
+    """Whether `module` has a forward of its own: lists and bare ``nn.Module()`` namespaces have none."""
+    inner = bare(module)
+    return type(inner).forward is not nn.Module.forward or "forward" in vars(inner)
+
+
 def is_container(module: nn.Module) -> bool:
-    """A module that only holds others: `ModuleList`, `ModuleDict`, or a bare `nn.Module` with digit-named children."""
+    """A module that only holds siblings: `ModuleList`, `ModuleDict`, or a bare `nn.Module` with digit-named children."""
     inner = bare(module)
     if isinstance(inner, nn.ModuleList | nn.ModuleDict):
         return True
     names = list(inner._modules)
-    return bool(names) and type(inner).forward is nn.Module.forward and all(name.isdigit() for name in names)
+    return bool(names) and not is_callable(inner) and all(name.isdigit() for name in names)
 
 
 def is_sequence(module: nn.Module) -> bool:
@@ -71,17 +77,17 @@ def weighted_parts(module: nn.Module) -> int:
 
 
 def is_plain_block(module: nn.Module) -> bool:
-    """May be a repeated block: made of parts, with a weight among them. No list, no single `Linear` or `Conv2d`."""
-    if is_container(module) or weighted_parts(module) < 1:
-        return False
-    return any(weighted_parts(child) for _, child in bare_children(module))
+    """May be a repeated block: made of parts, with a weight among them. No list, embedding, `Linear` or `Conv2d`."""
+    return _may_be_block(module, least=1) and any(weighted_parts(child) for _, child in bare_children(module))
 
 
 def is_strict_block(module: nn.Module) -> bool:
     """A block by its parts: two or more weights, and a normalisation or a token mixer. Experts and heads have none."""
-    if is_container(module) or weighted_parts(module) < 2:
-        return False
-    return _holds(module, _NORM_WORDS) or _holds(module, _MIXER_WORDS)
+    return _may_be_block(module, least=2) and (_holds(module, _NORM_WORDS) or _holds(module, _MIXER_WORDS))
+
+
+def _may_be_block(module: nn.Module, *, least: int) -> bool:
+    return is_callable(module) and "Embed" not in class_of(module).__name__ and weighted_parts(module) >= least
 
 
 def _holds(module: nn.Module, words: re.Pattern[str]) -> bool:
@@ -138,9 +144,4 @@ def blocks_in_series(parent: nn.Module, series: list[Child], *, strict: bool) ->
         return blocks if is_container(parent) and len(series) == len(blocks) == 1 else []
     if not is_container(parent):
         return [child for child in blocks if class_of(child.module) in repeated]
-    return [child for child in series if not is_container(child.module) and _belongs(child.module)]
-
-
-def _belongs(module: nn.Module) -> bool:
-    """A member of a run's list that is a layer, too: it has weights and is no embedding."""
-    return weighted_parts(module) >= 1 and not isinstance(bare(module), nn.Embedding)
+    return [child for child in series if _may_be_block(child.module, least=1)]
