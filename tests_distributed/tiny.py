@@ -14,10 +14,8 @@ def llama(**changes: Any) -> nn.Module:
     """A Hugging Face Llama of 3 layers, width 32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=VOCAB, use_cache=False,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCAB, "use_cache": False}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
 
 

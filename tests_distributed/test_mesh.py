@@ -1,0 +1,124 @@
+"""The mesh: which axes it has, and that a wrong request is the same error on every rank."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from nemo_like.distributed.mesh import axis_size, build_mesh, data_parallel_mesh, validate_mesh
+from tests_distributed.spawn import run_ranks
+
+
+def _shape(rank: int, world_size: int, sizes: dict[str, int]) -> tuple[dict[str, int], list[str], list[list[int]]]:
+    mesh = build_mesh(**sizes)
+    validate_mesh(mesh)
+    dp = data_parallel_mesh(mesh)
+    ranks = dp.mesh.tolist() if dp.ndim == 2 else [dp.mesh.tolist()]
+    groups = [dist.get_process_group_ranks(dp.get_group(axis)) for axis in range(dp.ndim)]
+    assert all(rank in group for group in groups)
+    return dict(zip(mesh.mesh_dim_names, mesh.shape)), list(dp.mesh_dim_names), ranks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "dp_axes", "dp_ranks_of_zero"),
+    [
+        ({}, {"dp_shard": 4}, ["dp_shard"], [[0, 1, 2, 3]]),
+        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}, ["dp_replicate", "dp_shard"], [[0, 1], [2, 3]]),
+        ({"tp": 2}, {"dp_shard": 2, "tp": 2}, ["dp_shard"], [[0, 2]]),
+        ({"cp": 2}, {"dp_shard": 2, "cp": 2}, ["dp_shard_cp"], [[0, 1, 2, 3]]),
+        ({"cp": 2, "tp": 2}, {"dp_shard": 1, "cp": 2, "tp": 2}, ["dp_shard_cp"], [[0, 2]]),
+        (
+            {"cp": 2, "dp_replicate": 2},
+            {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
+            ["dp_replicate", "dp_shard_cp"],
+            [[0, 1], [2, 3]],
+        ),
+    ],
+)
+def test_axes(sizes: dict, axes: dict, dp_axes: list, dp_ranks_of_zero: list) -> None:
+    shapes = run_ranks(4, _shape, sizes)
+    assert shapes[0] == (axes, dp_axes, dp_ranks_of_zero)
+    assert all(shape[:2] == shapes[0][:2] for shape in shapes)
+
+
+def _from_environment(rank: int, world_size: int) -> tuple[str, tuple[int, ...]]:
+    assert not dist.is_initialized()
+    mesh = build_mesh()
+    return dist.get_backend(), tuple(mesh.shape)
+
+
+def test_the_process_group_is_made_from_the_launchers_environment() -> None:
+    assert run_ranks(2, _from_environment, init_group=False, env={"CUDA_VISIBLE_DEVICES": ""}) == [("gloo", (2,))] * 2
+
+
+def _build(rank: int, world_size: int, sizes: dict[str, int]) -> None:
+    try:
+        build_mesh(**sizes)
+    finally:
+        assert not dist.is_initialized()  # nothing was started, so nobody waits
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp_replicate": 3}, "world size 4 is not divisible by dp_replicate 3 = 3"),
+        ({"dp_replicate": 2, "tp": 4}, "world size 4 is not divisible by dp_replicate 2 x tp 4 = 8"),
+        ({"tp": 0}, "tp is 0; it must be a whole number of ranks >= 1"),
+        ({"dp_replicate": 2.0}, r"dp_replicate is 2\.0"),
+        ({"world_size": 8}, r"world_size is 8, but this job has 4 rank\(s\)"),
+    ],
+)
+def test_a_wrong_size_is_the_same_error_on_every_rank(sizes: dict, message: str) -> None:
+    errors = run_ranks(4, _build, sizes, init_group=False, return_exceptions=True, timeout=20)
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert re.search(message, str(error)), error
+
+
+def test_one_rank_needs_no_mesh() -> None:
+    with pytest.raises(ValueError, match="One rank needs no mesh"):
+        build_mesh()
+    assert not dist.is_initialized()
+
+
+def _validate(rank: int, world_size: int, case: str) -> None:
+    if case == "no names":
+        mesh = init_device_mesh("cpu", (4,))
+    elif case == "unknown":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replica", "dp_shard"))
+    elif case == "order":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))
+    elif case == "no shard":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    elif case == "size":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    elif case == "stage":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))["dp_shard"]
+        assert axis_size(mesh, "dp_shard") == 2 and axis_size(mesh, "tp") == 1
+    else:
+        mesh = "dp_shard"
+    validate_mesh(mesh)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("no names", ValueError, "no axis names"),
+        ("unknown", ValueError, "axis 'dp_replica'.* Did you mean 'dp_replicate'"),
+        ("order", ValueError, "order must be that of dp_replicate, dp_shard, cp, tp"),
+        ("no shard", ValueError, "'dp_shard' is missing"),
+        ("size", ValueError, r"2 rank\(s\) .* but the job has 4|Rank [23] is not in the mesh"),
+        ("no mesh", TypeError, "must be a torch DeviceMesh"),
+    ],
+)
+def test_a_wrong_mesh_is_an_error_on_every_rank(case: str, kind: type, message: str) -> None:
+    for error in run_ranks(4, _validate, case, return_exceptions=True, timeout=20):
+        assert isinstance(error, kind)
+        assert re.search(message, str(error)), error
+
+
+def test_a_pipeline_stages_slice_is_a_mesh() -> None:
+    run_ranks(4, _validate, "stage")
