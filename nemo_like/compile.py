@@ -6,11 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
 
-from nemo_like.activation_checkpointing.regions import SELECTIVE_AC_WRAPPER_FLAG, unwrap_checkpoint_wrapper
+from nemo_like.activation_checkpointing.kv_sharing import shares_states_explicitly
+from nemo_like.activation_checkpointing.regions import (
+    SELECTIVE_AC_WRAPPER_FLAG,
+    CheckpointWrapper,
+    unwrap_checkpoint_wrapper,
+)
 from nemo_like.config import did_you_mean, normalise
 from nemo_like.layers import find_layers
+from nemo_like.log import warn_once
 
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
 
@@ -40,7 +45,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
     """Compile each repeated layer of `model` in place with `nn.Module.compile`; no name changes (no ``_orig_mod``).
 
     A whole-layer selective wrapper is compiled itself, so that the partitioner reads the recompute tags. Any other
-    wrapper is compiled inside: its replay runs the compiled layer again.
+    whole-layer wrapper is compiled inside: its replay runs the compiled layer again. A layer whose sub-modules are
+    wrapped is one graph: compiled piece by piece, gradients of the residual stream would be summed in another order.
 
     Args:
         model: changed in place.
@@ -55,13 +61,27 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
         return
     chosen = [found.module for found in find_layers(model)] if layers is None else list(layers)
     for layer in chosen:
-        for module in _to_compile(layer):
-            # Regions with different inputs (masked or not, several dtypes) recompile instead of giving up on the graph.
-            module.compile(backend=resolved)
+        if _writes_shared_states_in_a_traced_region(layer):
+            warn_once(
+                f"compile={backend!r} was asked for, but {type(unwrap_checkpoint_wrapper(layer)).__name__} hands keys and "
+                "values to other layers from inside a checkpointed region, whose gradient torch.compile loses: these "
+                "layers run eagerly. ac='full' compiles them."
+            )
+            continue
+        # Regions with different inputs (masked or not, several dtypes) recompile instead of giving up on the graph.
+        _outermost(layer).compile(backend=resolved)
 
 
-def _to_compile(layer: nn.Module) -> list[nn.Module]:
-    if isinstance(layer, TorchCheckpointWrapper):
-        return [layer if getattr(layer, SELECTIVE_AC_WRAPPER_FLAG, False) else unwrap_checkpoint_wrapper(layer)]
-    inside = [m._checkpoint_wrapped_module for m in layer.modules() if isinstance(m, TorchCheckpointWrapper)]
-    return inside or [layer]
+def _outermost(layer: nn.Module) -> nn.Module:
+    """What to compile of a layer. One without a wrapper is compiled whole, wrapped sub-modules included."""
+    return layer if getattr(layer, SELECTIVE_AC_WRAPPER_FLAG, False) else unwrap_checkpoint_wrapper(layer)
+
+
+def _writes_shared_states_in_a_traced_region(layer: nn.Module) -> bool:
+    """Whether Dynamo would trace a checkpointed region that may change the dictionary of shared keys and values.
+
+    A value that leaves such a region through a dictionary, and not as an output, is cut from the graph: seen with
+    torch 2.13 as silently wrong gradients of Gemma 3n (``tests/test_compile.py``).
+    """
+    traced = any(isinstance(module, CheckpointWrapper) for module in _outermost(layer).modules())
+    return traced and shares_states_explicitly([unwrap_checkpoint_wrapper(layer)])

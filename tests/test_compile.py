@@ -1,0 +1,144 @@
+"""Per-layer compilation: the same gradients, the same names, and the partitioner keeps what the policy says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_like import parallelize
+from nemo_like.activation_checkpointing import SelectivePolicy, apply_full_layer_checkpointing_to_layers
+from nemo_like.compile import compile_layers, parse_compile
+from nemo_like.log import forget_announcements
+from tests.decoders import LAYERS, NAMES, PlainDecoder, batch, build, loss_of
+from tests.test_kv_sharing import build as build_kv_shared
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def gradients(model: nn.Module, ids: torch.Tensor | None = None) -> list[torch.Tensor | None]:
+    torch.manual_seed(3)
+    loss_of(model, batch(2) if ids is None else ids).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
+    return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_aot_eager_is_eager_to_the_bit_in_every_mode(name: str) -> None:
+    expected = gradients(parallelize(build(name), "single", "none"))
+    for ac in ("none", "full", "selective", "submodule"):
+        assert same(gradients(parallelize(build(name), "single", ac, compile="aot_eager")), expected), ac
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_kv_shared_models_with_compile_train_right_in_every_mode(
+    name: str, ac: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Known failure 23: compile + full + shared keys and values crashed. Traced regions lose the shared states' gradient.
+    forget_announcements()
+    expected = gradients(parallelize(build_kv_shared(name), "single", "none"))
+    with caplog.at_level("WARNING", "nemo_like"):
+        actual = gradients(parallelize(build_kv_shared(name), "single", ac, compile="aot_eager"))
+    assert ("these layers run eagerly" in caplog.text) == (ac != "full")
+    if ac != "full":
+        assert same(actual, expected)
+    for a, b in zip(actual, expected, strict=True):
+        # The shared states are an output of one compiled layer and inputs of others: their gradients meet in another
+        # order than in one eager graph, hence a tolerance of a few units in the last place.
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule"])
+def test_no_name_changes(ac: str) -> None:
+    bare = PlainDecoder()
+    model = parallelize(PlainDecoder(), "single", ac, compile="aot_eager")
+    gradients(model)
+    assert list(model.state_dict()) == list(bare.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in bare.named_parameters()]
+
+
+MATMULS = ("aten::mm", "aten::addmm")
+
+
+class CountMatmuls(TorchDispatchMode):
+    """Counts the matrix products that run; what a replay takes from what it kept never gets here."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name() in MATMULS
+        return func(*args, **(kwargs or {}))
+
+
+def matmuls_in_backward(model: nn.Module, compiled: bool) -> int:
+    """How many matrix products the second step's backward runs."""
+    gradients(model)
+    loss = loss_of(model, batch(2))
+    if not compiled:
+        with CountMatmuls() as matmuls:
+            loss.backward()
+        return matmuls.count
+    # A dispatch mode would switch compiled code off; the profiler sees the kernels that it calls.
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        loss.backward()
+    return sum(event.count for event in recorded.key_averages() if event.key in MATMULS)
+
+
+@pytest.mark.parametrize("backend", [False, "aot_eager", "inductor"])
+def test_the_replay_computes_the_matmuls_that_the_policy_drops_and_no_other(backend: str | bool) -> None:
+    # A Llama layer has seven bias-free matmuls: q k v o gate up down; the head has one. Backward of each: two.
+    none = matmuls_in_backward(parallelize(build("llama"), "single", "none", compile=backend), bool(backend))
+    assert none == 2 * (7 * LAYERS + 1)
+    # Every second one again: k, o and up. The last one of the block (down) is read by nobody: neither kept nor replayed.
+    selective = parallelize(build("llama"), "single", "selective", compile=backend)
+    assert matmuls_in_backward(selective, bool(backend)) - none == 3 * LAYERS
+    # Everything kept: nothing again.
+    keep_all = parallelize(build("llama"), "single", SelectivePolicy(every_nth_matmul=None), compile=backend)
+    assert matmuls_in_backward(keep_all, bool(backend)) - none == 0
+    # Whole layers: all but the last (eager stops before it); a compiled layer is replayed as one piece, to its end.
+    full = parallelize(build("llama"), "single", "full", compile=backend)
+    assert matmuls_in_backward(full, bool(backend)) - none == (7 if backend else 6) * LAYERS
+
+
+def test_several_microbatches_of_several_shapes() -> None:
+    """Dynamo makes a second, dynamic graph; each region's replay must use the graph of its own forward."""
+    reference, model = build("plain"), parallelize(build("plain"), "single", "selective", compile="aot_eager")
+    for m in (reference.eval(), model.eval()):
+        first, second, third = (batch(2, length=n, seed=n) for n in (8, 12, 16))
+        losses = [loss_of(m, ids) for ids in (first, second, third)]
+        for loss in losses:
+            loss.backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+
+
+def test_compile_layers_alone_and_after_full_checkpointing() -> None:
+    expected = gradients(build("plain"))
+    model = build("plain")
+    layers = list(model.blocks)
+    apply_full_layer_checkpointing_to_layers(model, layers)
+    compile_layers(model, "aot_eager")
+    assert same(gradients(model), expected)
+
+
+def test_backends_are_checked() -> None:
+    assert [parse_compile(x) for x in (False, None, True, "Inductor", "aot-eager")] == [
+        None, None, "inductor", "inductor", "aot_eager",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="compile is 'triton'"):
+        compile_layers(PlainDecoder(), "triton")
+    with pytest.raises(TypeError, match="compile is 3"):
+        parse_compile(3)
