@@ -148,10 +148,6 @@ class _Stop(Exception):
         self.region = region
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class _Region:
     """One call: its inputs, the handles autograd keeps, and what the policy kept.
 
@@ -161,7 +157,7 @@ class _Region:
 
     __slots__ = (
         "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
-        "inputs", "kept", "kinds", "last", "lock", "name", "policy", "position", "transfer", "watch_versions",
+        "inputs", "kept", "kinds", "last", "lent", "lock", "name", "policy", "position", "transfer", "watch_versions",
     )  # fmt: skip
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
@@ -274,6 +270,7 @@ class _Region:
         live = [index for index, reference in enumerate(self.handles) if reference() is not None]
         self.last = live[-1]
         self.position = 0
+        self.lent: list[Tensor] = []
         args, kwargs = self.inputs.get(self.name)
         values = self.values_for_replay(keep)
         mode = ReplayMode(self.kinds, self.kept, values, self.name) if not self.policy.keeps_nothing else None
@@ -287,6 +284,7 @@ class _Region:
             error.add_note(f"(raised in the replay of checkpointed region {self.name!r}, in backward)")
             raise
         finally:
+            self.lent = []
             if outer is not None:
                 outer.paused = False
         for index in live:
@@ -297,7 +295,7 @@ class _Region:
     def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
         try:
             buffers = self.buffers.restored() if self.buffers is not None else nullcontext()
-            with buffers, self.ambient.restored(), torch.enable_grad(), saved_tensors_hooks(self.repack, _same):
+            with buffers, self.ambient.restored(), torch.enable_grad(), saved_tensors_hooks(self.repack, self.give_lent):
                 with mode or nullcontext():
                     self.fn(*args, **kwargs)
         except _Stop as stop:
@@ -347,13 +345,13 @@ class _Region:
                 "out of the policy's save set."
             )
 
-    def repack(self, tensor: Tensor) -> Tensor:
+    def repack(self, tensor: Tensor) -> int:
         index = self.position
         self.position = index + 1
         if index >= len(self.handles):
             if self.complete and self.early_stop:
                 raise _Stop(self)
-            return tensor.detach()
+            return self.lend(tensor)
         handle = self.handles[index]()
         if handle is not None:
             if handle.shape != tensor.shape or handle.dtype != tensor.dtype or tensor.is_meta:
@@ -363,8 +361,18 @@ class _Region:
             handle.value = tensor
         if index >= self.last and self.early_stop:
             raise _Stop(self)
-        # Not `tensor`: for an operator that saves its own result (exp), replay's graph would hold itself for ever.
-        return tensor.detach()
+        return self.lend(tensor)
+
+    def lend(self, tensor: Tensor) -> int:
+        """What replay's own graph keeps for `tensor`: a number, good for a backward inside the region.
+
+        Not the tensor: for an operator that saves its own result (exp), that graph would hold itself for ever.
+        """
+        self.lent.append(tensor)
+        return len(self.lent) - 1
+
+    def give_lent(self, number: int) -> Tensor:
+        return self.lent[number].detach()
 
     def check_same_version(self, index: int, handle: _Handle, tensor: Tensor) -> None:
         """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
