@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,8 @@ from nemo_like.activation_checkpointing.regions import (
     apply_submodule_checkpointing,
     checkpoint_layers,
 )
+from nemo_like.activation_checkpointing.sequential import apply_sequential_checkpointing
+from nemo_like.choice import choose_layers
 from nemo_like.config import CheckpointConfig, MemoryBudget, parse_ac
 from nemo_like.layers import Layer, find_layers, select_layers
 from nemo_like.log import warn_once
@@ -92,15 +94,25 @@ def checkpoint_found(
     policy: Policy | None,
     *,
     compile: bool = False,
+    saved_bytes: Mapping[str, int] | None = None,
 ) -> list[nn.Module]:
-    """Checkpoint `chosen` layers of `model` as `config` says; the layers as they are registered afterwards."""
-    modules = [layer.module for layer in chosen]
+    """Checkpoint `chosen` layers of `model` as `config` says; the layers as they are registered afterwards.
+
+    `saved_bytes`, measured activation bytes by layer name, decide what is above the config's threshold and balance
+    the segments of ``"sequential"``.
+    """
+    narrowed = tuple(chosen)
+    if config.mode != "none":
+        narrowed = choose_layers(model, narrowed, config, saved_bytes)
+        if not narrowed:
+            return []
+    modules = [layer.module for layer in narrowed]
     through_cache = _shares_cache(model, modules)
     mode = config.mode
-    if mode == "full" and through_cache:
+    if mode in ("full", "sequential") and through_cache:
         warn_once(
-            "ac='full' was asked for, but this model's layers share keys and values through the cache, which a replayed "
-            "attention would write twice: checkpointing MLPs and norms only."
+            f"ac={mode!r} was asked for, but this model's layers share keys and values through the cache, which a "
+            "replayed attention would write twice: checkpointing MLPs and norms only."
         )
         mode = "submodule"
     if mode == "full":
@@ -114,9 +126,17 @@ def checkpoint_found(
             model, modules, through_cache, compile, policy=policy, preserve_rng_state=config.preserve_rng_state
         )
     elif mode == "submodule":
-        apply_submodule_checkpointing(modules, through_cache)
+        apply_submodule_checkpointing(
+            modules,
+            through_cache,
+            use_reentrant=config.use_reentrant,
+            preserve_rng_state=config.preserve_rng_state,
+        )
     elif mode == "sequential":
-        raise NotImplementedError("ac='sequential'")
+        weights = None if saved_bytes is None else [saved_bytes.get(layer.fqn, 0) for layer in narrowed]
+        apply_sequential_checkpointing(
+            model, modules, config.sequential_segments, weights=weights, preserve_rng_state=config.preserve_rng_state
+        )
     return modules
 
 

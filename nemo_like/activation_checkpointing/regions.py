@@ -236,12 +236,20 @@ def apply_selective_checkpointing_to_layers(
         _disable_dynamo_lru_cache()
 
 
-def apply_submodule_checkpointing(layers: Sequence[nn.Module], has_kv_sharing: bool) -> None:
+def apply_submodule_checkpointing(
+    layers: Sequence[nn.Module],
+    has_kv_sharing: bool,
+    *,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+) -> None:
     """Replay each layer's MLP, attention (or linear attention) and norms separately; residual sums stay.
 
     Args:
         layers: changed inside; the list itself stays.
         has_kv_sharing: skip attention, because replaying it would write the shared cache twice.
+        use_reentrant: the older autograd-function form.
+        preserve_rng_state: replay with the forward's random numbers.
 
     Raises:
         ValueError: a layer has no such child. TypeError: a child is already checkpointed. Both change nothing.
@@ -256,7 +264,8 @@ def apply_submodule_checkpointing(layers: Sequence[nn.Module], has_kv_sharing: b
             )
         for parent, name, child in children:
             if not (has_kv_sharing and _is_attention(name, child)):
-                wrappers.append((parent, name, CheckpointWrapper(child, name=f"{type(layer).__name__}.{name}")))
+                title = f"{type(layer).__name__}.{name}"
+                wrappers.append((parent, name, CheckpointWrapper(child, use_reentrant, preserve_rng_state, name=title)))
     for parent, name, wrapper in wrappers:
         parent._modules[name] = wrapper
 

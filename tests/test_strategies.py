@@ -1,0 +1,306 @@
+"""The contract's gates for SelectiveCheckpointer and ActivationCheckpointTransform, with counted bytes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.activation_checkpointing.timesteps import UnrolledCell
+from nemo_like.checkpointing import apply_activation_checkpointing
+from nemo_like.config import CheckpointConfig
+from nemo_like.log import forget_announcements
+from nemo_like.models import resolve_model
+from nemo_like.profiling import CpuMeter, MemoryProfiler, StorageRegistry
+from nemo_like.strategies import ActivationCheckpointTransform, SelectiveCheckpointer
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int, wide: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, wide)
+        self.down = nn.Linear(wide, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, wide: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, wide)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, *wide: int, dim: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Block(dim, w) for w in wide])
+        self.head = nn.Linear(dim, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def config(**fields) -> CheckpointConfig:
+    return CheckpointConfig(**{"enabled": True, "strategy": "full", "profile_before_apply": False} | fields)
+
+
+def train_step(model: nn.Module, sample: dict | torch.Tensor) -> tuple[int, dict[str, torch.Tensor]]:
+    """The peak of live activation bytes in a step, and the gradients."""
+    tensors = list(sample.values()) if isinstance(sample, dict) else [sample]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    registry = StorageRegistry()
+    state = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    registry.ignore([*state, *tensors])
+    with CpuMeter(registry) as meter:
+        loss = model(**sample).loss if isinstance(sample, dict) else model(sample).sum()
+        loss.backward()
+        del loss
+        peak = meter.take_peak()
+    return peak, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["full", "selective", "sequential"])
+def test_peak_is_at_least_30_percent_lower_and_gradients_are_equal(strategy, dtype):
+    source = resolve_model("llama-tiny")
+    torch.manual_seed(0)
+    plain = source.build(dtype=dtype)
+    plain.config.use_cache = False
+    checkpointed = copy.deepcopy(plain)
+    checkpointer = SelectiveCheckpointer(config(strategy=strategy))
+    assert checkpointer.apply(checkpointed) is checkpointed
+    assert checkpointer.get_checkpointed_layers() == [f"model.layers.{index}" for index in range(4)]
+    sample = source.sample_input(2, 64)
+    (peak, wanted), (lower, got) = train_step(plain, sample), train_step(checkpointed, sample)
+    assert wanted.keys() == got.keys()
+    for name in wanted:
+        assert torch.equal(wanted[name], got[name]), name
+    assert lower <= 0.7 * peak, (lower, peak)
+
+
+def test_submodules_too_have_equal_gradients():
+    plain = Stack(32, 64)
+    checkpointed = copy.deepcopy(plain)
+    SelectiveCheckpointer(config(strategy="submodule")).apply(checkpointed)
+    x = torch.randn(8, 16)
+    (peak, wanted), (lower, got) = train_step(plain, x), train_step(checkpointed, x)
+    assert lower < peak and all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.0])
+def test_recommended_layers_applied_meet_the_budget_as_predicted(share):
+    plain = Stack(256, 64, 512, 128, 384, dim=16)
+    x = torch.randn(64, 16)
+    profiler = MemoryProfiler(plain, "cpu")
+    report = profiler.profile(x, num_runs=1)
+    lowest = report.predict_peak_bytes(report.call_names)
+    budget = (lowest + share * (report.peak_bytes - lowest)) / 1e6
+    names = profiler.recommend_layers(budget)
+    assert names
+    checkpointed = copy.deepcopy(plain)
+    SelectiveCheckpointer(config(include_patterns=names, exclude_patterns=["layers.*"])).apply(checkpointed)
+    measured, _ = train_step(checkpointed, x)
+    predicted = report.predict_peak_bytes(names)
+    assert abs(measured - predicted) <= 0.02 * measured
+    assert predicted <= budget * 1e6
+
+
+def test_the_profile_chooses_layers_above_the_threshold():
+    plain = Stack(32, 512, 32, 256)
+    x = torch.randn(64, 16)
+    profiler = MemoryProfiler(plain, "cpu")
+    report = profiler.profile(x, num_runs=1)
+    threshold = (report["layers.3"].activation_mb + report["layers.0"].activation_mb) / 2
+    wanted = ["layers.1", "layers.3"]
+    profiled = config(profile_before_apply=True, memory_threshold_mb=threshold)
+    for apply in (
+        lambda c, m: c.apply(m, report),
+        lambda c, m: c.apply(m, sample_input=x),
+    ):
+        checkpointer = SelectiveCheckpointer(profiled)
+        apply(checkpointer, copy.deepcopy(plain))
+        assert checkpointer.get_checkpointed_layers() == wanted
+    checkpointer = SelectiveCheckpointer(profiled, profiler)
+    model = checkpointer.apply(plain)
+    assert checkpointer.get_checkpointed_layers() == wanted
+    assert [isinstance(layer, CheckpointWrapper) for layer in model.layers] == [False, True, False, True]
+    # Patterns come before the measurement, include before exclude.
+    chosen = SelectiveCheckpointer(
+        config(
+            profile_before_apply=True,
+            memory_threshold_mb=threshold,
+            include_patterns=["layers.0"],
+            exclude_patterns=["layers.[01]"],
+        )
+    )
+    chosen.apply(Stack(32, 512, 32, 256), report)
+    assert chosen.get_checkpointed_layers() == ["layers.0", "layers.3"]
+
+
+def test_without_a_profile_all_layers_are_taken_and_that_is_said_once(caplog):
+    forget_announcements()
+    with caplog.at_level(logging.WARNING, logger="nemo_like"):
+        for _ in range(2):
+            checkpointer = SelectiveCheckpointer(config(profile_before_apply=True))
+            checkpointer.apply(Stack(32, 32))
+    assert checkpointer.get_checkpointed_layers() == ["layers.0", "layers.1"]
+    assert sum("profile_before_apply" in record.message for record in caplog.records) == 1
+
+
+def test_a_threshold_above_everything_leaves_the_model_alone(caplog):
+    forget_announcements()
+    plain = Stack(32, 64)
+    checkpointer = SelectiveCheckpointer(config(profile_before_apply=True, memory_threshold_mb=50.0))
+    with caplog.at_level(logging.INFO, logger="nemo_like"):
+        checkpointer.apply(plain, sample_input=torch.randn(4, 16))
+    assert checkpointer.get_checkpointed_layers() == []
+    assert not any(isinstance(module, CheckpointWrapper) for module in plain.modules())
+    assert "memory_threshold_mb=50 MB" in caplog.text
+
+
+def test_segments_are_balanced_by_measured_bytes():
+    plain = Stack(32, 32, 32, 512)
+    x = torch.randn(64, 16)
+    by_count, by_bytes = copy.deepcopy(plain), copy.deepcopy(plain)
+    fields = {"strategy": "sequential", "sequential_segments": 2}
+    SelectiveCheckpointer(config(**fields)).apply(by_count)
+    SelectiveCheckpointer(config(**fields, profile_before_apply=True, memory_threshold_mb=0)).apply(
+        by_bytes, sample_input=x
+    )
+    segments = [[id(layer._segment) for layer in model.layers] for model in (by_count, by_bytes)]
+    assert [ids.count(ids[0]) for ids in segments] == [2, 3]
+    (_, wanted), (more, got), (less, other) = (train_step(model, x) for model in (plain, by_count, by_bytes))
+    assert less < more
+    assert all(torch.equal(wanted[name], got[name]) and torch.equal(wanted[name], other[name]) for name in wanted)
+
+
+def test_disabled_changes_nothing():
+    model = Stack(32, 32)
+    for off in (CheckpointConfig(), config(enabled=False, strategy="full")):
+        checkpointer = SelectiveCheckpointer(off)
+        assert checkpointer.apply(model) is model and checkpointer.get_checkpointed_layers() == []
+        assert ActivationCheckpointTransform(off).apply(model) is model
+    assert all(type(layer) is Block for layer in model.layers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"exclude_patterns": ["blocks.*"]}, "exclude_patterns holds 'blocks"),
+        ({"include_patterns": ["layers.9"]}, r"include_patterns holds 'layers\.9'.*Did you mean 'layers\.\d'"),
+        ({"include_patterns": ["head"]}, "include_patterns holds 'head'"),
+        ({"layer_classes": ["Blok"]}, "layer_classes is.*Block"),
+    ],
+)
+def test_what_matches_nothing_is_an_error_and_changes_nothing(fields, says):
+    model = Stack(32, 32)
+    with pytest.raises(ValueError, match=says):
+        SelectiveCheckpointer(config(**fields)).apply(model)
+    with pytest.raises(ValueError, match=says):
+        apply_activation_checkpointing(model, config(**fields))
+    assert all(type(layer) is Block for layer in model.layers)
+
+
+def test_a_config_is_an_ac_argument():
+    model = Stack(32, 32, 32)
+    apply_activation_checkpointing(model, config(strategy="selective", exclude_patterns=["layers.1"]))
+    assert [isinstance(layer, CheckpointWrapper) for layer in model.layers] == [True, False, True]
+    model = Stack(32, 32)
+    apply_activation_checkpointing(model, config(layer_classes=["Mlp"]))
+    assert [type(layer) for layer in model.layers] == [Block, Block]
+    assert all(isinstance(layer.mlp, CheckpointWrapper) for layer in model.layers)
+    with pytest.raises(ValueError, match="checkpointed already"):
+        SelectiveCheckpointer(config()).apply(model)
+
+
+def test_the_transform_takes_the_outermost_of_nested_classes():
+    plain = Stack(32, 32)
+    model = copy.deepcopy(plain)
+    ActivationCheckpointTransform(config(layer_classes=["Mlp", "Block"])).apply(model)
+    assert all(isinstance(layer, CheckpointWrapper) for layer in model.layers)
+    assert not any(isinstance(layer.mlp, CheckpointWrapper) for layer in model.layers)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    (_, wanted), (_, got) = train_step(plain, torch.ones(4, 16)), train_step(model, torch.ones(4, 16))
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    found_by_structure = ActivationCheckpointTransform({"enabled": True, "strategy": "full"}).apply(Stack(32, 32))
+    assert all(isinstance(layer, CheckpointWrapper) for layer in found_by_structure.layers)
+
+
+def test_the_transform_warns_with_the_classes_there_are(caplog):
+    forget_announcements()
+    model = Stack(32, 32)
+    with caplog.at_level(logging.WARNING, logger="nemo_like"):
+        ActivationCheckpointTransform(config(layer_classes=["LlamaDecoderLayer"])).apply(model)
+    assert all(type(layer) is Block for layer in model.layers)
+    assert "LlamaDecoderLayer" in caplog.text and "Block" in caplog.text and "Mlp" in caplog.text
+
+
+def test_wrapped_modules_behave_as_the_bare_ones():
+    model = ActivationCheckpointTransform(config(layer_classes=["Linear"])).apply(Stack(32))
+    assert isinstance(model.head, CheckpointWrapper) and model.head.out_features == 4
+    assert model.head.weight is dict(model.named_parameters())["head.weight"]
+    assert set(model.state_dict()) == set(Stack(32).state_dict())
+    model.load_state_dict(Stack(32).state_dict())
+
+
+class OwnLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = None
+        for member in x.unbind(0):
+            state = self.cell(member, state)
+        return state
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.own = OwnLoop()
+        self.unrolled = UnrolledCell(nn.GRUCell(3, 6), checkpoint=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x) + self.unrolled(x)[1]
+
+
+def test_snn_fields_checkpoint_timesteps():
+    plain = Recurrent()
+    checkpointed = copy.deepcopy(plain)
+    checkpointer = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, snn_chunk_size=10))
+    checkpointer.apply(checkpointed)
+    assert checkpointer.get_checkpointed_layers() == ["own.cell", "unrolled"]
+    assert checkpointed.unrolled.checkpoint and checkpointed.unrolled.chunk_size == 10
+    x = torch.randn(100, 4, 3)
+    (peak, wanted), (lower, got) = train_step(plain, x), train_step(checkpointed, x)
+    assert lower < 0.4 * peak
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    by_class = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, layer_classes=["GRUCell"]))
+    by_class.apply(OwnLoop())
+    assert by_class.get_checkpointed_layers() == ["cell"]
+    with pytest.raises(ValueError, match="layer_classes"):
+        SelectiveCheckpointer(config(snn_timestep_checkpoint=True)).apply(Stack(32, 32))
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="MemoryProfiler"):
+        SelectiveCheckpointer(config(), profiler="yes")
+    with pytest.raises(ValueError, match="Did you mean 'strategy'"):
+        SelectiveCheckpointer({"strateggy": "full"})
+    with pytest.raises(TypeError, match="mapping"):
+        ActivationCheckpointTransform(3)
