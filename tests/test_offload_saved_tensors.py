@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 import torch
-from tests.offload_cases import MODES, Stack, assert_same, config, gradients, journaled, no_hazards, offloaded, stack_of
+from torch import nn
 
 from nemo_like.offload import offload_activations
 from nemo_like.offload.backends import CopyingBackend
+from tests.offload_cases import MODES, Stack, assert_same, config, gradients, journaled, no_hazards, offloaded, stack_of
 
 WIDTH = 16
 
@@ -59,10 +60,13 @@ def test_views_come_back_exactly(kind: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("lazy", "prefetch", "inflight"),
-    [(False, 0, 1 << 30), (False, 1, 1), (False, 3, 4096), (True, 0, 1), (True, 1, 1), (True, 3, 1), (True, 2, 4096), (True, 1, 1 << 30)],
+    [
+        (False, 0, 1 << 30), (False, 1, 1), (False, 3, 4096), (True, 0, 1), (True, 1, 1), (True, 3, 1), (True, 2, 4096),
+        (True, 1, 1 << 30),
+    ],
 )  # fmt: skip
 def test_any_timing_gives_the_same_gradients(mode: str, lazy: bool, prefetch: int, inflight: int) -> None:
-    plain = stack_of(lambda x, scale: torch.nn.functional.gelu(x) * scale + x.chunk(2, 1)[0].exp().sum().tanh(), count=5)
+    plain = stack_of(lambda x, scale: nn.functional.gelu(x) * scale + x.chunk(2, 1)[0].exp().sum().tanh(), count=5)
     inputs = torch.randn(WIDTH, WIDTH)
     plain(inputs).pow(2).sum().backward()
     expected = gradients(plain)
@@ -146,7 +150,7 @@ def test_a_view_in_another_dtype_comes_back_as_it_was() -> None:
     assert torch.equal(handle.get(), expected) and handle.get().dtype == torch.int16
 
 
-# ------------------------------------------------------------------------------------------------------ in-place changes
+# -------------------------------------------------------------------------------- in-place changes
 
 
 def _change_result(x: torch.Tensor) -> torch.Tensor:
@@ -249,7 +253,7 @@ def test_a_write_into_what_backward_was_given_does_not_reach_other_readers() -> 
     assert torch.equal(x.grad, expected)
 
 
-# ------------------------------------------------------------------------------------------------------ graphs, lifetimes
+# -------------------------------------------------------------------------------- graphs, lifetimes
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -273,7 +277,7 @@ def test_double_backward(mode: str) -> None:
     plain = stack_of(lambda x, scale: (x * scale).sin())
     inputs = torch.randn(4, WIDTH, requires_grad=True)
 
-    def penalty(model: torch.nn.Module, context) -> dict[str, torch.Tensor | None]:  # type: ignore[no-untyped-def]
+    def penalty(model: nn.Module, context) -> dict[str, torch.Tensor | None]:  # type: ignore[no-untyped-def]
         with context:
             (grad,) = torch.autograd.grad(model(inputs).pow(2).sum(), inputs, create_graph=True)
             loss = grad.pow(2).sum()
@@ -397,7 +401,7 @@ def test_the_last_layer_is_left_alone() -> None:
     model, offloader, context = offloaded(plain, list(plain.layers), "context-all")
     with context:
         model(torch.randn(4, WIDTH)).pow(2).sum()
-    # The last layer saves x for sin, linear's input and weight, both factors, the product for sin; pow saves the output.
+    # The last layer saves x for sin, linear's input and weight, both factors, sin's argument; pow saves the output.
     assert offloader.stats.kept_count["of the last layer, or after it"] == 7
     # x, x.sin(), linear's output and the product of each other layer; the model's input needs no gradient.
     assert offloader.stats.copies == 3 * 4 - 1
