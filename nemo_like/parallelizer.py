@@ -102,7 +102,9 @@ def parallelize(
     if request.backend is not None:
         compile_layers(model, request.backend, [layer.module for layer in placed])
     if mesh is not None and request.strategy == "fsdp2":
-        offload_policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+        # Pinned memory is for copies to a GPU, and without one torch raises on it.
+        pinned = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        offload_policy = pinned if cpu_offload else OffloadPolicy()
         shard_layers(model, placed, mesh, mp_policy=precision, offload_policy=offload_policy, **sharding)
     else:
         model = _replicate(model, mesh, precision, device)
