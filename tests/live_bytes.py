@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +20,10 @@ class LiveBytes(TorchDispatchMode):
     16
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ignore: Iterable[torch.Tensor] = ()) -> None:
+        """`ignore`: tensors that were there before (parameters), whose views are not memory made here."""
         super().__init__()
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignore}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -27,11 +31,12 @@ class LiveBytes(TorchDispatchMode):
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 storage = leaf.untyped_storage()
-                reference = StorageWeakRef(storage)
-                self._made[reference.cdata] = (reference, storage.nbytes())
+                if storage._cdata not in self._ignored:
+                    reference = StorageWeakRef(storage)
+                    self._made[reference.cdata] = (reference, storage.nbytes())
         return result
 
     def count(self) -> int:
-        """Bytes alive now. A storage that was there before and came back from an in-place op or a view counts as made."""
+        """Bytes alive now."""
         self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
         return sum(size for _, size in self._made.values())
