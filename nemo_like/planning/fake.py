@@ -50,8 +50,8 @@ class FakeRun(TorchDispatchMode):
         if any(isinstance(t, FakeTensor) for t in inputs):
             with self.fake:
                 return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
-        if inputs and all(_small_integer(t) for t in inputs) and func in _READS_A_VALUE:
-            return func(*args, **kwargs)
+        if inputs and all(_small_integer(t) for t in inputs) and not _returns_tensor(func):
+            return func(*args, **kwargs)  # a question about values, and the values are there
         with self.fake:
             shaped = func(*args, **kwargs)
         outputs = [t for t in tree_flatten(shaped)[0] if isinstance(t, torch.Tensor)]
@@ -101,7 +101,10 @@ class FakeRun(TorchDispatchMode):
 
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
-_READS_A_VALUE = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default})
+
+
+def _returns_tensor(func: Any) -> bool:
+    return any("Tensor" in str(out.type) for out in func._schema.returns)
 
 
 def _small_integer(tensor: torch.Tensor) -> bool:

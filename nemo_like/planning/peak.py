@@ -1,0 +1,248 @@
+"""The peak of a whole training step on one rank, and what it is made of.
+
+A step is walked through layer by layer. What is alive at each point is the sum of: parameters, gradients and optimizer
+state as they are sharded; what FSDP2 has gathered, fetched ahead or is reducing; what the layers hold between their
+forward and backward; and what the running layer, or the stretch between two layers, needs while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nemo_like.planning.outer import OuterMemory, Stretch
+from nemo_like.planning.profile import BlockMemory
+from nemo_like.planning.sharding import Sharding, Unit
+
+PARTS = (
+    "parameters", "optimizer state", "gradients", "gathered layers", "gathered root", "reduce buffers",
+    "held activations", "shared by layers", "running layer", "outside of layers", "optimizer step",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """One layer call under one choice."""
+
+    held: int
+    """Between forward and backward, inputs included where it holds them."""
+    inputs: int
+    """Those inputs."""
+    memory: BlockMemory
+
+
+@dataclass
+class _Walk:
+    """What is alive now, by part; and the highest point so far."""
+
+    now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    best: dict[str, int] = field(default_factory=dict)
+    best_total: int = -1
+    best_at: str = ""
+
+    def look(self, where: str, **extra: int) -> None:
+        total = sum(self.now.values()) + sum(extra.values())
+        if total > self.best_total:
+            self.best_total, self.best_at = total, where
+            self.best = dict(self.now)
+            for part, value in extra.items():
+                self.best[part.replace("_", " ")] += value
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A predicted peak."""
+
+    parts: dict[str, int]
+    """Bytes by what they are, at the peak."""
+    at: str
+    """Where in the step."""
+
+    @property
+    def total(self) -> int:
+        """The peak, bytes."""
+        return sum(self.parts.values())
+
+
+def step_peak(
+    layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, shared: int, optimizer: tuple[int, int],
+    tail_grads: int, root_grads: int,
+) -> Peak:  # fmt: skip
+    """Walk through forward, backward and optimizer step, and return the highest point.
+
+    Args:
+        layers: the layer calls in the order in which they run.
+        outer: the model around them.
+        sharding: its units; `sharding.units` fits `layers`.
+        shared: tensors that several layers hold, such as position tables.
+        optimizer: bytes of state, and of the step's temporaries.
+        tail_grads, root_grads: whole gradients of the tail's and the root's parameters on one rank.
+    """
+    walk = _Walk()
+    now = walk.now
+    now["parameters"], now["optimizer state"] = sharding.params, optimizer[0]
+    comm = _Comm(walk, sharding)
+    comm.start()
+    for i, layer in enumerate(layers):
+        _stretch(walk, outer.forward[i], f"before layer {i}, forward")
+        comm.before_forward(i)
+        now["outside of layers"] = outer.forward[i].left
+        walk.look(f"forward of layer {i}", running_layer=layer.memory.forward_peak)
+        now["held activations"] += layer.held
+        comm.after_forward(i)
+    comm.before_tail()
+    now["shared by layers"] = shared
+    _stretch(walk, outer.middle, "head and loss")
+    comm.after_tail_backward(tail_grads)
+    for i in reversed(range(len(layers))):
+        layer, stretch = layers[i], _backward_stretch(outer, len(layers), i)
+        comm.before_backward(i)
+        now["held activations"] -= layer.held
+        now["outside of layers"] = stretch.left - tail_grads - layer.memory.output
+        walk.look(f"backward of layer {i}", running_layer=layer.memory.backward_peak + layer.inputs)
+        now["running layer"] = layer.memory.param_grad + layer.memory.input_grad
+        comm.after_backward(i, layer.memory.param_grad)
+        now["running layer"] = 0
+        after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
+        _stretch(walk, Stretch(after.peak - tail_grads, after.left - tail_grads), f"after layer {i}, backward")
+    now["shared by layers"] = 0
+    comm.finish(root_grads)
+    now["outside of layers"] = 0
+    walk.look("optimizer step", optimizer_step=optimizer[1])
+    return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at)
+
+
+def _stretch(walk: _Walk, stretch: Stretch, where: str) -> None:
+    walk.now["outside of layers"] = 0
+    walk.look(where, outside_of_layers=stretch.peak)
+    walk.now["outside of layers"] = stretch.left
+
+
+def _backward_stretch(outer: OuterMemory, count: int, i: int) -> Stretch:
+    return outer.middle if i == count - 1 else outer.backward[count - 2 - i]
+
+
+class _Comm:
+    """What FSDP2 has gathered and is reducing, as `torch.distributed.fsdp` does it with synchronous gathers."""
+
+    def __init__(self, walk: _Walk, sharding: Sharding) -> None:
+        self.walk, self.now, self.s = walk, walk.now, sharding
+        self.on = sharding.world > 1
+        self.flat: dict[int, int] = {}
+        """Units whose flat buffer is there: fetched, not yet copied out."""
+        self.kept = ("gathered root", 0)
+        """The flat buffer of the unit that forward copied out last: freed at the next copy-out."""
+        self.open: dict[int, int] = {}
+        """Units that are gathered."""
+        self.tail_open = False
+        self.last_reduce = 0
+
+    def start(self) -> None:
+        if not self.on:
+            return
+        self._gather("gathered root", self.s.root)
+        self._fetch_ahead(-1)
+
+    def _gather(self, part: str, unit: Unit) -> None:
+        """One unit into its flat buffer and out of it, in forward."""
+        self.walk.look("gathering", **{part.replace(" ", "_"): unit.gathered + unit.gather_input})
+        self._keep(part, unit.gathered)
+        self.now[part] += 2 * unit.gathered  # the flat buffer, and the parameters copied out of it
+
+    def _keep(self, part: str, size: int) -> None:
+        """The flat buffer kept so far goes; the one of `size` bytes, counted by the caller, takes its place."""
+        self.now[self.kept[0]] -= self.kept[1]
+        self.kept = (part, size)
+
+    def _fetch_ahead(self, i: int) -> None:
+        for j in range(i + 1, min(i + 1 + self.s.prefetch[0], len(self.s.units))):
+            if j not in self.flat and j not in self.open:
+                self._fetch(j)
+
+    def _fetch(self, j: int) -> None:
+        unit = self.s.units[j]
+        self.walk.look("gathering", gathered_layers=unit.gathered + unit.gather_input)
+        self.flat[j] = unit.gathered
+        self.now["gathered layers"] += unit.gathered
+
+    def before_forward(self, i: int) -> None:
+        if not self.on:
+            return
+        unit = self._unit(i)
+        if unit is None:
+            return
+        if i not in self.flat and i not in self.open:
+            self._fetch(i)
+        if i in self.flat:
+            self._keep("gathered layers", self.flat.pop(i))
+            self.open[i] = unit.gathered
+            self.now["gathered layers"] += unit.gathered
+        self._fetch_ahead(i)
+
+    def after_forward(self, i: int) -> None:
+        unit = self._unit(i)
+        if self.on and unit is not None and unit.reshard and i in self.open:
+            self.now["gathered layers"] -= self.open.pop(i)
+
+    def before_tail(self) -> None:
+        if self.on and self.s.tail is not None:
+            self._gather("gathered layers", self.s.tail)
+            self.tail_open = True
+
+    def after_tail_backward(self, grads: int) -> None:
+        """The tail is reduced before the last layer's backward; the last flat buffer of forward is long gone."""
+        if not self.on:
+            self.now["gradients"] += grads
+            return
+        self._keep("gathered layers", 0)
+        if self.s.tail is not None:
+            self.now["gathered layers"] -= self.s.tail.gathered if self.tail_open else 0
+            self._reduce(self.s.tail, 0)
+
+    def before_backward(self, i: int) -> None:
+        unit = self._unit(i)
+        if not self.on or unit is None:
+            return
+        if i not in self.open:
+            if i not in self.flat:
+                self._fetch(i)
+            self.walk.look("copying out", gathered_layers=unit.gathered)
+            self.open[i] = unit.gathered
+            self.flat.pop(i)
+        for j in range(i - 1, max(-1, i - 1 - self.s.prefetch[1]), -1):
+            if j not in self.flat and j not in self.open and self._unit(j) is not None:
+                self._fetch(j)
+
+    def after_backward(self, i: int, grads: int) -> None:
+        unit = self._unit(i)
+        if not self.on or unit is None:
+            self.now["gradients"] += grads
+            return
+        self.now["gathered layers"] -= self.open.pop(i, 0)
+        self._reduce(unit, grads)
+
+    def _reduce(self, unit: Unit, grads: int) -> None:
+        """Gradients are copied into the flat buffer, freed, reduced, and cast to the parameters' dtype."""
+        self.now["reduce buffers"] -= self.last_reduce
+        self.now["reduce buffers"] += unit.reduce_input
+        self.last_reduce = unit.reduce_input
+        self.walk.look("copying gradients")
+        running, self.now["running layer"] = self.now["running layer"], max(0, self.now["running layer"] - grads)
+        self.walk.look("reducing gradients", reduce_buffers=unit.reduce_output, gradients=self._cast(unit))
+        self.now["gradients"] += unit.grad
+        self.now["running layer"] = max(0, running - grads)
+
+    def _cast(self, unit: Unit) -> int:
+        return unit.grad if unit.grad != unit.reduce_output else 0
+
+    def finish(self, root_grads: int) -> None:
+        if not self.on:
+            self.now["gradients"] += root_grads
+            return
+        self.now["gathered layers"], self.now["gathered root"] = 0, 0
+        self.now["outside of layers"] = root_grads
+        self._reduce(self.s.root, 0)
+        self.now["reduce buffers"] = 0
+
+    def _unit(self, i: int) -> Unit | None:
+        return self.s.units[i] if i < len(self.s.units) else None

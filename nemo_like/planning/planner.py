@@ -1,0 +1,428 @@
+"""`plan_for`: from a model, a budget and a sample input to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.errors import RegionError
+from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
+from nemo_like.config import MemoryBudget
+from nemo_like.extras import MissingExtraError, require
+from nemo_like.layers import find
+from nemo_like.log import warn_once
+from nemo_like.planning import cost, solver
+from nemo_like.planning.block import BlockProblem, Choice
+from nemo_like.planning.capture import ModelTrace, trace_model
+from nemo_like.planning.devices import Device, device_at_hand, resolve_device
+from nemo_like.planning.outer import OuterMemory, outer_memory
+from nemo_like.planning.peak import LayerMemory, Peak, step_peak
+from nemo_like.planning.plan import LayerPlan, Plan, layer_signature
+from nemo_like.planning.profile import BlockMemory, block_memory
+from nemo_like.planning.sharding import Sharding, optimizer_bytes, sharding_of
+
+AUTO_MARGIN = 0.1
+"""Share of the device's memory that ``"auto"`` leaves free: CUDA context, communication buffers, fragmentation."""
+
+
+class BudgetError(ValueError):
+    """No plan fits the budget. `smallest_bytes` is the least that one does fit."""
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a step runs with, besides the model."""
+
+    shard_ranks: int = 1
+    """Ranks that FSDP2 shards parameters over (``dp_shard`` x ``cp``); 1: none."""
+    optimizer: str = "adamw"
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool | int | None = None
+    prefetch: tuple[int, int] = (1, 1)
+
+
+class Planner:
+    """One traced model on one device: answers for any number of budgets and modes without tracing again."""
+
+    def __init__(
+        self, model: nn.Module, sample_input: Any, *, device: Device, setup: Setup, layers: Any = None,
+        skip: bool | None = None, host: bool = False, loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Trace `model`; see `plan_for` for the arguments."""
+        self.model, self.device, self.setup, self.host, self.loss_fn = model, device, setup, host, loss_fn
+        self.skip = _can_skip() if skip is None else skip
+        self.layers = find.find_layers(model, layers)
+        self.traced: ModelTrace = trace_model(model, self.layers, sample_input, dtype=setup.param_dtype)
+        self.problems = [BlockProblem(trace, device) for trace in self.traced.traces()]
+        self._memories: dict[tuple[int, Choice], BlockMemory] = {}
+        self._proved: dict[tuple[int, Choice], Choice] = {}
+
+    # --- choices --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def frontiers(self) -> list[tuple[Choice, ...]]:
+        """Each kind's best choices, ascending in held bytes."""
+        return [p.frontier(skip=self.skip, host=self.host) for p in self.problems]
+
+    @cached_property
+    def _groups(self) -> list[list[list[int]]]:
+        """For each kind: its modules, each with the positions of its calls (a looped block has several)."""
+        groups: list[dict[int, list[int]]] = [{} for _ in self.problems]
+        for position, call in enumerate(self.traced.calls):
+            groups[call.kind].setdefault(id(call.module), []).append(position)
+        return [list(group.values()) for group in groups]
+
+    @cached_property
+    def mixes(self) -> tuple[solver.Mix, ...]:
+        """Best mixes of choices over all layers, ascending in held bytes, descending in replay time."""
+        kinds = []
+        for group, choices in zip(self._groups, self.frontiers):
+            looped = len({len(calls) for calls in group}) > 1 or any(len(calls) > 1 for calls in group)
+            times = sum(map(len, group)) if looped else 1
+            points = [(c.held_bytes * times, c.replay_seconds * times) for c in choices]
+            kinds.append((points, 1 if looped else len(group)))
+        self._kinds = kinds
+        return solver.combine(kinds)
+
+    def assignment(self, mix: solver.Mix) -> list[Choice]:
+        """A choice for each call. Within a kind, the layers that hold more come later: backward frees them first."""
+        chosen: list[Choice | None] = [None] * len(self.traced.calls)
+        for group, choices, counts, (_, layers) in zip(self._groups, self.frontiers, mix.counts, self._kinds):
+            ordered = [c for c, n in zip(choices, counts) for _ in range(n)]  # frontiers ascend in held bytes
+            for index, calls in enumerate(group):
+                for position in calls:
+                    chosen[position] = ordered[0] if layers == 1 else ordered[index]
+        assert all(chosen)
+        return [c for c in chosen if c is not None]
+
+    def uniform(self, mode: str) -> list[Choice]:
+        """``none``, ``full`` or ``selective`` for every layer."""
+        makers: dict[str, Callable[[BlockProblem], Choice]] = {
+            "none": BlockProblem.none, "full": self._full, "selective": self._selective,
+        }  # fmt: skip
+        per_kind = [makers[mode](problem) for problem in self.problems]
+        return [per_kind[call.kind] for call in self.traced.calls]
+
+    def _full(self, problem: BlockProblem) -> Choice:
+        words = tuple("recompute" for _ in problem.records)
+        return _as_choice(problem, words, "full")
+
+    def _selective(self, problem: BlockProblem) -> Choice:
+        policy = SelectivePolicy()
+        tracked, decide = policy.tracked_ops(), policy.start()
+        words = []
+        for k, record in enumerate(problem.records):
+            word = decide(record.op, record.nth) if record.op in tracked else Decision.RECOMPUTE
+            words.append("save" if word is Decision.SAVE and k < problem.reachable else "recompute")
+        return _as_choice(problem, tuple(words), "selective")
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def policy(self, kind: int, choice: Choice) -> Policy | None:
+        """The policy that carries out `choice`, with the ops as they were traced."""
+        if not choice.decisions:
+            return None
+        if choice.label == "full" and set(choice.decisions) == {"recompute"}:
+            return FullPolicy()
+        return DecisionTable.from_json(self.problems[kind].rows(choice))
+
+    def memory(self, kind: int, choice: Choice) -> BlockMemory:
+        """What the block needs while it runs under `choice`; the engine runs it on fake tensors."""
+        if (kind, choice) not in self._memories:
+            self._memories[kind, choice] = block_memory(
+                self.traced.kinds[kind], self.policy(kind, choice), self.traced.run
+            )
+        return self._memories[kind, choice]
+
+    def proved(self, kind: int, choice: Choice) -> Choice:
+        """`choice`, or where the engine refuses it, the same one without its skips (said once)."""
+        if (kind, choice) not in self._proved:
+            self._proved[kind, choice] = self._prove(kind, choice)
+        return self._proved[kind, choice]
+
+    def _prove(self, kind: int, choice: Choice) -> Choice:
+        try:
+            self.memory(kind, choice)
+            return choice
+        except (RegionError, RuntimeError) as error:
+            if "skip" not in choice.decisions:
+                raise
+            warn_once(
+                f"{self.problems[kind].trace.name}: a plan that skips ops does not replay on this block "
+                f"({str(error).splitlines()[0]}); it replays them instead."
+            )
+            words = tuple("recompute" if word == "skip" else word for word in choice.decisions)
+            return _as_choice(self.problems[kind], words, choice.label)
+
+    @cached_property
+    def outer(self) -> OuterMemory:
+        """The model around its layers."""
+        return outer_memory(self.model, self.layers, self.traced, self.loss_fn)
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """Its FSDP2 units on one rank."""
+        s = self.setup
+        return sharding_of(
+            self.model, self.layers, shard_ranks=s.shard_ranks, param_dtype=s.param_dtype, reduce_dtype=s.reduce_dtype,
+            reshard_after_forward=s.reshard_after_forward, prefetch=s.prefetch,
+        )  # fmt: skip
+
+    def peak(self, choices: Sequence[Choice]) -> Peak:
+        """Predicted peak per rank of a whole step with these choices."""
+        layers = []
+        for call, choice in zip(self.traced.calls, choices):
+            trace = self.problems[call.kind].trace
+            inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
+            layers.append(LayerMemory(choice.held_bytes, inputs, self.memory(call.kind, choice)))
+        names = {name: id(p) for name, p in self.model.named_parameters()}
+        grads = self.outer.param_grads
+        tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
+        trained = sum(unit.grad for unit in self.sharding.all)
+        return step_peak(
+            layers, self.outer, self.sharding, shared=self.traced.shared_bytes,
+            optimizer=optimizer_bytes(self.sharding, self.setup.optimizer, trained),
+            tail_grads=tail, root_grads=sum(grads.values()) - tail,
+        )  # fmt: skip
+
+    # --- plans ----------------------------------------------------------------------------------------------------
+
+    def plan(self, budget: MemoryBudget, asked: str = "") -> Plan:
+        """The fastest plan within `budget`.
+
+        Raises:
+            BudgetError: none fits.
+        """
+        asked = asked or _spell(budget)
+        if budget.fraction is not None:
+            mix = self._within_held(int(budget.fraction * self.held(self.uniform("none"))), asked)
+        else:
+            assert budget.peak_bytes is not None
+            mix = self._within_peak(budget.peak_bytes, asked)
+        choices = self._proved_all(self.assignment(mix))
+        bound = solver.combine_bound(self._kinds, mix.bytes)
+        return self.describe(choices, asked, max(0.0, mix.cost - bound) if bound is not None else 0.0)
+
+    def held(self, choices: Sequence[Choice]) -> int:
+        """Bytes that all layers hold at the end of forward, with what they share."""
+        return sum(choice.held_bytes for choice in choices) + self.traced.shared_bytes
+
+    def _proved_all(self, choices: Sequence[Choice]) -> list[Choice]:
+        return [self.proved(call.kind, choice) for call, choice in zip(self.traced.calls, choices)]
+
+    def _within_held(self, held: int, asked: str) -> solver.Mix:
+        fitting = [mix for mix in self.mixes if mix.bytes + self.traced.shared_bytes <= held]
+        if not fitting:
+            least = self.mixes[0].bytes + self.traced.shared_bytes
+            none = self.held(self.uniform("none"))
+            raise BudgetError(
+                f"Budget {asked!r} allows {_gib(held)} of activations, and the layers' inputs alone take {_gib(least)} "
+                f"({least / none:.1%} of the {_gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
+                "use a smaller batch or sequence" + ("." if self.host else ", or move them to the host (offload=)."),
+                least,
+            )
+        return fitting[-1]
+
+    def _within_peak(self, limit: int, asked: str) -> solver.Mix:
+        """The last mix whose predicted peak fits: the peak grows with what is held, so bisection finds it."""
+        mixes = self.mixes
+        if self._peak_of(mixes[-1]) <= limit:
+            return mixes[-1]
+        low, high = -1, len(mixes) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._peak_of(mixes[middle]) <= limit:
+                low = middle
+            else:
+                high = middle
+        if low < 0:
+            peak = self.peak(self._proved_all(self.assignment(mixes[0])))
+            parts = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
+            raise BudgetError(
+                f"Budget {asked!r} is {_gib(limit)} per rank, and the least that any plan peaks at is {_gib(peak.total)} "
+                f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
+                f"to shard over (now {self.setup.shard_ranks})" + ("." if self.host else ", or host offload (offload=)."),
+                peak.total,
+            )
+        return mixes[low]
+
+    def _peak_of(self, mix: solver.Mix) -> int:
+        return self.peak(self._proved_all(self.assignment(mix))).total
+
+    def describe(self, choices: Sequence[Choice], asked: str, gap: float = 0.0) -> Plan:
+        """Choices for all calls as a `Plan`."""
+        peak = self.peak(choices)
+        layers: dict[str, LayerPlan] = {}
+        for call, choice in zip(self.traced.calls, choices):
+            problem = self.problems[call.kind]
+            before = layers.get(call.fqn)
+            times = 1 if before is None else before.replay_flops // max(1, choice.replay_flops) + 1
+            full = choice.label == "full" and set(choice.decisions) == {"recompute"}
+            rows: Mapping[str, Sequence[str]] | None = None
+            if choice.decisions:
+                rows = {} if full else problem.rows(choice)
+            layers[call.fqn] = LayerPlan(
+                call.fqn, layer_signature(call.module), choice.label, choice.held_bytes * times,
+                choice.host_bytes * times, problem.trace.none_bytes * times, choice.replay_flops * times,
+                choice.replay_seconds * times, rows,
+            )  # fmt: skip
+        calls = [self.problems[call.kind] for call in self.traced.calls]
+        return Plan(
+            model=type(self.model).__name__,
+            device=self.device.name,
+            budget=asked,
+            layers=tuple(layers.values()),
+            held_bytes=self.held(choices),
+            none_bytes=self.held(self.uniform("none")),
+            full_bytes=self.held(self.uniform("full")),
+            forward_flops=sum(p.trace.flops for p in calls),
+            forward_seconds=sum(cost.forward_seconds(p.trace, self.device) for p in calls),
+            replay_flops=sum(c.replay_flops for c in choices),
+            replay_seconds=sum(c.replay_seconds for c in choices),
+            gap_seconds=gap,
+            peak=peak.parts,
+            peak_at=peak.at,
+        )
+
+
+def plan_for(
+    model: nn.Module,
+    budget: MemoryBudget | str,
+    sample_input: Any,
+    *,
+    mesh: Any = None,
+    world_size: int | None = None,
+    device: str | Device | None = None,
+    optimizer: str = "adamw",
+    layers: Any = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool | int | None = None,
+    prefetch: tuple[int, int] = (1, 1),
+    skip: bool | None = None,
+    host: bool = False,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+) -> Plan:
+    """The fastest way to run `model`'s layers within `budget`, with a predicted peak. Runs no kernel, needs no GPU.
+
+    Args:
+        model: bare: not sharded, compiled or checkpointed. On any device, `meta` included. Not changed.
+        budget: ``"40GiB"`` (peak per rank of a whole step), ``"50%"`` (of the activation bytes of no checkpointing),
+            ``"auto"`` (the device's memory less a tenth), or a `MemoryBudget`.
+        sample_input: what one step of one rank gives to `model` (keywords, positions, or one tensor).
+        mesh: a device mesh: its ``dp_shard`` and ``cp`` axes are what FSDP2 shards over. Or
+        world_size: that number of ranks. Default: the process group's size, or 1.
+        device: a name of `nemo_like.planning.devices.known_devices`, a file, or a `Device`. Default: the one at hand.
+        optimizer: see `nemo_like.planning.sharding.optimizer_bytes`.
+        layers: as for `nemo_like.layers.find.find_layers`.
+        param_dtype, reduce_dtype, reshard_after_forward, prefetch: as FSDP2 will use them.
+        skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed (else said once).
+        host: also consider keeping outputs in host memory, over the device's link.
+        loss_fn: the loss of the model's output; default: its ``loss``, or the sum of its output.
+
+    Where a process group is up, rank 0 plans and the others receive its plan, so that all ranks run the same one.
+
+    Raises:
+        BudgetError: (a ValueError) no plan fits, with the smallest budget that one does.
+        ValueError: no sample input, an unknown device or optimizer, a model that cannot be traced.
+        MissingExtraError: ``skip=True`` and scipy is not installed.
+    """
+    if sample_input is None:
+        raise ValueError(
+            "A memory budget needs a sample input (sample_input=): activation bytes depend on batch and sequence. Give "
+            "what one step of one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
+        )
+    target = device_at_hand() if device is None else resolve_device(device)
+    asked = budget if isinstance(budget, str) else _spell(budget)
+    parsed = _parse(budget, target)
+    setup = Setup(
+        shard_ranks=_shard_ranks(mesh, world_size), optimizer=optimizer, param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, prefetch=prefetch,
+    )  # fmt: skip
+
+    def make() -> Plan:
+        planner = Planner(
+            model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host, loss_fn=loss_fn
+        )
+        return planner.plan(parsed, asked)
+
+    return _same_on_all_ranks(make)
+
+
+def _parse(budget: MemoryBudget | str, device: Device) -> MemoryBudget:
+    if isinstance(budget, MemoryBudget):
+        return budget
+    if budget.strip().lower() == "auto":
+        return MemoryBudget(peak_bytes=int(device.memory_bytes * (1 - AUTO_MARGIN)))
+    return MemoryBudget.parse(budget)
+
+
+def _spell(budget: MemoryBudget) -> str:
+    return f"{budget.fraction:.0%}" if budget.fraction is not None else _gib(budget.peak_bytes or 0)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}GiB" if size >= 2**28 else f"{size / 2**20:.2f}MiB"
+
+
+def _shard_ranks(mesh: Any, world_size: int | None) -> int:
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ()
+        ranks = 1
+        for axis in ("dp_shard", "cp"):
+            if axis in names:
+                ranks *= mesh[axis].size()
+        return ranks if names else mesh.size()
+    if world_size is not None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; it must be >= 1.")
+        return world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 1
+
+
+def _same_on_all_ranks(make: Callable[[], Plan]) -> Plan:
+    """Rank 0 plans; its plan, or its error, is everybody's."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return make()
+    if torch.distributed.get_world_size() == 1:
+        return make()
+    box: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            box = [make()]
+        except Exception as error:  # noqa: BLE001 - handed on to every rank, where it is raised
+            box = [error]
+    torch.distributed.broadcast_object_list(box, src=0)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    return box[0]
+
+
+def _can_skip() -> bool:
+    try:
+        require("scipy.optimize", "plan", "to plan with skipped ops")
+    except MissingExtraError as error:
+        warn_once(f"Plans are made without skipped ops: {error}")
+        return False
+    return True
+
+
+def _as_choice(problem: BlockProblem, words: tuple[str, ...], label: str) -> Choice:
+    keep = sum(1 << k for k, word in enumerate(words) if word == "save")
+    skip = sum(1 << k for k, word in enumerate(words) if word == "skip")
+    return replace(problem.choice(solver.Point(0, 0.0, keep, skip)), label=label)
+
+
+__all__ = ["BudgetError", "Planner", "Setup", "plan_for"]
