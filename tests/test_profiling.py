@@ -169,7 +169,7 @@ def test_report_reads_as_table_json_and_plot(tmp_path):
     report = MemoryProfiler(blocks(32, 64), "cpu").profile((torch.randn(8, 16),), num_runs=1)
     lines = report.table().splitlines()
     assert lines[0].startswith("layer ") and lines[0].endswith("spread") and "freed MB" in lines[0]
-    assert lines[2].startswith("1") and lines[3].startswith("0") and f"{report.peak_bytes / 1e6:.3f} MB" in lines[-1]
+    assert lines[2].startswith("1") and lines[3].startswith("0") and f"{report.peak_bytes / 1e6:.3f} MB" in lines[-2]
     assert "... and 1 more" in report.table(limit=1)
     assert ProfileReport.from_json(report.to_json()) == report
     with pytest.raises(ValueError, match="no profile report"):

@@ -1,0 +1,79 @@
+"""`nemo-like profile`: the measured bytes and times of each layer of a model, from real runs of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_like.config import parse_bytes, parse_dtype
+from nemo_like.models import ModelSource, resolve_model
+from nemo_like.profiling import MemoryProfiler, recommend
+
+HELP = "measure what each layer of a model saves for backward and how long it takes, and what to replay for a budget"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a preset, a config.json or its folder, or module:function")
+    parser.add_argument("--batch-size", type=int, default=1, help="samples (default: 1)")
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens per sample (default: 256)")
+    parser.add_argument("--input-shape", help="for a model without tokens: the shape of its float input, such as 8,3,32,32")
+    parser.add_argument("--layers", nargs="+", help="names (globs) of the layers, instead of those found")
+    parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device (default: cpu)")
+    parser.add_argument("--dtype", default=None, help="dtype of parameters and float inputs (default: float32)")
+    parser.add_argument("--runs", type=int, default=3, help="measured runs (default: 3)")
+    parser.add_argument("--budget", help="print the cheapest layers to replay for this peak of activations, such as 2GB")
+    parser.add_argument("--limit", type=int, help="print only so many of the largest layers")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, help="also draw the profile into this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    dtype = parse_dtype("--dtype", args.dtype)
+    budget = None if args.budget is None else parse_bytes(args.budget)
+    source = resolve_model(args.model)
+    sample = sample_for(source, args.batch_size, args.seq_len, args.input_shape, args.device, dtype)
+    torch.manual_seed(0)
+    model = source.build(device=args.device, dtype=dtype)
+    if hasattr(model, "config") and getattr(model.config, "use_cache", None):
+        model.config.use_cache = False  # training makes no use of a key-value cache; it would count as activations
+    report = MemoryProfiler(model, args.device, layers=args.layers).profile(sample, args.runs)
+    if args.plot is not None:
+        report.plot(args.plot)
+    sys.stdout.write((report.to_json() if args.json else report.table(args.limit)) + "\n")
+    if budget is not None and not args.json:
+        names = recommend(report, budget / 1e6)
+        what = f"replay {len(names)} of {len(report)} layers: {', '.join(names)}" if names else "replay nothing"
+        sys.stdout.write(
+            f"For a peak of activations within {args.budget}: {what}. Predicted peak: "
+            f"{report.predict_peak_bytes(names) / 1e6:.3f} MB.\n"
+        )
+    return 0
+
+
+def sample_for(
+    source: ModelSource,
+    batch_size: int,
+    seq_len: int,
+    input_shape: str | None,
+    device: str,
+    dtype: torch.dtype | None,
+) -> Any:
+    """One training input for `source`: tokens and labels, or random numbers of `input_shape`.
+
+    Raises:
+        ValueError: a size below 1, or a shape that is no list of them.
+    """
+    for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")
+    if input_shape is None:
+        return source.sample_input(batch_size, seq_len, device)
+    words = input_shape.split(",")
+    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        raise ValueError(f"--input-shape is {input_shape!r}; write it like 8,3,32,32.")
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn([int(word) for word in words], generator=generator).to(device, dtype)
