@@ -16,6 +16,7 @@ from nemo_like.recipes.schedule import SCHEDULES
 
 COMPILE_BACKENDS = ("none", "inductor", "aot_eager", "eager")
 RESUME = ("no", "must", "auto")
+INITS = ("host", "sharded")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -43,6 +44,10 @@ class Options:
     compile: str = _option("none", f"compile each layer: {' | '.join(COMPILE_BACKENDS)}")
     dtype: str = _option("float32", "dtype of computing and of gathered parameters; weights and their sum stay float32")
     device: str = _option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one")
+    init: str = _option(
+        "host", "host: each rank builds all weights on the CPU | sharded: each rank makes only its shard (large models)"
+    )
+    cpu_offload: bool = _option(False, "keep weights, gradients and optimizer state in host memory (fsdp2)", bool)
     dp_replicate: int = _option(1, "replicas of the sharded model (HSDP); must divide the number of ranks", int)
     tp: int = _option(1, "ranks that share a layer's matmuls (tensor parallel); must divide the number of ranks", int)
     seq_len: int = _option(256, "tokens per sample", int)
@@ -120,6 +125,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "device": DEVICES,
     "schedule": SCHEDULES,
     "resume": RESUME,
+    "init": INITS,
 }
 _LEAST: Mapping[str, float] = {
     **dict.fromkeys(("dp_replicate", "tp", "seq_len", "batch_size", "grad_accum", "steps", "log_every"), 1),

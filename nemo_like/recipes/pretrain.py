@@ -1,6 +1,10 @@
 """Train a decoder on text, byte by byte: ``python -m nemo_like.recipes.pretrain``, or the same under torchrun.
 
     torchrun --nproc-per-node 2 -m nemo_like.recipes.pretrain --steps 200
+
+The same options give the same run on any number of ranks, up to the order of sums: the batch size is that of all ranks
+together, and weights and data order depend on the seed alone. A run resumed on the same number of ranks repeats the
+uninterrupted one to the bit where the device's kernels are deterministic, as they are on a CPU.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from nemo_like.distributed import launch
+from nemo_like.extras import MissingExtraError
 from nemo_like.recipes.checkpoint import CheckpointError
 from nemo_like.recipes.options import Options, parse_options
 from nemo_like.recipes.progress import memory_kind, memory_peak
@@ -33,12 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("nemo_like").setLevel(logging.INFO)
     options = parse_options(arguments)
-    with joined(options) as ranks:
-        try:
+    try:
+        # An error leaves through `joined`, which then waits for no other rank, and is put into words outside of it.
+        with joined(options) as ranks:
             return train(options, ranks)
-        except (ValueError, CheckpointError, DivergedError, OtherRankError) as error:
-            print(f"[rank {ranks.rank}] error: {error}", file=sys.stderr, flush=True)
-            return BAD_INPUT
+    except (ValueError, MissingExtraError, CheckpointError, DivergedError, OtherRankError) as error:
+        print(f"[rank {launch.rank()}] error: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"[rank {launch.rank()}] interrupted outside of training", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
 
 
 def train(options: Options, ranks: Ranks) -> int:
@@ -80,4 +91,4 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record(main)())  # torchrun then shows the first failing rank's traceback in its own summary

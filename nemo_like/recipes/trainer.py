@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.config import parse_dtype
+from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.distributed.materialize import materialize
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.checkpoint import CheckpointStore
@@ -74,6 +76,7 @@ class Trainer:
         with ranks.together("building the model"):
             self.source = resolve_model(options.model)
             self.model = self._build(self.source)
+        tensor_parallel: dict[str, Any] = {"tp": options.tp} if options.tp > 1 else {}
         self.model = parallelize(
             self.model,
             options.strategy,
@@ -82,9 +85,12 @@ class Trainer:
             compile=False if options.compile == "none" else options.compile,
             param_dtype=parse_dtype("--dtype", options.dtype),
             dp_replicate=options.dp_replicate,
+            cpu_offload=options.cpu_offload,
             device=ranks.device,
-            **({"tp": options.tp} if options.tp > 1 else {}),
+            **tensor_parallel,
         )
+        if options.init == "sharded":
+            materialize(self.model, seed=options.seed)
         self.optimizer = make_optimizer(self.model, options)
         self.step = 0
         self.about = about_run(options, self.text.fingerprint)
@@ -109,7 +115,7 @@ class Trainer:
             )
         # On the CPU, whatever the device: the same seed gives the same weights on each strategy and number of ranks.
         seed_all(self.options.seed)
-        model = source.build("cpu", torch.float32)
+        model = source.build("meta" if self.options.init == "sharded" else "cpu", torch.float32)
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a cache of keys and values is of no use in training
@@ -150,12 +156,14 @@ class Trainer:
                 start = time.perf_counter()
                 self._unread.append(self._train_step(self.step))
                 self.step += 1
-                last = self.step == options.steps
+                first, last = self.step == self.first_step + 1, self.step == options.steps
                 report = last or self.step % options.log_every == 0
                 save = self.store is not None and (last or self.step % options.save_every == 0)
                 signal_seen = self.ranks.largest(stop.requested)
-                if report or save or signal_seen:
-                    self._read_losses()  # before a save: a diverged state must not become the newest checkpoint
+                if first or report or save or signal_seen:
+                    # After the first step, which is not timed, so that none of its work is left for the second; before
+                    # a save, because a diverged state must not become the newest checkpoint.
+                    self._read_losses()
                 self._time(start)
                 if report:
                     progress.step(self.step, self.losses[-1], self.schedule.at(self.step - 1), self.tokens_per_second)
@@ -210,7 +218,7 @@ class Trainer:
                 loss = self._loss(tokens) / options.grad_accum
                 loss.backward()
             total += loss.detach()
-        norm = clip_gradients(self.model, options.clip)
+        norm = clip_grad_norm_(self.model, options.clip or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return torch.stack([total, norm.to(total.device)])
@@ -230,6 +238,8 @@ class Trainer:
         means = self.ranks.sum(mine) / self.ranks.world_size
         for loss, norm in means.tolist():
             if not (math.isfinite(loss) and math.isfinite(norm)):
+                if self.store is not None:
+                    self.store.wait()  # every rank is here: the save before this one may still become complete
                 raise DivergedError(
                     f"Step {self.first_step + len(self.losses) + 1}: the loss is {loss}, the gradient's norm {norm}. "
                     "Lower --lr, lengthen --warmup-steps or clip more; checkpoints from before are untouched."
@@ -297,13 +307,6 @@ def synced_only_if(model: nn.Module, sync: bool) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync)
     yield
-
-
-def clip_gradients(model: nn.Module, limit: float) -> torch.Tensor:
-    """Scale all gradients so that their common norm is at most `limit` (0: no limit); the norm before, 0-dim."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.clip_grad_norm_(parameters, limit or math.inf)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def summarise(trainer: Trainer, peak_bytes: list[int], memory: str, versions: Mapping[str, str]) -> dict[str, Any]:

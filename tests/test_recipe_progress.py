@@ -1,0 +1,62 @@
+"""What a run shows, and what it counts as memory."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import torch
+
+from nemo_like.recipes.progress import Progress, memory_peak, memory_used
+
+CPU = torch.device("cpu")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal_it_prints_lines(capsys: pytest.CaptureFixture[str]):
+    with Progress(0, 200, CPU) as progress:
+        progress.say("hello")
+        progress.step(10, 2.5, 3e-4, 1234.4)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "hello"
+    assert lines[1].startswith("step  10/200  loss 2.5000  lr 3.00e-04  1,234 tokens/s  memory ")
+    assert "peak" in lines[1] and len(lines) == 2
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_on_a_terminal_it_draws_a_bar_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, plain: bool):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal := _Terminal())
+    with Progress(0, 200, CPU, plain=plain) as progress:
+        progress.say("hello")
+        progress.step(10, 2.5, 3e-4, 1234.4)
+    text = terminal.getvalue()
+    assert "hello" in text and "loss 2.5000" in text and "1,234 tokens/s" in text
+    assert ("\x1b[" in text) is not plain  # a bar moves the cursor
+
+
+def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("RANK", "1")
+    with Progress(0, 200, CPU) as progress:
+        progress.say("hello")
+        progress.step(10, 2.5, 3e-4, 1234.4)
+    assert capsys.readouterr().out == ""
+
+
+def test_memory_counts_resident_bytes_of_this_process():
+    before, peak = memory_used(CPU), memory_peak(CPU)
+    assert 2**24 < before <= peak + 2**20  # an interpreter with torch; the two counters are read a moment apart
+    size = 2**28
+    held = torch.ones(size, dtype=torch.uint8)
+    # Pages of other objects come and go meanwhile, by far less than this tolerance of a sixteenth.
+    assert abs(memory_used(CPU) - before - size) < size // 16
+    assert memory_peak(CPU) >= before + size - size // 16
+    del held
+    assert memory_used(CPU) < before + size // 16 <= memory_peak(CPU)
