@@ -8,6 +8,7 @@ with `register`. Values that are as they were cost a comparison and no more.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -177,3 +178,40 @@ class Ambient:
                 stack.enter_context(
                     torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=self._autocast_cache)
                 )
+
+
+# --- Transformer Engine -------------------------------------------------------------------------------------------
+
+_TE_ATTENTION = (
+    "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
+    "transformer_engine.pytorch.attention",
+)
+"""Modules, newest first, whose `_attention_backends` dict caches the attention back end that was chosen last."""
+
+
+def _transformer_engine_attention_cache() -> Restore | None:
+    """Replay chooses as forward did: the cache is put back as forward found it (NeMo Automodel#3330).
+
+    Only where Transformer Engine has been imported by somebody; its cache is private, and absent means nothing to keep.
+    """
+    for name in _TE_ATTENTION:
+        cache = getattr(sys.modules.get(name), "_attention_backends", None)
+        if isinstance(cache, dict):
+            found = dict(cache)
+            return lambda: _dict_contents(cache, found)
+    return None
+
+
+@contextlib.contextmanager
+def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator[None]:
+    present = dict(target)
+    target.clear()
+    target.update(contents)
+    try:
+        yield
+    finally:
+        target.clear()
+        target.update(present)
+
+
+register("transformer-engine attention back end", _transformer_engine_attention_cache)

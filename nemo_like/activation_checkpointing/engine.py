@@ -293,14 +293,14 @@ class _Region:
                 handle.value = handle.value.detach()
 
     def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
-        try:
-            buffers = self.buffers.restored() if self.buffers is not None else nullcontext()
-            with buffers, self.ambient.restored(), torch.enable_grad(), saved_tensors_hooks(self.repack, self.give_lent):
-                with mode or nullcontext():
+        buffers = self.buffers.restored() if self.buffers is not None else nullcontext()
+        with buffers, self.ambient.restored(), torch.enable_grad():
+            try:
+                with saved_tensors_hooks(self.repack, self.give_lent), mode or nullcontext():
                     self.fn(*args, **kwargs)
-        except _Stop as stop:
-            if stop.region is not self:
-                raise
+            except _Stop as stop:  # in here, so that what surrounds it ends as after any other call
+                if stop.region is not self:
+                    raise
         if mode is not None:
             self.check_count(mode)
 
