@@ -7,7 +7,7 @@ installed packages, have is looked up by name and left out where it is absent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -73,9 +73,6 @@ _HIGHER_ORDER = ("flex_attention", "inductor_compiled_code")
 
 _READS_DEVICE = "aten._local_scalar_dense.default"
 _COPIES = ("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device")
-
-ITEM_OP: Op = torch.ops.aten._local_scalar_dense.default
-"""``tensor.item()``: reads the device, and steers Python control flow."""
 
 
 def find_op(name: str) -> Op | None:
@@ -194,7 +191,6 @@ def plain_matmuls() -> frozenset[Op]:
     return _named(_PLAIN_MATMULS)
 
 
-@functools.cache
 def always_saved_ops() -> frozenset[Op]:
     """Operators that are never replayed: their second result may differ, or every rank would have to join in.
 
@@ -292,5 +288,3 @@ def is_device_to_host_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 COPY_OPS: frozenset[Op] = _named(_COPIES)
 """Operators of which a call may be a device-to-host copy."""
-
-Logger = Callable[[str], None]
