@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
+from nemo_like.distributed.slots import bare_name
+
 FROZEN_SHARDING: tuple[str, ...] = ("root", "per_layer", "replicate")
 
 
@@ -70,7 +72,7 @@ def plan_units(
     """Give every parameter of `model` to one unit. Changes nothing; see `shard_layers` for arguments and errors."""
     if frozen_sharding not in FROZEN_SHARDING:
         raise ValueError(f"frozen_sharding is {frozen_sharding!r}; it must be one of {', '.join(FROZEN_SHARDING)}.")
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: bare_name(name) for name, module in model.named_modules()}
     _refuse_sharded(model, names)
     groups = _layer_groups(model, layers, names)
     towers = _frozen_towers(groups)
@@ -103,7 +105,7 @@ def plan_units(
     sharded = [*layer_units, *([tail_unit] if tail_unit else []), root]
     by_dtype = [split for unit in sharded for split in _split(unit, names)]
     top_down = hoisted or bool(by_dtype)
-    return UnitPlan(layer_units, tail_unit, root, by_dtype, replicated, list(towers), top_down)
+    return UnitPlan(layer_units, tail_unit, root, by_dtype, replicated, towers, top_down)
 
 
 def _refuse_sharded(model: nn.Module, names: dict[nn.Module, str]) -> None:
@@ -142,16 +144,16 @@ def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module
     return groups
 
 
-def _frozen_towers(groups: dict[nn.Module, str]) -> set[nn.Module]:
+def _frozen_towers(groups: dict[nn.Module, str]) -> list[nn.Module]:
     """Layers that hold no trainable parameter and that some rank may skip.
 
     A frozen layer counts when its group is known and is not the language model, or, without groups, when other layers
     train: the layers of a wholly frozen stack carry every batch.
     """
-    frozen = {m for m in groups if _has_params(m) and not any(p.requires_grad for p in m.parameters())}
+    frozen = [m for m in groups if _has_params(m) and not any(p.requires_grad for p in m.parameters())]
     if any(groups.values()):
-        return {module for module in frozen if groups[module] != "language"}
-    return set() if len(frozen) == len(groups) else frozen
+        return [module for module in frozen if groups[module] != "language"]
+    return [] if len(frozen) == len(groups) else frozen
 
 
 def _has_params(module: nn.Module) -> bool:
@@ -187,26 +189,30 @@ def _tail(
 
 
 def _find_tail(model: nn.Module, layers: list[nn.Module], names: dict[nn.Module, str]) -> tuple[nn.Module, ...]:
-    inside = {m for layer in layers for m in layer.modules()}
+    order = {module: index for index, module in enumerate(names)}
+    last = max(order[layer] for layer in layers)
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     if head is None:
-        linear = [m for m in model.children() if isinstance(m, nn.Linear) and m not in inside]
-        head = linear[-1] if linear else None
+        # A linear layer after the blocks with one output per token of some embedding; a projector has another size.
+        vocabularies = {m.num_embeddings for m in names if isinstance(m, nn.Embedding)}
+        found = [m for m in names if isinstance(m, nn.Linear) and order[m] > last and m.out_features in vocabularies]
+        head = found[0] if len(found) == 1 else None
+    inside = {m for layer in layers for m in layer.modules()}
     if not isinstance(head, nn.Module) or head not in names or head in inside or not _has_params(head):
         return ()
-    order = list(names)
     stacks = {names[layer].rpartition(".")[0] for layer in layers}
     parents = {stack.rpartition(".")[0] for stack in stacks}
     if len(parents) != 1:
         return (head,)  # several stacks: which one the head follows is not known here
     parent = parents.pop()
-    last = max(order.index(layer) for layer in layers)
     norms = [
         m for m in model.get_submodule(parent).children()
-        if order.index(m) > last and "norm" in type(m).__name__.lower() and _has_params(m)
+        if order[m] > last and "norm" in type(m).__name__.lower() and _has_params(m)
     ]  # fmt: skip
-    return (norms[0], head) if len(norms) == 1 else (head,)
+    # Together where they can be: a unit reduces the gradients of one storage dtype.
+    dtypes = {p.dtype for m in (*norms, head) for p in m.parameters() if p.requires_grad}
+    return (norms[0], head) if len(norms) == 1 and len(dtypes) <= 1 else (head,)
 
 
 def _owners(model: nn.Module, tops: dict[nn.Module, Any]) -> dict[nn.Parameter, set[Any]]:
