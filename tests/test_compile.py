@@ -114,6 +114,13 @@ def test_the_replay_computes_the_matmuls_that_the_policy_drops_and_no_other(back
     assert matmuls_in_backward(full, bool(backend)) - none == (7 if backend else 6) * LAYERS
 
 
+def test_inductor_draws_the_same_dropout_masks_in_its_replay() -> None:
+    """Inductor's masks are its own, so the reference is inductor without checkpointing."""
+    expected = gradients(parallelize(build("plain"), "single", "none", compile="inductor"))
+    torch.compiler.reset()
+    assert same(gradients(parallelize(build("plain"), "single", "selective", compile="inductor")), expected)
+
+
 def test_several_microbatches_of_several_shapes() -> None:
     """Dynamo makes a second, dynamic graph; each region's replay must use the graph of its own forward."""
     reference, model = build("plain"), parallelize(build("plain"), "single", "selective", compile="aot_eager")
