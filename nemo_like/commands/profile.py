@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.config import parse_bytes, parse_dtype
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.profiling import MemoryProfiler, recommend
@@ -20,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a preset, a config.json or its folder, or module:function")
     parser.add_argument("--batch-size", type=int, default=1, help="samples (default: 1)")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per sample (default: 256)")
-    parser.add_argument("--input-shape", help="for a model without tokens: the shape of its float input, such as 8,3,32,32")
+    parser.add_argument("--input-shape", help="without tokens: the shape of the float input, such as 8,3,32,32")
     parser.add_argument("--layers", nargs="+", help="names (globs) of the layers, instead of those found")
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device (default: cpu)")
     parser.add_argument("--dtype", default=None, help="dtype of parameters and float inputs (default: float32)")
     parser.add_argument("--runs", type=int, default=3, help="measured runs (default: 3)")
-    parser.add_argument("--budget", help="print the cheapest layers to replay for this peak of activations, such as 2GB")
+    parser.add_argument("--budget", help="also print the cheapest layers to replay for this peak, such as 2GB")
     parser.add_argument("--limit", type=int, help="print only so many of the largest layers")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, help="also draw the profile into this file")
@@ -38,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     sample = sample_for(source, args.batch_size, args.seq_len, args.input_shape, args.device, dtype)
     torch.manual_seed(0)
     model = source.build(device=args.device, dtype=dtype)
-    if hasattr(model, "config") and getattr(model.config, "use_cache", None):
-        model.config.use_cache = False  # training makes no use of a key-value cache; it would count as activations
+    disable_cache(model)  # training makes no use of a key-value cache; it would count as activations
     report = MemoryProfiler(model, args.device, layers=args.layers).profile(sample, args.runs)
     if args.plot is not None:
         report.plot(args.plot)

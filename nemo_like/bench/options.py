@@ -1,0 +1,50 @@
+"""What every suite is asked with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """One benchmark run, as `nemo-like bench` or a caller asks for it."""
+
+    model: str = "llama-tiny"
+    """A preset, a config.json or its folder, or ``module:function``."""
+    batch_size: int = 2
+    """Samples per step and rank."""
+    seq_len: int = 256
+    """Tokens per sample."""
+    input_shape: tuple[int, ...] | None = None
+    """Shape of the float input of a model that takes no tokens."""
+    device: str | None = None
+    """``cpu`` or a CUDA device; None: the accelerator of this rank, else the CPU."""
+    dtype: torch.dtype | None = None
+    """Dtype of the parameters; None: float32."""
+    strategy: str = "single"
+    """``single``, ``fsdp2`` or ``ddp``."""
+    modes: tuple[str, ...] | None = None
+    """Names of the modes to run; None: every one that can run here. ``none`` is always run: the others are set
+    against it."""
+    budgets: tuple[str, ...] = ("25%", "50%", "75%")
+    """Memory budgets for the planner, as ``ac=`` takes them."""
+    compile: tuple[str, ...] = ()
+    """Compile back ends (``inductor``, ``aot_eager``) to run the modes under as well."""
+    peers: bool = True
+    """Whether to run other implementations where they can be imported."""
+    repeats: int = 5
+    """Measured steps per mode; the modes take turns."""
+    warmup: int = 2
+    """Steps per mode before the measured ones."""
+    threads: int | None = None
+    """CPU threads; None: as they are."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("seq_len", 1), ("repeats", 1), ("warmup", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"BenchOptions.{name} is {value!r}; it must be a whole number >= {least}.")
+        if self.strategy not in ("single", "fsdp2", "ddp"):
+            raise ValueError(f"BenchOptions.strategy is {self.strategy!r}; it must be single, fsdp2 or ddp.")
