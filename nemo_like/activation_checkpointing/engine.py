@@ -38,7 +38,7 @@ from nemo_like.activation_checkpointing.engine_modes import (
     kinds_for,
     map_kept,
     map_tensors,
-    tensors_in,
+    versions,
 )
 from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.module_state import BufferSnapshot
@@ -334,11 +334,7 @@ class _Region:
         return values
 
     def check_version(self, entry: Kept) -> None:
-        if isinstance(entry.value, Tensor):
-            unchanged = entry.value._version == entry.version
-        else:
-            unchanged = [t._version for t in tensors_in(entry.value)] == [v for v in entry.version if type(v) is int]
-        if not unchanged:
+        if versions(entry.value) != entry.version:
             raise RegionError(
                 f"Region {self.name!r}: the kept output of {entry.op} was changed in place after the region ended, so "
                 "backward can't use it. Write the change out of place (x = x + y for x += y), or take the operator "

@@ -139,6 +139,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
+def versions(value: Any) -> Any:
+    """How often the tensors of an operator's output were changed in place."""
+    return value._version if isinstance(value, Tensor) else [tensor._version for tensor in tensors_in(value)]
+
+
 def storages(tensor: Tensor) -> set[int]:
     """What identifies the memory behind `tensor`, through wrapper subclasses (DTensor, quantised types)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -207,7 +212,7 @@ class ForwardMode(_Mode):
         self.kept.append(entry)
         if decision is SAVE:
             entry.value = out
-            entry.version = out._version if isinstance(out, Tensor) else map_tensors(lambda t: t._version, out)
+            entry.version = versions(out)
         elif decision is HOST:
             entry.value = map_tensors(lambda t: OnHost(self.transfer.to_host(t)), out)
             entry.version = frozenset(key for tensor in tensors_in(out) for key in storages(tensor))
@@ -230,7 +235,7 @@ class ForwardMode(_Mode):
                 mine = tensors_in(entry.value)
                 if any(storages(tensor) & written for tensor in mine):
                     entry.value = map_tensors(lambda t: t.detach().clone(memory_format=torch.preserve_format), entry.value)
-                    entry.version = map_tensors(lambda t: t._version, entry.value)
+                    entry.version = versions(entry.value)
                     entry.private = True
 
 
