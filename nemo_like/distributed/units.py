@@ -189,6 +189,8 @@ def _tail(
 
 
 def _find_tail(model: nn.Module, layers: list[nn.Module], names: dict[nn.Module, str]) -> tuple[nn.Module, ...]:
+    if not layers:
+        return ()
     order = {module: index for index, module in enumerate(names)}
     last = max(order[layer] for layer in layers)
     get_head = getattr(model, "get_output_embeddings", None)

@@ -1,0 +1,134 @@
+"""The norm of a sharded model's gradients is the norm of the whole model's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.distributed.mesh import build_mesh
+from nemo_like.distributed.shard import shard_layers
+from tests_distributed.spawn import run_ranks
+from tests_distributed.tiny import Decoder, tokens, whole
+
+NORMS = (2.0, 1.0, 3.5, math.inf)
+
+
+def _single() -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(layers=2, width=6)  # 6 over 4 ranks: some shards are empty
+    model(tokens()).backward()
+    return model
+
+
+def _sharded(rank: int, world_size: int, replicas: int, foreach: bool | None) -> None:
+    for norm_type in NORMS:
+        expected = _single()
+        torch.manual_seed(0)
+        model = Decoder(layers=2, width=6)
+        shard_layers(model, list(model.layers), build_mesh(dp_replicate=replicas))
+        model(tokens()).backward()
+        want = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.05, norm_type)
+        norm = clip_grad_norm_(model, 0.05, norm_type, foreach=foreach)
+        assert type(norm) is torch.Tensor and norm.shape == ()
+        # Sums over shards, then over ranks: float32 in another order than on one device.
+        torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
+        for found, param in zip(model.parameters(), expected.parameters()):
+            torch.testing.assert_close(whole(found.grad), param.grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(("world_size", "replicas", "foreach"), [(2, 1, None), (4, 1, False), (4, 2, True)])
+def test_sharded_equals_whole(world_size: int, replicas: int, foreach: bool | None) -> None:
+    run_ranks(world_size, _sharded, replicas, foreach)
+
+
+def _mixed_meshes(rank: int, world_size: int) -> None:
+    """FSDP x TP beside FSDP alone, replicated, partial and plain: each gradient counts once."""
+    mesh = build_mesh(tp=2)
+    torch.manual_seed(0)
+    whole_gradients = [torch.randn(8, 4) for _ in range(6)]
+    params = []
+    layouts = [
+        (mesh, (Shard(0), Shard(1))),
+        (mesh, (Replicate(), Shard(1))),
+        (mesh["dp_shard"], (Shard(0),)),
+        (mesh["tp"], (Replicate(),)),
+        (mesh["tp"], (Partial(),)),
+    ]
+    for gradient, (where, placements) in zip(whole_gradients, layouts):
+        partial = any(placement.is_partial() for placement in placements)
+        if partial:
+            sharded = DTensor.from_local(gradient / where.size(), where, placements)
+        else:
+            sharded = distribute_tensor(gradient.clone(), where, placements)
+        param = nn.Parameter(
+            distribute_tensor(torch.zeros(8, 4), where, [Replicate()] * where.ndim if partial else placements)
+        )
+        param.grad = sharded
+        params.append(param)
+    plain = nn.Parameter(torch.zeros(8, 4))
+    plain.grad = whole_gradients[5].clone()
+    without = nn.Parameter(distribute_tensor(torch.zeros(8, 4), mesh["dp_shard"], (Shard(0),)))
+    expected = torch.stack(whole_gradients).norm()
+    norm = clip_grad_norm_([*params, plain, without], 1.0)
+    torch.testing.assert_close(norm, expected)
+    for param, gradient in zip([*params, plain], whole_gradients):
+        torch.testing.assert_close(whole(param.grad), gradient / (expected + 1e-6))
+
+
+def test_mixed_meshes() -> None:
+    run_ranks(4, _mixed_meshes)
+
+
+def _only_one_rank_has_a_gradient(rank: int, world_size: int) -> float:
+    mesh = build_mesh()
+    param = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, (Shard(0),)))
+    if rank == 0:
+        param.grad = distribute_tensor(torch.ones(4), mesh, (Shard(0),), src_data_rank=None)
+    return clip_grad_norm_(param, 1.0).item()
+
+
+def test_a_rank_without_the_gradient_still_takes_part() -> None:
+    assert run_ranks(2, _only_one_rank_has_a_gradient, timeout=20) == [pytest.approx(math.sqrt(2))] * 2
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plain_tensors_are_as_in_torch(norm_type: float, dtype: torch.dtype) -> None:
+    ours, theirs = _single().to(dtype), _single().to(dtype)
+    found = clip_grad_norm_(ours.parameters(), 0.05, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05, norm_type)
+    # The norm is kept in float32: its p-th power and root round once more than torch's own.
+    torch.testing.assert_close(found.to(dtype), expected, rtol=1e-6, atol=0)
+    for one, other in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=0)
+
+
+def test_bfloat16_gradients_are_added_in_float32() -> None:
+    param = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    param.grad = torch.full_like(param, 0.01)
+    value = param.grad[0].item()
+    assert clip_grad_norm_(param, 1e9).item() == pytest.approx(64 * value, rel=1e-6)
+    assert param.grad[0].item() == value  # below the limit: unchanged
+
+
+def test_edges() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    assert clip_grad_norm_([], 1.0).item() == 0.0
+    assert clip_grad_norm_(param, 1.0).item() == 0.0
+    param.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_(param, math.inf).item() == 5.0
+    assert param.grad.tolist() == [3.0, 4.0]
+    clip_grad_norm_(param, 0.0)
+    assert param.grad.tolist() == [0.0, 0.0]
+    param.grad = torch.tensor([math.nan, 1.0])
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
+    assert param.grad[1] == 1.0
+    for bad in ({"max_norm": -1.0}, {"max_norm": math.nan}, {"max_norm": 1.0, "norm_type": 0.0}):
+        with pytest.raises(ValueError, match="it must be >"):
+            clip_grad_norm_(param, **bad)
