@@ -205,7 +205,9 @@ def test_blocks_behind_checkpoint_wrappers() -> None:
     model = Holder(layers=nn.ModuleList(CheckpointWrapper(Block()) for _ in range(2)))
     found = find_layers(model)
     assert [layer.fqn for layer in found] == ["layers.0", "layers.1"]
-    assert all(isinstance(layer.module, CheckpointWrapper) for layer in found), "what the parent calls is what is sharded"
+    assert all(isinstance(layer.module, CheckpointWrapper) for layer in found), (
+        "what the parent calls is what is sharded"
+    )
 
 
 def test_compiled_model_keeps_its_names() -> None:
@@ -297,7 +299,9 @@ def test_nothing_found_lists_the_candidates() -> None:
 
 def towers() -> tuple[Layer, ...]:
     model = Holder(
-        vision_tower=Holder(layers=blocks(2)), audio_tower=Holder(layers=blocks(3)), language_model=Holder(layers=blocks(4))
+        vision_tower=Holder(layers=blocks(2)),
+        audio_tower=Holder(layers=blocks(3)),
+        language_model=Holder(layers=blocks(4)),
     )
     return find_layers(model)
 
@@ -323,7 +327,9 @@ def test_scope_that_selects_nothing_says_what_there_is() -> None:
         select_layers(found, "vision")
 
 
-@pytest.mark.parametrize(("scope", "error"), [("visoin", ValueError), ([], ValueError), (3, TypeError), ([3], TypeError)])
+@pytest.mark.parametrize(
+    ("scope", "error"), [("visoin", ValueError), ([], ValueError), (3, TypeError), ([3], TypeError)]
+)
 def test_wrong_scopes(scope: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="scope"):
         select_layers(towers(), scope)  # type: ignore[arg-type]

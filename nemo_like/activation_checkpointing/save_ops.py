@@ -45,7 +45,10 @@ _SCALED_MATMULS = (
 _PLAIN_MATMULS = ("aten.mm.default", "aten.linear.default", "aten._grouped_mm.default")
 _ROUTING = ("aten.topk.default",)
 _SCALES = ("aten.max.default",)
+# Tensor parallelism's own sum of a row-wise linear is among them; its all-gather (sequence parallelism) is not: keeping
+# the gathered sequence on every rank would undo what cutting it saves.
 _COLLECTIVES = (
+    "_c10d_functional.all_reduce.default",
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
 )

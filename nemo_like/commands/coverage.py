@@ -125,7 +125,7 @@ def look_at(model_type: str, model: nn.Module) -> Row:
 
 
 def share_inside(model: nn.Module, layers: list[nn.Module]) -> float:
-    """Share of the parameters of `model` inside `layers`; embeddings (classes so named) and output heads do not count."""
+    """Share of the parameters of `model` inside `layers`; embeddings and output heads do not count."""
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     vocabularies = _vocabulary_sizes(getattr(model, "config", None))
     embedding: set[int] = set()
@@ -140,7 +140,7 @@ def share_inside(model: nn.Module, layers: list[nn.Module]) -> float:
 
 
 def _vocabulary_sizes(config: object) -> set[int]:
-    """Every ``*vocab_size`` in a configuration and its sub-configurations: a projection to one is an output embedding."""
+    """Every ``*vocab_size`` of a configuration, sub-configurations included: a linear as wide is an output head."""
     sizes: set[int] = set()
     for name, value in vars(config).items() if config is not None else ():
         if name.endswith("vocab_size") and isinstance(value, int):
@@ -195,17 +195,21 @@ def to_markdown(rows: list[Row]) -> str:
         "Made by `nemo-like coverage --output docs/model-coverage.md`; do not edit by hand.",
         "",
         f"transformers {version} knows {len(rows)} model types for `AutoModel`. {len(built)} build from their default "
-        f"configuration on the meta device here. In {len(good)} of these every checkpointable block lies in a layer, no "
-        f"layers overlap, and at least {LEAST_SHARE:.0%} of the non-embedding parameters lie inside the layers.",
+        f"configuration on the meta device here. In {len(good)} of these every checkpointable block lies in a layer, "
+        f"no layers overlap, and at least {LEAST_SHARE:.0%} of the non-embedding parameters lie inside the layers.",
         "",
-        "Embeddings, which do not count: modules whose class name says so, and output heads (linear layers named so, or as "
-        "wide as a vocabulary), unless they lie inside a layer.",
+        "Embeddings, which do not count: modules whose class name says so, and output heads (linear layers named so, "
+        "or as wide as a vocabulary), unless they lie inside a layer.",
         "",
         "## Exceptions",
         "",
         "| model type | share inside | reason |",
         "|---|---|---|",
-        *(f"| {row.model_type} | {row.share:.1%} | {EXCEPTIONS[row.model_type]} |" for row in rows if row.model_type in EXCEPTIONS),
+        *(
+            f"| {row.model_type} | {row.share:.1%} | {EXCEPTIONS[row.model_type]} |"
+            for row in rows
+            if row.model_type in EXCEPTIONS
+        ),
         "",
         "## Layers found",
         "",

@@ -1,4 +1,4 @@
-"""Which modules of a model are its repeated layers: named by the caller, declared by the model, or found by structure."""
+"""Which modules are a model's repeated layers: named by the caller, declared by the model, or found by structure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Layer:
     """``language`` | ``vision`` | ``audio`` | ``other``."""
 
 
-def find_layers(model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module | None = None) -> tuple[Layer, ...]:
+def find_layers(
+    model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module | None = None
+) -> tuple[Layer, ...]:
     """The repeated layers of `model`, in registration order, none nested in another and each object once.
 
     In this order: `layers`, if given; else what a Hugging Face model declares (subclasses of its checkpointable layer
@@ -115,9 +117,9 @@ class _Finder:
             if has_declared_base(child):
                 candidates.setdefault(name, Child(name, child))
         by_class: dict[type, list[Child]] = {}
-        for child in candidates.values():
-            if is_callable(child.module):
-                by_class.setdefault(class_of(child.module), []).append(child)
+        for candidate in candidates.values():
+            if is_callable(candidate.module):
+                by_class.setdefault(class_of(candidate.module), []).append(candidate)
         return {
             child.name
             for siblings in by_class.values()

@@ -34,8 +34,8 @@ def group_of(root: nn.Module, fqn: str) -> str:
 
     The ancestor nearest to the layer that says something decides: by the words in its name (``vision_tower``), by
     owning a token embedding (language: this tells a speech model's text decoder from its encoder), by what a Hugging
-    Face tower declares to take, or by the words in its class name. Where nothing says anything, a model that convolves
-    in two dimensions and embeds nothing is ``vision``, any other ``language``: a plain decoder need not call itself one.
+    Face tower declares to take, or by the words in its class name. Where nothing says anything, a model that
+    convolves in two dimensions and embeds nothing is ``vision``, any other ``language``: a decoder need not say so.
     """
     path: list[tuple[str, nn.Module]] = [("", root)]
     for name in fqn.split("."):

@@ -45,8 +45,8 @@ def select_layers(
         trainable = [layer for layer in selected if not is_frozen(layer.module)]
         if not trainable:
             raise ValueError(
-                f"scope {scope!r} selects only fully frozen layers ({_inventory(selected)}): no gradient is computed in "
-                "them, so there is nothing to checkpoint. Train something in them, or choose another scope."
+                f"scope {scope!r} selects only fully frozen layers ({_inventory(selected)}): no gradient is computed "
+                "in them, so there is nothing to checkpoint. Train something in them, or choose another scope."
             )
         return tuple(trainable)
     return tuple(selected)
@@ -69,4 +69,6 @@ def _parse_scope(scope: str | Iterable[str]) -> list[str]:
 
 def _inventory(found: Sequence[Layer]) -> str:
     counts = Counter(layer.group for layer in found)
-    return ", ".join(f"{count} {group} layer{'s' if count > 1 else ''}" for group, count in counts.items()) or "no layers"
+    return (
+        ", ".join(f"{count} {group} layer{'s' if count > 1 else ''}" for group, count in counts.items()) or "no layers"
+    )

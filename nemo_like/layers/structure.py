@@ -48,7 +48,7 @@ def is_callable(module: nn.Module) -> bool:
 
 
 def is_container(module: nn.Module) -> bool:
-    """A module that only holds siblings: `ModuleList`, `ModuleDict`, or a bare `nn.Module` with digit-named children."""
+    """A module that only holds siblings: `ModuleList`, `ModuleDict`, a bare `nn.Module` with digit-named children."""
     inner = bare(module)
     if isinstance(inner, nn.ModuleList | nn.ModuleDict):
         return True

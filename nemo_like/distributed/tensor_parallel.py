@@ -1,0 +1,241 @@
+"""Tensor parallelism: each rank of the ``tp`` axis holds a part of every large weight and all of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from nemo_like.distributed.tp_plan import Rule, resolve_plan
+from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients
+from nemo_like.layers import Layer, find_layers
+
+_MARK = "_nemo_like_tensor_parallel"
+# Styles whose form under sequence parallelism is known.
+_UNDERSTOOD = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str | ParallelStyle] | None = None,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> nn.Module:
+    """Cut the weights of `model` over the ranks of `mesh`, in place; returns it.
+
+    Call it on the bare model, before checkpointing and before FSDP. Every rank must hold the same weights (or the model
+    be on the meta device), and see the same data. Weights that the plan does not name stay whole on every rank.
+
+    Args:
+        model: any Hugging Face model with a plan of its own, or any model with `plan`.
+        mesh: the one-dimensional tensor-parallel mesh, such as ``mesh["tp"]``. With one rank nothing is done.
+        plan: FQN pattern (``*`` within one dotted segment) of modules to a `ParallelStyle` of torch or the name of a
+            style (`tp_styles.known_styles`); None: the model's ``tp_plan``, else ``config.base_model_tp_plan``.
+        sequence_parallel: between attention and MLP, each rank keeps its part of the sequence (dim 1 of (B, S, D)), so
+            that norms and residuals are neither computed nor kept on every rank. S must be divisible by the ranks.
+            After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
+        loss_parallel: leave the logits cut by vocabulary, as a DTensor; compute the loss under
+            `torch.distributed.tensor.parallel.loss_parallel`.
+
+    Raises:
+        ValueError: no plan; an unknown style; a pattern that matches nothing; heads or sizes not divisible by the
+            ranks; a mesh of more than one axis; a model that is tensor-parallel already; an option the plan does not
+            allow. The model is unchanged then.
+        TypeError: `mesh` is no `DeviceMesh`, or the plan no mapping of styles.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; it must be the tensor-parallel DeviceMesh, such as mesh['tp']."
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh has the axes {mesh.mesh_dim_names}; pass the tensor-parallel one, mesh['tp'].")
+    if hasattr(model, _MARK) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("The model is tensor-parallel or sharded already; apply tensor parallelism first, and once.")
+    rules = resolve_plan(model, plan, mesh.size())
+    layers = find_layers(model) if sequence_parallel else ()
+    if sequence_parallel:
+        _check_sequence_parallel(layers, rules)
+    if loss_parallel:
+        rules = _with_cut_logits(model, rules)
+    if mesh.size() == 1:
+        return model
+
+    ties = _ties(model)
+    if sequence_parallel:
+        _cut_sequences(layers, rules, mesh)
+    for rule in rules:
+        _apply_rule(rule, mesh, sequence_parallel and any(rule.fqn.startswith(layer.fqn + ".") for layer in layers))
+    _tie_again(model, ties)
+    setattr(model, _MARK, True)
+    return model
+
+
+def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
+    style = rule.style
+    if rule.parameter is not None:
+        assert isinstance(style, InstalledStyle)
+        style.shard(rule.module, rule.parameter, mesh)
+        return
+    if cut_output and rule.style_name == "rowwise":
+        style = RowwiseParallel(output_layouts=Shard(1))  # the sum goes out cut along the sequence: reduce-scatter
+    # No rank sends its weights: all hold the same, as FSDP2 assumes too.
+    parallelize_module(rule.module, mesh, style, src_data_rank=None)
+
+
+# ---------------------------------------------------------------------------------------------------- sequence parallel
+
+
+def _check_sequence_parallel(layers: tuple[Layer, ...], rules: list[Rule]) -> None:
+    for layer in layers:
+        inside = [rule for rule in rules if rule.fqn.startswith(layer.fqn + ".")]
+        odd = [
+            rule for rule in inside if rule.style_name not in ("colwise", "rowwise", "replicated_with_grad_allreduce")
+        ]
+        if odd:
+            raise ValueError(
+                f"sequence_parallel=True and {odd[0].fqn!r} has the style {odd[0].style_name!r}: there, only "
+                f"{', '.join(_UNDERSTOOD)} are understood. Leave sequence_parallel off for this model."
+            )
+        if not any(rule.style_name == "rowwise" for rule in inside):
+            raise ValueError(f"sequence_parallel=True, but the plan cuts nothing in the layer {layer.fqn!r}.")
+        if any("." not in rule.fqn.removeprefix(layer.fqn + ".") for rule in inside):
+            raise ValueError(
+                f"sequence_parallel=True, but the layer {layer.fqn!r} holds cut linears itself, not in an attention or "
+                "MLP module: there is no place inside it where the sequence could be whole."
+            )
+
+
+def _cut_sequences(layers: tuple[Layer, ...], rules: list[Rule], mesh: DeviceMesh) -> None:
+    """Cut the residual stream along the sequence where each stack of layers begins, and put it together at its end.
+
+    Inside a layer, the modules that own cut linears (attention, MLP) see the whole sequence; all others see a part, so
+    the gradients of their parameters are summed over the ranks.
+    """
+    stacks: dict[str, list[Layer]] = {}
+    for layer in layers:
+        stacks.setdefault(layer.fqn.rpartition(".")[0], []).append(layer)
+    for stack in stacks.values():
+        stack[0].module.register_forward_pre_hook(_on_first_tensor(_Cut(mesh)), with_kwargs=True)
+        stack[-1].module.register_forward_hook(_gather_output(mesh))
+    for layer in layers:
+        owners = {rule.fqn.rpartition(".")[0] for rule in rules if rule.fqn.startswith(layer.fqn + ".")}
+        owners = {name for name in owners if not any(name.startswith(other + ".") for other in owners)}
+        planned = {rule.fqn for rule in rules}
+        for name, module in layer.module.named_modules(prefix=layer.fqn):
+            in_owner = any(name.startswith(owner + ".") for owner in owners)
+            if name in owners:
+                whole = all(f"{name}.{inner}" in planned for inner, part in module.named_modules() if _is_linear(part))
+                module.register_forward_pre_hook(_on_first_tensor(_Gather(mesh, keep=whole)), with_kwargs=True)
+            elif not in_owner and any(parameter is not None for parameter in module._parameters.values()):
+                SummedGradients()._apply(module, mesh)
+
+
+class _Cut:
+    """This rank's part of a sequence that all ranks hold whole; (B, S, D) to (B, S / ranks, D)."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[1] % self.mesh.size():
+            raise ValueError(
+                f"sequence_parallel=True needs a sequence length divisible by the {self.mesh.size()} tensor-parallel "
+                f"ranks, and got {x.shape[1]}; pad the batch."
+            )
+        whole = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(1)]).to_local()
+
+
+class _Gather:
+    """The whole sequence from every rank's part; (B, S / ranks, D) to (B, S, D).
+
+    `keep` hands it on as a DTensor. Where only cut linears read it, their gradients then stay partial sums until here
+    and are reduced once, cut along the sequence; each of them would otherwise reduce its own over the whole sequence.
+    """
+
+    def __init__(self, mesh: DeviceMesh, keep: bool = False) -> None:
+        self.mesh, self.keep = mesh, keep
+
+    def __call__(self, x: Tensor) -> Tensor:
+        whole = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
+        return whole if self.keep else whole.to_local()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _on_first_tensor(change: Any) -> Any:
+    """A forward pre-hook that changes the hidden states: the first tensor among the arguments."""
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        for index, value in enumerate(args):
+            if isinstance(value, Tensor):
+                return (*args[:index], change(value), *args[index + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return args, kwargs | {name: change(value)}
+        raise ValueError(f"sequence_parallel=True, but {type(_module).__name__} was called without a tensor.")
+
+    return hook
+
+
+def _gather_output(mesh: DeviceMesh) -> Any:
+    gather = _Gather(mesh)
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return (gather(output[0]), *output[1:]) if isinstance(output, tuple) else gather(output)
+
+    return hook
+
+
+# ----------------------------------------------------------------------------------------------- loss and tied weights
+
+
+def _with_cut_logits(model: nn.Module, rules: list[Rule]) -> list[Rule]:
+    """`rules` with an output head that leaves its logits cut by vocabulary."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    for index, rule in enumerate(rules):
+        is_head = rule.module is head or (head is None and "." not in rule.fqn and isinstance(rule.module, nn.Linear))
+        if is_head and isinstance(rule.style, ColwiseParallel):
+            cut = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+            return [*rules[:index], Rule(rule.fqn, cut, rule.style_name, rule.module), *rules[index + 1 :]]
+    raise ValueError(
+        "loss_parallel=True, but the plan does not cut the output head by vocabulary; add it, such as "
+        "{'lm_head': 'colwise_gather_output'}."
+    )
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where each parameter that is registered more than once is registered."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
+    """Cutting replaces parameters one by one; those that were one object become one again."""
+    for (first, first_name), *others in ties:
+        kept = first._parameters[first_name]
+        assert kept is not None
+        for module, name in others:
+            other = module._parameters[name]
+            if other is kept:
+                continue
+            placements = [getattr(parameter, "placements", None) for parameter in (kept, other)]
+            if placements[0] != placements[1]:
+                raise RuntimeError(f"Tied weights were cut in two ways, {placements}: this is a bug in resolve_plan.")
+            module._parameters[name] = kept
+
+
+__all__ = ["apply_tensor_parallel"]

@@ -1,0 +1,231 @@
+"""Which module of a model gets which tensor-parallel style, and whether its sizes allow that. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from nemo_like.config import did_you_mean
+from nemo_like.distributed.tp_styles import COLWISE, ROWWISE, InstalledStyle, installed_styles, known_styles, make_style
+from nemo_like.layers.names import glob_to_regex
+from nemo_like.log import warn_once
+
+# What attention modules call their numbers of heads.
+_HEADS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One module or parameter of the model and what is done with it."""
+
+    fqn: str
+    style: ParallelStyle
+    style_name: str
+    """The name in the plan; the class name where the plan holds an object."""
+    module: nn.Module
+    parameter: str | None = None
+    """Set where the rule names a single parameter of `module`."""
+
+
+def resolve_plan(model: nn.Module, plan: Mapping[str, str | ParallelStyle] | None, tp_size: int) -> list[Rule]:
+    """The rules for `model`, checked.
+
+    Args:
+        model: the whole model; nothing in it is wrapped yet.
+        plan: FQN pattern (``*`` within one dotted segment) to style or style name; None: the model's own ``tp_plan``,
+            else its config's ``base_model_tp_plan``.
+        tp_size: ranks of the tensor-parallel axis.
+
+    Raises:
+        ValueError: there is no plan; a style is unknown; a pattern of the caller's plan matches nothing; a size or a
+            number of heads is not divisible by `tp_size`; tied weights that the plan would untie.
+        TypeError: the plan is no mapping, or holds something that is no style.
+    """
+    own = plan is None
+    wanted = _own_plan(model) if own else plan
+    if not isinstance(wanted, Mapping):
+        raise TypeError(f"plan is a {type(wanted).__name__}; it must map FQN patterns to styles or their names.")
+    if not wanted:
+        raise ValueError(
+            f"This {type(model).__name__} brings no tensor-parallel plan (tp_plan, config.base_model_tp_plan). Give "
+            "one: plan={'layers.*.q_proj': 'colwise', 'layers.*.o_proj': 'rowwise', ...}."
+        )
+    rules = [rule for pattern, style in wanted.items() for rule in _rules(model, pattern, style, own)]
+    if not rules:
+        raise ValueError(
+            f"The tensor-parallel plan matches nothing in this {type(model).__name__}: {', '.join(wanted)}."
+        )
+    named_twice = {rule.fqn: rule for rule in rules}  # a later pattern refines an earlier one
+    rules = [rule for rule in rules if named_twice[rule.fqn] is rule]
+    rules = _with_tied_partners(model, rules)
+    for rule in rules:
+        _check_sizes(model, rule, tp_size)
+    # Parameters first: a module's own style then sees which of them are cut already.
+    return sorted(rules, key=lambda rule: rule.parameter is None)
+
+
+def _own_plan(model: nn.Module) -> Mapping[str, str]:
+    plan = getattr(model, "tp_plan", None)
+    if isinstance(plan, Mapping) and plan:
+        return plan
+    base_plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+    return {f"{prefix}{pattern}": style for pattern, style in base_plan.items()}
+
+
+def _rules(model: nn.Module, pattern: str, style: Any, own: bool) -> Iterator[Rule]:
+    if not isinstance(style, str | ParallelStyle):
+        raise TypeError(f"The style of {pattern!r} is {style!r}; it must be a ParallelStyle or the name of one.")
+    name = style if isinstance(style, str) else type(style).__name__
+    if isinstance(style, str) and make_style(style) is None:
+        raise ValueError(
+            f"The tensor-parallel style {style!r} (of {pattern!r}) is unknown; known are {', '.join(known_styles())}."
+            + did_you_mean(style, known_styles())
+        )
+    text_config = _text_config(model)
+    regex = glob_to_regex(pattern)
+    found = False
+    for fqn, module in model.named_modules():
+        if regex.fullmatch(fqn):
+            found = True
+            yield Rule(fqn, _made(style, text_config), name, module)
+        for parameter in module._parameters:
+            full = f"{fqn}.{parameter}" if fqn else parameter
+            if regex.fullmatch(full) and module._parameters[parameter] is not None:
+                found = True
+                yield _parameter_rule(full, module, parameter, style, name, text_config)
+    if not found and not own:
+        raise ValueError(
+            f"The plan's pattern {pattern!r} matches no module and no parameter of this {type(model).__name__}."
+        )
+    if not found:
+        warn_once(
+            f"The tensor-parallel plan of {type(model).__name__} has {pattern!r}, which this instance lacks: left out."
+        )
+
+
+def _parameter_rule(fqn: str, module: nn.Module, parameter: str, style: Any, name: str, config: Any) -> Rule:
+    """A rule for a bare parameter (fused experts, attention sinks): only transformers' styles can cut one by itself."""
+    made = style if isinstance(style, InstalledStyle) else _installed(name, config)
+    if made is None:
+        raise ValueError(
+            f"The plan gives the single parameter {fqn!r} the style {name!r}, which here applies to whole modules; "
+            f"name {fqn.rpartition('.')[0]!r} instead."
+        )
+    return Rule(fqn, made, name, module, parameter)
+
+
+def _made(style: str | ParallelStyle, config: Any = None) -> ParallelStyle:
+    """The style itself, where its name is known to be known."""
+    made = make_style(style, config) if isinstance(style, str) else style
+    assert made is not None
+    return made
+
+
+def _installed(name: str, config: Any) -> InstalledStyle | None:
+    styles = installed_styles()
+    return InstalledStyle(name, styles[name], config) if name in styles else None
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    return get_text_config() if callable(get_text_config) else config
+
+
+def _with_tied_partners(model: nn.Module, rules: list[Rule]) -> list[Rule]:
+    """Keep tied weights tied: an output head that is cut by vocabulary takes the embedding it shares with it along.
+
+    Raises ValueError for any other parameter that a rule would cut and a module without a matching rule shares.
+    """
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None and not any(module is other for _, other in owners.get(id(parameter), [])):
+                owners.setdefault(id(parameter), []).append((fqn, module))
+    by_fqn = {rule.fqn: rule for rule in rules}
+    added: list[Rule] = []
+    for rule in rules:
+        if rule.parameter is not None or rule.style_name not in COLWISE | ROWWISE | {
+            "embedding_rowwise",
+            "embedding_colwise",
+        }:
+            continue
+        weight = rule.module._parameters.get("weight")
+        for fqn, module in owners.get(id(weight), []):
+            if fqn in by_fqn or module is rule.module:
+                continue
+            partner = _partner_style(rule, module)
+            if partner is None:
+                raise ValueError(
+                    f"{rule.fqn!r} shares its weight with {fqn!r}, which the tensor-parallel plan leaves whole: give "
+                    f"{fqn!r} a style that cuts the same dimension, or untie the two."
+                )
+            by_fqn[fqn] = Rule(fqn, _made(partner), partner, module)
+            added.append(by_fqn[fqn])
+    return rules + added
+
+
+def _partner_style(rule: Rule, partner: nn.Module) -> str | None:
+    if rule.style_name in COLWISE and isinstance(partner, nn.Embedding):
+        return "embedding_rowwise"  # (V, D): the head's output features are the embedding's rows
+    if rule.style_name == "embedding_rowwise" and isinstance(partner, nn.Linear):
+        return "colwise_gather_output"
+    return None
+
+
+def _check_sizes(model: nn.Module, rule: Rule, tp_size: int) -> None:
+    """Raise ValueError where `rule` cannot cut its module into `tp_size` equal parts."""
+    module, style = rule.module, rule.style
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ValueError(
+            f"{rule.fqn!r} is a {type(module).__name__}; the style {rule.style_name!r} cuts nn.Linear and nn.Embedding."
+            " Merge adapters first, or take it out of the plan."
+        )
+    # (out, in) of a Linear and (V, D) of an Embedding; rowwise cuts an Embedding along its rows.
+    dim = int(isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding))
+    size = module.weight.shape[dim]
+    if size % tp_size:
+        raise ValueError(
+            f"{rule.fqn!r} has {size} {'input' if dim else 'output'} features, not divisible by tp={tp_size}; choose a "
+            "tp size that divides them, or take the module out of the plan."
+        )
+    if rule.style_name in ("colwise", "ColwiseParallel") and isinstance(module, nn.Linear):
+        _check_heads(model, rule, module, tp_size)
+
+
+def _check_heads(model: nn.Module, rule: Rule, module: nn.Linear, tp_size: int) -> None:
+    """Each rank must get whole heads: a cut through a head computes another attention without any error."""
+    parent = model.get_submodule(rule.fqn.rpartition(".")[0])
+    sources = [parent, *([parent.config] if hasattr(parent, "config") and hasattr(parent, "head_dim") else [])]
+    for source in sources:
+        for name in _HEADS:
+            heads = getattr(source, name, None)
+            if isinstance(heads, int) and not isinstance(heads, bool) and heads % tp_size:
+                raise ValueError(
+                    f"{rule.fqn!r} belongs to an attention with {name}={heads}, not divisible by tp={tp_size}: a rank "
+                    "would get part of a head. Choose a tp size that divides the numbers of heads."
+                )
+    head_dim = getattr(parent, "head_dim", None)
+    features = module.weight.shape[0]
+    if isinstance(head_dim, int) and head_dim > 0 and features % head_dim == 0 and (features // head_dim) % tp_size:
+        raise ValueError(
+            f"{rule.fqn!r} computes {features // head_dim} heads of {head_dim}, not divisible by tp={tp_size}: a rank "
+            "would get part of a head. Choose a tp size that divides the numbers of heads."
+        )

@@ -1,0 +1,355 @@
+"""Tensor parallelism on gloo ranks: equal to one rank under every checkpointing mode, collectives not replayed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_like import apply_activation_checkpointing
+from nemo_like.distributed.mesh import build_mesh
+from nemo_like.distributed.shard import shard_layers
+from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
+from nemo_like.layers import find_layers
+from tests_distributed.spawn import run_ranks
+
+MODES = ("none", "full", "selective", "submodule")
+VOCAB, DIM, HEADS = 64, 32, 4
+
+
+class Attention(nn.Module):
+    """As GPT-2's, with separate projections, and heads counted from what is there: (B, T, D) to (B, T, D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.head_dim = HEADS, DIM // HEADS
+        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(DIM), Attention(), nn.LayerNorm(DIM), MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class PlainDecoder(nn.Module):
+    """GPT-2 by structure, plain PyTorch: token ids (B, T) to logits (B, T, V); the head is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(64, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+PLAIN_PLAN = {
+    "blocks.*.attn.[qkv]": "colwise",
+    "blocks.*.attn.out": "rowwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+def build(name: str, **more: object) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "plain":
+        return PlainDecoder()
+    import transformers as hf
+
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": DIM,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    } | more
+    config = {
+        "llama": hf.LlamaConfig,
+        "qwen3": lambda **values: hf.Qwen3Config(tie_word_embeddings=True, **values),
+        "mixtral": lambda **values: hf.MixtralConfig(num_local_experts=4, **values),
+    }[name](**common)
+    return hf.AutoModelForCausalLM.from_config(config)
+
+
+def plan_of(name: str) -> dict | None:
+    return PLAIN_PLAN if name == "plain" else None
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    output = model(ids)
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    clean = lambda name: name.replace("_checkpoint_wrapped_module.", "")  # noqa: E731
+    return {clean(name): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(
+    model: nn.Module, loss: torch.Tensor, reference: nn.Module, expected: torch.Tensor, what: str
+) -> None:
+    """Equal within 1e-5 relative to the largest entry: sums over ranks are added in another order.
+
+    A gradient that is zero but for rounding (that of the keys' bias: softmax does not see it) is measured against the
+    other gradients instead.
+    """
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0, msg=lambda m: f"{what}: {m}")
+    got, wanted = grads_of(model), grads_of(reference)
+    assert got.keys() == wanted.keys(), what
+    rounding = 1e-2 * max(grad.abs().max() for grad in wanted.values())
+    for name, grad in wanted.items():
+        difference = (got[name] - grad).abs().max() / grad.abs().max().clamp(min=rounding)
+        assert difference < 1e-5, f"{what}, {name}: relative difference {difference:.2e}"
+
+
+def _two_dimensional(rank: int, world_size: int, name: str, sequence_parallel: bool) -> None:
+    reference = build(name)
+    expected = loss_of(reference, batch())
+    expected.backward()
+    mesh = build_mesh(tp=2, device_type="cpu")
+    ids = batch().chunk(2)[mesh.get_local_rank("dp_shard")]
+    for mode in MODES:
+        model = build(name)
+        apply_tensor_parallel(model, mesh["tp"], plan_of(name), sequence_parallel=sequence_parallel)
+        apply_activation_checkpointing(model, mode)
+        shard_layers(model, find_layers(model), mesh)
+        loss = loss_of(model, ids)
+        loss.backward()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        assert_same_step(model, mean / world_size, reference, expected.detach(), f"{name}, {mode}")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "plain"])
+def test_fsdp_times_tp_equals_one_rank_in_every_mode(name: str, sequence_parallel: bool) -> None:
+    run_ranks(4, _two_dimensional, name, sequence_parallel)
+
+
+def _one_dimensional(rank: int, world_size: int, name: str) -> dict[str, bool]:
+    reference = build(name)
+    expected = loss_of(reference, batch())
+    expected.backward()
+    model = build(name)
+    apply_tensor_parallel(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"])
+    loss = loss_of(model, batch())
+    loss.backward()
+    assert_same_step(model, loss.detach(), reference, expected.detach(), name)
+    return {parameter: isinstance(value, DTensor) for parameter, value in model.named_parameters()}
+
+
+def test_styles_of_the_installed_plan() -> None:
+    """Failure 21: styles newer than ours (fused experts) come from the transformers in use."""
+    cut = run_ranks(2, _one_dimensional, "mixtral")[0]
+    assert cut["model.layers.0.mlp.experts.gate_up_proj"] and cut["lm_head.weight"]
+    assert not cut["model.layers.0.input_layernorm.weight"]
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts the functional collectives that a step starts, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "wrap" not in func.name() and "wait" not in func.name():
+            self.counts[func.name().split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _collectives(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, dict[str, int]]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    counts = {}
+    for mode in MODES:
+        model = build("llama")
+        apply_tensor_parallel(model, mesh, sequence_parallel=sequence_parallel)
+        apply_activation_checkpointing(model, mode)
+        with CountCollectives() as counter:
+            loss_of(model, batch()).backward()
+        counts[mode] = dict(counter.counts)
+    return counts
+
+
+def test_selective_replays_no_collective() -> None:
+    counts = run_ranks(2, _collectives, False)[0]
+    assert counts["none"]["all_reduce"] > 0
+    assert counts["selective"] == counts["none"]
+    assert counts["full"]["all_reduce"] > counts["none"]["all_reduce"], "the counter sees what a replay repeats"
+
+
+def test_selective_gathers_a_cut_sequence_again_and_reduces_nothing_again() -> None:
+    """Keeping what was gathered would hold the whole sequence on every rank, which sequence parallelism is to avoid."""
+    counts = run_ranks(2, _collectives, True)[0]
+    for name in ("reduce_scatter_tensor", "all_reduce"):
+        assert counts["selective"][name] == counts["none"][name] > 0
+    # Two layers: one gather for attention and one for the MLP in each; and no cut of the sequence is undone.
+    assert counts["selective"]["all_gather_into_tensor"] == counts["none"]["all_gather_into_tensor"] + 4
+
+
+def _loss_parallel(rank: int, world_size: int) -> None:
+    reference = build("llama")
+    expected = loss_of(reference, batch())
+    expected.backward()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    model = apply_tensor_parallel(build("llama"), mesh, loss_parallel=True)
+    with loss_parallel():
+        logits = model(batch()).logits
+        assert logits.to_local().shape[-1] == VOCAB // world_size
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch()[:, 1:].flatten())
+        loss.backward()
+    assert_same_step(model, whole(loss.detach()), reference, expected.detach(), "loss parallel")
+
+
+def test_loss_parallel_head() -> None:
+    run_ranks(2, _loss_parallel)
+
+
+def _tied(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    for name in ("plain", "qwen3"):
+        model = apply_tensor_parallel(build(name), mesh, plan_of(name))
+        head, embed = (model.head, model.embed) if name == "plain" else (model.lm_head, model.model.embed_tokens)
+        assert head.weight is embed.weight and head.weight.to_local().shape[0] == VOCAB // world_size
+
+
+def test_tied_weights_stay_tied() -> None:
+    run_ranks(2, _tied)
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    cases = [
+        ("plain", None, "brings no tensor-parallel plan"),
+        (
+            "plain",
+            {"blocks.*.attn.q": "colwize"},
+            r"style 'colwize' \(of 'blocks.*'\) is unknown.*Did you mean 'colwise'",
+        ),
+        ("plain", {"layers.*.attn.q": "colwise"}, "'layers.*' matches no module"),
+        ("plain", {"blocks.*.norm1": "colwise"}, "LayerNorm; the style 'colwise' cuts nn.Linear"),
+        ("plain", {"blocks.*.attn.q": 3}, "must be a ParallelStyle"),
+        ("plain", ["blocks"], "must map FQN patterns"),
+        ("plain", {"head": "rowwise"}, "shares its weight with 'embed'"),
+        ("plain", {"blocks.*.mlp.down.weight": "colwise_gather"}, "is unknown"),
+        ("llama", {"model.layers.*.mlp": "colwise"}, "LlamaMLP; the style 'colwise'"),
+    ]
+    for name, plan, message in cases:
+        model = build(name)
+        with pytest.raises((ValueError, TypeError), match=message):
+            apply_tensor_parallel(model, mesh, plan)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), message
+        assert loss_of(model, batch()).item() == loss_of(build(name), batch()).item(), "the model is as it was"
+    once = apply_tensor_parallel(build("llama"), mesh)
+    with pytest.raises(ValueError, match="already"):
+        apply_tensor_parallel(once, mesh)
+    with pytest.raises(ValueError, match="pass the tensor-parallel one"):
+        apply_tensor_parallel(build("llama"), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp")))
+    with pytest.raises(TypeError, match="DeviceMesh"):
+        apply_tensor_parallel(build("llama"), world_size)
+    with pytest.raises(ValueError, match="does not cut the output head"):
+        apply_tensor_parallel(build("plain"), mesh, {"blocks.*.mlp.up": "colwise"}, loss_parallel=True)
+    with pytest.raises(ValueError, match="cuts nothing in the layer"):
+        apply_tensor_parallel(build("plain"), mesh, {"head": "colwise_gather_output"}, sequence_parallel=True)
+
+
+def test_bad_requests_leave_the_model_untouched() -> None:
+    run_ranks(2, _refusals)
+
+
+def _indivisible(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    for more, message in [
+        ({"num_key_value_heads": 2}, r"num_key_value_heads=2, not divisible by tp=4"),
+        (
+            {"num_key_value_heads": 4, "intermediate_size": 50},
+            r"gate_proj' has 50 output features, not divisible by tp=4",
+        ),
+        ({"num_key_value_heads": 4, "vocab_size": 66}, r"lm_head' has 66 output features"),
+    ]:
+        model = build("llama", **more)
+        with pytest.raises(ValueError, match=message):
+            apply_tensor_parallel(model, mesh)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_heads_and_sizes_must_divide() -> None:
+    run_ranks(4, _indivisible)
+
+
+def _odd_sequence(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    model = apply_tensor_parallel(build("llama"), mesh, sequence_parallel=True)
+    with pytest.raises(ValueError, match="divisible by the 2 tensor-parallel ranks, and got 15"):
+        model(batch()[:, :15])
+
+
+def test_odd_sequence_length_is_an_error() -> None:
+    run_ranks(2, _odd_sequence)
+
+
+def _placements(rank: int, world_size: int) -> list[str]:
+    """What replay hands to backward keeps the sharding it was saved with: gradients are bitwise those of no replay."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    grads = {}
+    for mode in MODES:
+        plan = {"mlp.up": ColwiseParallel(use_local_output=False), "mlp.down": RowwiseParallel(use_local_output=False)}
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block())
+        apply_tensor_parallel(model, mesh, {f"*.{name}": style for name, style in plan.items()})
+        for block in model:
+            block.mlp.register_forward_hook(lambda _m, _a, out: out.redistribute(placements=[Replicate()]).to_local())
+        apply_activation_checkpointing(model, mode)
+        model(torch.ones(2, 8, DIM, requires_grad=True)).square().mean().backward()
+        grads[mode] = grads_of(model)
+    return [
+        f"{mode} {name}" for mode in MODES for name, g in grads[mode].items() if not torch.equal(g, grads["none"][name])
+    ]
+
+
+def test_dtensor_activations_inside_a_region_are_bitwise() -> None:
+    assert run_ranks(2, _placements) == [[], []]
