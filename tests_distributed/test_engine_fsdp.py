@@ -1,0 +1,157 @@
+"""The engine together with FSDP2 on two ranks: sharding inside, outside and nested in the region.
+
+Known failure 11: FSDP's all-gathers, copies and prefetches run in forward and not in replay, or the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
+from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from tests.engine_blocks import LlamaBlock
+from tests_distributed.spawn import run_ranks
+
+POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy(), "kept": SelectivePolicy(every_nth_matmul=None)}
+WIDTH, LAYERS = 32, 3
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.mlp, self.norm = LlamaBlock(WIDTH), Mlp(), nn.RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.block(x)
+        return x + self.mlp(self.norm(x))
+
+
+def _stack(policy: Policy | None, where: str, prefetch: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    for index, layer in enumerate(model):
+        if where in ("nested", "inside"):
+            fully_shard(layer.mlp, mesh=mesh)
+        if where == "inside":
+            fully_shard(layer.block, mesh=mesh)
+        wrapped = layer if policy is None else CheckpointWrapper(layer, policy=policy, name=f"layers.{index}")
+        model[index] = wrapped if where == "inside" else fully_shard(wrapped, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if prefetch:
+        units = [module for module in model.modules() if hasattr(module, "set_modules_to_forward_prefetch")][1:]
+        for first, second in zip(units, units[1:]):
+            first.set_modules_to_forward_prefetch([second])
+    return model
+
+
+def _gradients(rank: int, policy: Policy | None, where: str, prefetch: bool, profiled: str) -> list[torch.Tensor]:
+    model = _stack(policy, where, prefetch)
+    torch.manual_seed(rank)
+    out = []
+    for _ in range(2):
+        x = torch.randn(2, 8, WIDTH)
+        on = lambda phase: torch.profiler.profile() if profiled == phase else contextlib.nullcontext()  # noqa: E731
+        with on("forward"):
+            loss = (model(x) ** 2).sum()
+        with on("replay"):
+            loss.backward()
+        out.append(loss.detach())
+    return out + [p.grad.full_tensor() for p in model.parameters()]
+
+
+def _compare(rank: int, world_size: int, where: str, prefetch: bool, profiled: str) -> dict[str, bool]:
+    wanted = _gradients(rank, None, where, prefetch, profiled)
+    same = {}
+    for name, policy in POLICIES.items():
+        got = _gradients(rank, policy, where, prefetch, profiled)
+        same[name] = len(got) == len(wanted) and all(torch.equal(a, b) for a, b in zip(got, wanted))
+    return same
+
+
+@pytest.mark.parametrize(
+    ("where", "prefetch", "profiled"),
+    [
+        ("outside", False, ""),
+        ("outside", True, "forward"),
+        ("inside", False, ""),
+        ("inside", True, "replay"),
+        ("nested", False, ""),
+        ("nested", True, ""),
+        ("nested", True, "forward"),
+        ("nested", True, "replay"),
+    ],
+)
+def test_gradients_are_bitwise_those_of_no_checkpointing(where: str, prefetch: bool, profiled: str) -> None:
+    for same in run_ranks(2, _compare, where, prefetch, profiled):
+        assert same == dict.fromkeys(POLICIES, True)
+
+
+def _tensor_parallel(rank: int, world_size: int) -> dict[str, bool]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def run(policy: Policy | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (world_size,))
+        mlp = parallelize_module(Mlp(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model = nn.Sequential(mlp if policy is None else CheckpointWrapper(mlp, policy=policy), nn.Tanh())
+        x = torch.randn(4, WIDTH).requires_grad_()
+        (model(x) ** 2).sum().backward()
+        return [x.grad, *(p.grad.full_tensor() for p in model.parameters())]
+
+    wanted = run(None)
+    return {name: all(torch.equal(a, b) for a, b in zip(run(p), wanted)) for name, p in POLICIES.items()}
+
+
+def test_tensor_parallel_layers_in_a_region() -> None:
+    for same in run_ranks(2, _tensor_parallel):
+        assert same == dict.fromkeys(POLICIES, True)
+
+
+def _saved_collectives(rank: int, world_size: int) -> tuple[int, int]:
+    import torch.distributed._functional_collectives as funcol
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from nemo_like.activation_checkpointing.engine import checkpoint_region
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def exchange(x: torch.Tensor) -> torch.Tensor:
+        y = funcol.all_to_all_single_autograd(x.exp(), None, None, dist.group.WORLD)
+        return y.sin().exp()
+
+    x = torch.randn(4, 4).requires_grad_()
+    (wanted,) = torch.autograd.grad(exchange(x).sum(), x)
+    y = checkpoint_region(exchange, x, policy=SelectivePolicy())
+    with Watch():
+        y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, wanted)
+    calls = sum("all_to_all_single" in name for name in seen)
+    return calls, len(seen)
+
+
+def test_an_all_to_all_is_kept_and_never_replayed() -> None:
+    # Its own backward is one all-to-all; a replay would add a second.
+    for calls, _ in run_ranks(2, _saved_collectives):
+        assert calls == 1
