@@ -37,8 +37,10 @@ class OuterMemory:
 
     forward: tuple[Stretch, ...]
     """Before each layer call; one entry per call."""
+    head: Stretch
+    """From the last layer's forward to the model's output: norm, head, and the loss where the model computes it."""
     middle: Stretch
-    """From the last layer's forward to its backward: norm, head, loss and the head's backward."""
+    """From there to the last layer's backward: the loss where the model does not compute it, and the head's backward."""
     backward: tuple[Stretch, ...]
     """Between the layers' backwards, from the last layer to the first; one less than there are calls."""
     tail: Stretch
@@ -88,6 +90,7 @@ def outer_memory(
 
     with cache_off(model), traced.run, meter, replaced_forwards(layers, stub):
         output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
+        head = Stretch(meter.lap(), meter.live)
         loss = loss_of(output, loss_fn)
         del output  # as a training loop should: the logits would stay through backward
         loss.backward()
@@ -95,7 +98,7 @@ def outer_memory(
     grads = {name: t.grad.untyped_storage().nbytes() for name, t in state.items() if t.grad is not None}
     if len(backward) != len(forward):  # layers without gradients: a frozen tower has no backward
         backward = backward + [Stretch(tail.peak, tail.left)] * (len(forward) - len(backward))
-    return OuterMemory(tuple(forward), backward[0] if backward else tail, tuple(backward[1:]), tail, grads)
+    return OuterMemory(tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads)
 
 
 def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -92,7 +92,9 @@ def step_peak(
         comm.after_forward(i)
     comm.before_tail()
     now["shared by layers"] = shared
-    _stretch(walk, outer.middle, "head and loss")
+    _stretch(walk, outer.head, "forward of the head")
+    comm.after_model()
+    _stretch(walk, outer.middle, "backward of the head")
     comm.after_tail_backward(tail_grads)
     for i in reversed(range(len(layers))):
         layer, stretch = layers[i], _backward_stretch(outer, len(layers), i)
@@ -189,12 +191,15 @@ class _Comm:
             self._gather("gathered layers", self.s.tail)
             self.tail_open = True
 
+    def after_model(self) -> None:
+        """At the end of the model's forward, the last flat buffer goes."""
+        self._keep("gathered layers", 0)
+
     def after_tail_backward(self, grads: int) -> None:
-        """The tail is reduced before the last layer's backward; the last flat buffer of forward is long gone."""
+        """The tail is reduced before the last layer's backward."""
         if not self.on:
             self.now["gradients"] += grads
             return
-        self._keep("gathered layers", 0)
         if self.s.tail is not None:
             self.now["gathered layers"] -= self.s.tail.gathered if self.tail_open else 0
             self._reduce(self.s.tail, 0)

@@ -29,6 +29,8 @@ from nemo_like.planning.sharding import Sharding, optimizer_bytes, sharding_of
 AUTO_MARGIN = 0.1
 """Share of the device's memory that ``"auto"`` leaves free: CUDA context, communication buffers, fragmentation."""
 
+_RNG_STATE = torch.get_rng_state().numel()
+
 
 class BudgetError(ValueError):
     """No plan fits the budget. `smallest_bytes` is the least that one does fit."""
@@ -184,7 +186,9 @@ class Planner:
         for call, choice in zip(self.traced.calls, choices):
             trace = self.problems[call.kind].trace
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-            layers.append(LayerMemory(choice.held_bytes, inputs, self.memory(call.kind, choice)))
+            # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
+            state = _RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
+            layers.append(LayerMemory(choice.held_bytes + state, inputs, self.memory(call.kind, choice)))
         names = {name: id(p) for name, p in self.model.named_parameters()}
         grads = self.outer.param_grads
         tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
