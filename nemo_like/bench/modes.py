@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
-from nemo_like.checkpointing import apply_activation_checkpointing
 from nemo_like.compile import compile_layers
 from nemo_like.config import AC_STRATEGIES
 from nemo_like.layers import find_layers
+from nemo_like.parallelizer import apply_activation_checkpointing
 
 Apply = Callable[[nn.Module, Any], None]
 """(model, sample input) → None: checkpoint the model in place."""
@@ -109,7 +109,7 @@ def _ours(word: str, model: nn.Module, sample: Any) -> None:
 
 
 def _budget(budget: str, model: nn.Module, sample: Any) -> None:
-    apply_activation_checkpointing(model, budget, sample_input=sample)  # type: ignore[call-arg]
+    apply_activation_checkpointing(model, budget, sample_input=sample)
 
 
 def _offloaded(word: str, place: str, model: nn.Module, sample: Any) -> None:

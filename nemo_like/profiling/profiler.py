@@ -142,7 +142,7 @@ class MemoryProfiler:
                 )
             )
         names = tuple(row.name for row in rows)
-        # Layers of one class that free the same bytes do the same work: one cost for all, so that noise does not choose.
+        # Layers of one class that free the same bytes do the same work: one cost, so that noise does not choose.
         alike: dict[tuple[str, int, int], list[float]] = {}
         for row in rows:
             alike.setdefault((row.kind, row.freed_bytes, row.calls), []).append(row.forward_ms / row.calls)

@@ -135,8 +135,8 @@ class ProfileReport:
             f"{self.total_activation_bytes / MB:.3f} MB ({self.outside_bytes / MB:.3f} MB outside the layers).",
             f"Peak of activations: {self.peak_bytes / MB:.3f} MB; with every layer replayed whole: "
             f"{self.predict_peak_bytes(self.call_names) / MB:.3f} MB.",
-            f"Step: {self.step_ms:.2f} ms (spread {self.step_spread:.0%}), of it layers forward {self.forward_ms:.2f} ms, "
-            f"backward {self.backward_ms:.2f} ms.",
+            f"Step: {self.step_ms:.2f} ms (spread {self.step_spread:.0%}), of it layers forward "
+            f"{self.forward_ms:.2f} ms, backward {self.backward_ms:.2f} ms.",
         ]
         return "\n".join(lines)
 
