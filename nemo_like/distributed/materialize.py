@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed import launch
-from nemo_like.distributed.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots, list_names
-from nemo_like.distributed.sources import CheckpointUnreadableError, Source, open_source
+from nemo_like.distributed.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
+from nemo_like.distributed.sources import CheckpointUnreadableError, Source, check_names, open_source
 
 InitFn = Callable[[nn.Module], Any]
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def materialize(
         chosen = state_dict if state_dict is not None else checkpoint
         source = None if chosen is None else open_source(chosen)
         if source is not None:
-            _check_names(slots, source, strict)
+            check_names(slots, source, strict)
         left = {id(s.tensor) for s in slots if s.tensor.is_meta and not (source is not None and s.saved)}
         return source, _initializers(model, left, init_fn), compute, torch.device(device) if device else place
 
@@ -126,35 +126,6 @@ def _device_type(slots: list[Slot]) -> str | None:
         if isinstance(slot.tensor, DTensor):
             return slot.tensor.device_mesh.device_type
     return None
-
-
-def _check_names(slots: list[Slot], source: Source, strict: bool) -> None:
-    missing = [s.name for s in slots if s.saved and not any(name in source.shapes for name in s.names)]
-    if missing:
-        raise ValueError(
-            f"{source.label} lacks {len(missing)} of the model's tensors: {list_names(missing)}. "
-            f"It has {list_names(source.shapes) or 'none at all'}."
-        )
-    unknown = set(source.shapes) - {name for slot in slots for name in slot.names}
-    if unknown and strict:
-        raise ValueError(
-            f"{source.label} has {len(unknown)} tensor(s) that the model does not have: {list_names(unknown)}. "
-            "Pass strict=False to leave them out."
-        )
-    for slot in [s for s in slots if s.saved]:
-        given = [name for name in slot.names if name in source.shapes]
-        for name in given:
-            if source.shapes[name] != slot.tensor.shape:
-                raise ValueError(
-                    f"{source.label} has {name} with shape {tuple(source.shapes[name])}; "
-                    f"the model's has {tuple(slot.tensor.shape)}."
-                )
-        for name in given[1:]:
-            if not torch.equal(source.get(given[0]), source.get(name)):
-                raise ValueError(
-                    f"{given[0]} and {name} are one tied parameter in the model, and differ in {source.label}: "
-                    "untie them in the model, or drop one of the two from the source."
-                )
 
 
 def _read(slots: list[Slot], source: Source, place: torch.device, compute: torch.device) -> dict[Slot, Tensor]:

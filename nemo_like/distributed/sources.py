@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from nemo_like.distributed.slots import copy_whole
+from nemo_like.distributed.slots import Slot, copy_whole, list_names
 from nemo_like.extras import require
 
 
@@ -153,3 +153,33 @@ def open_source(checkpoint: Mapping[str, Any] | str | os.PathLike[str]) -> Sourc
         raise CheckpointUnreadableError(
             f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}"
         ) from error
+
+
+def check_names(slots: list[Slot], source: Source, strict: bool) -> None:
+    """Raise `ValueError` where `source` does not fit a model's tensors: names, shapes, ties. Changes nothing."""
+    missing = [s.name for s in slots if s.saved and not any(name in source.shapes for name in s.names)]
+    if missing:
+        raise ValueError(
+            f"{source.label} lacks {len(missing)} of the model's tensors: {list_names(missing)}. "
+            f"It has {list_names(source.shapes) or 'none at all'}."
+        )
+    unknown = set(source.shapes) - {name for slot in slots for name in slot.names}
+    if unknown and strict:
+        raise ValueError(
+            f"{source.label} has {len(unknown)} tensor(s) that the model does not have: {list_names(unknown)}. "
+            "Pass strict=False to leave them out."
+        )
+    for slot in [s for s in slots if s.saved]:
+        given = [name for name in slot.names if name in source.shapes]
+        for name in given:
+            if source.shapes[name] != slot.tensor.shape:
+                raise ValueError(
+                    f"{source.label} has {name} with shape {tuple(source.shapes[name])}; "
+                    f"the model's has {tuple(slot.tensor.shape)}."
+                )
+        for name in given[1:]:
+            if not torch.equal(source.get(given[0]), source.get(name)):
+                raise ValueError(
+                    f"{given[0]} and {name} are one tied parameter in the model, and differ in {source.label}: "
+                    "untie them in the model, or drop one of the two from the source."
+                )

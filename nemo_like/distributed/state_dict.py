@@ -1,0 +1,101 @@
+"""Weights and optimizer state by the bare model's names, whatever the model is wrapped, compiled or sharded in.
+
+What one mode writes, every other mode and the bare model read: no name has ``_checkpoint_wrapped_module``,
+``_orig_mod`` or ``module.`` in it. *Whole* state is one plain tensor per name, for files of other tools; *sharded*
+state is what each rank holds, for `torch.distributed.checkpoint`, which reads it back onto any other number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nemo_like.distributed import launch
+from nemo_like.distributed.slots import Slot, copy_whole, find_slots
+from nemo_like.distributed.sources import StateDictSource, check_names
+
+
+@torch.no_grad()
+def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name.
+
+    Args:
+        full: whole copies in host memory, on rank 0 only (the other ranks get ``{}``); gathered one tensor at a time. A
+            collective then. False: this rank's own tensors (DTensors where sharded), not copies.
+    """
+    state: dict[str, Tensor] = {}
+    for slot in _saved_slots(model):
+        tensor = slot.tensor.detach()
+        if full:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if launch.rank() != 0:
+                continue
+            tensor = whole.to("cpu", copy=True)
+        state |= dict.fromkeys(slot.names, tensor)
+    return state
+
+
+@torch.no_grad()
+def set_model_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+    """Copy `state` into the model's parameters and persistent buffers; they stay the same objects.
+
+    Args:
+        state: whole tensors, the same on every rank (no communication), or DTensors (a collective unless they are
+            sharded as the model's). One name of a tied parameter is enough.
+        strict: a name that the model does not have is an error.
+
+    Raises:
+        ValueError: names missing or unknown, shapes different; nothing has been copied then.
+    """
+    slots = _saved_slots(model)
+    source = StateDictSource(state)
+    check_names(slots, source, strict)
+    for slot in slots:
+        name = next(name for name in slot.names if name in state)
+        value, target = state[name], slot.tensor
+        if isinstance(value, DTensor) and isinstance(target, DTensor) and value.placements == target.placements:
+            target.copy_(value)
+        else:
+            copy_whole(target, source.get(name))
+
+
+def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool = False) -> dict[str, Any]:
+    """``{"state": {name: {...}}, "param_groups": [...]}`` with parameter names in place of numbers. A collective.
+
+    Args:
+        full: whole copies in host memory, on rank 0 only. False: sharded as the parameters are.
+    """
+    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=full, cpu_offload=full))
+
+
+def set_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, full: bool = False
+) -> None:
+    """Load what `get_optimizer_state` gave, under this or any other way of wrapping the model. A collective.
+
+    Args:
+        full: `state` is whole, on rank 0 (what the other ranks pass is not looked at). False: sharded as here.
+    """
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full and launch.world_size() > 1)
+    set_optimizer_state_dict(model, optimizer, dict(state), options=options)
+
+
+def _saved_slots(model: nn.Module) -> list[Slot]:
+    """The slots of a state dict, with every FSDP unit sharded (a forward may have left some of them gathered)."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return [slot for slot in find_slots(model) if slot.saved]

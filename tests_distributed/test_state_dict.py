@@ -1,0 +1,155 @@
+"""What one mode writes, every other mode and the bare model read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nemo_like.activation_checkpointing.policy import SelectivePolicy
+from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.distributed.mesh import build_mesh
+from nemo_like.distributed.shard import shard_layers
+from nemo_like.distributed.state_dict import (
+    get_model_state,
+    get_optimizer_state,
+    set_model_state,
+    set_optimizer_state,
+)
+from tests_distributed.spawn import run_ranks
+from tests_distributed.tiny import Decoder, tokens
+
+MODES = (
+    "bare",
+    "full",
+    "selective",
+    "submodule",
+    "compiled",
+    "fsdp",
+    "fsdp full",
+    "fsdp submodule",
+    "hsdp",
+    "ddp full",
+)
+
+
+def _make(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = Decoder(tied=True)
+    for index, layer in enumerate(model.layers):
+        if "full" in mode:
+            model.layers[index] = CheckpointWrapper(layer)
+        elif "selective" in mode:
+            model.layers[index] = CheckpointWrapper(layer, policy=SelectivePolicy())
+        elif "submodule" in mode:
+            layer.norm = CheckpointWrapper(layer.norm)
+        elif mode == "compiled":
+            model.layers[index] = torch.compile(layer, backend="eager")  # the way that pollutes names
+    if "sdp" in mode:
+        shard_layers(model, list(model.layers), build_mesh(dp_replicate=2 if mode == "hsdp" else 1))
+    elif "ddp" in mode:
+        model = DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(tokens()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    return get_model_state(model, full=True), get_optimizer_state(model, optimizer, full=True)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one == other
+
+
+def _round_trips(rank: int, world_size: int, written: str) -> None:
+    model, optimizer = _make(written, seed=0)
+    _train(model, optimizer)
+    with torch.no_grad():
+        model(tokens())  # leaves the root gathered: the state must be the sharded one all the same
+    weights, moments = _state(model, optimizer)
+    names = set(Decoder(tied=True).state_dict())
+    if rank == 0:
+        assert set(weights) == names
+        assert set(moments["state"]) == names - {"head.weight"} or set(moments["state"]) == names - {"embed.weight"}
+    received = [weights, moments]
+    torch.distributed.broadcast_object_list(received)
+    weights, moments = received
+    for read in MODES:
+        other, its_optimizer = _make(read, seed=1)
+        set_model_state(other, weights)
+        set_optimizer_state(other, its_optimizer, moments, full=True)
+        found = _state(other, its_optimizer)
+        if rank == 0:
+            assert _equal(found[0], weights), read
+            assert _equal(found[1]["state"], moments["state"]), read
+        _train(other, its_optimizer)  # and it goes on
+
+
+@pytest.mark.parametrize("written", MODES)
+def test_every_mode_reads_what_every_mode_writes(written: str) -> None:
+    run_ranks(2, _round_trips, written)
+
+
+def test_a_whole_state_is_the_bare_models() -> None:
+    model, optimizer = _make("full", seed=0)
+    _train(model, optimizer)
+    bare = Decoder(tied=True)
+    bare.load_state_dict(get_model_state(model, full=True))  # strict
+    assert torch.equal(bare(tokens()), model(tokens()))
+
+
+def _write(rank: int, world_size: int, path: str) -> tuple[dict, dict]:
+    model, optimizer = _make("fsdp full", seed=0)
+    _train(model, optimizer)
+    state = {"model": get_model_state(model), "optimizer": get_optimizer_state(model, optimizer)}
+    dcp.save(state, checkpoint_id=path)
+    return _state(model, optimizer)
+
+
+def _read(rank: int, world_size: int, path: str) -> tuple[dict, dict]:
+    model, optimizer = _make("fsdp submodule", seed=1)
+    state = {"model": get_model_state(model), "optimizer": get_optimizer_state(model, optimizer)}
+    dcp.load(state, checkpoint_id=path)
+    set_model_state(model, state["model"])
+    set_optimizer_state(model, optimizer, state["optimizer"])
+    return _state(model, optimizer)
+
+
+def test_a_sharded_checkpoint_moves_to_another_number_of_ranks(tmp_path: Any) -> None:
+    written = run_ranks(2, _write, str(tmp_path))[0]
+    read = run_ranks(4, _read, str(tmp_path))[0]
+    assert _equal(read[0], written[0])
+    assert _equal(read[1]["state"], written[1]["state"])
+
+
+def _wrong(rank: int, world_size: int) -> None:
+    model, _ = _make("fsdp", seed=0)
+    before = {name: tensor.full_tensor().clone() for name, tensor in get_model_state(model).items()}
+    state = Decoder(tied=True).state_dict()
+    del state["layers.2.up.bias"]
+    try:
+        set_model_state(model, state)
+    finally:
+        after = get_model_state(model)
+        assert all(torch.equal(after[name].full_tensor(), before[name]) for name in before)
+
+
+def test_a_missing_name_is_an_error_on_every_rank_and_changes_nothing() -> None:
+    for error in run_ranks(2, _wrong, return_exceptions=True):
+        assert isinstance(error, ValueError)
+        assert "lacks 1 of the model's tensors: layers.2.up.bias" in str(error)
