@@ -36,6 +36,8 @@ def choose_layers(
     Raises:
         ValueError: a class or pattern matches nothing; the message names the field and what there is.
     """
+    if config.snn_timestep_checkpoint:
+        return ()  # timesteps instead of layers: see nemo_like.cells, where the patterns name cells
     layers = tuple(candidates)
     if config.layer_classes is not None:
         layers = _of_classes_within(model, layers, config.layer_classes)

@@ -290,6 +290,10 @@ def test_snn_fields_checkpoint_timesteps():
     (peak, wanted), (lower, got) = train_step(plain, x), train_step(checkpointed, x)
     assert lower < 0.4 * peak
     assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    through_the_door = nn.Sequential(Stack(32, 32), nn.Linear(4, 3), Recurrent())  # the door needs repeated layers
+    apply_activation_checkpointing(through_the_door, config(snn_timestep_checkpoint=True, snn_chunk_size=10))
+    assert isinstance(through_the_door[2].own.cell, CheckpointWrapper) and through_the_door[2].unrolled.checkpoint
+    assert type(through_the_door[0].layers[0]) is Block
     by_class = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, layer_classes=["GRUCell"]))
     by_class.apply(OwnLoop())
     assert by_class.get_checkpointed_layers() == ["cell"]
