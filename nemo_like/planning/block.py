@@ -37,6 +37,8 @@ class BlockProblem:
 
     trace: BlockTrace
     device: Device
+    measured: tuple[float, ...] | None = None
+    """Measured seconds of each of `records`; None: the roofline of `device`."""
     records: tuple[OpRecord, ...] = field(init=False)
     """The ops that compute something: no views."""
     seconds: tuple[float, ...] = field(init=False)
@@ -45,8 +47,14 @@ class BlockProblem:
     def __post_init__(self) -> None:
         kept = [(i, op) for i, op in enumerate(self.trace.ops) if not op.view]
         object.__setattr__(self, "records", tuple(op for _, op in kept))
-        object.__setattr__(self, "seconds", tuple(cost.op_seconds(op, self.device) for _, op in kept))
+        roofline = tuple(cost.op_seconds(op, self.device) for _, op in kept)
+        object.__setattr__(self, "seconds", roofline if self.measured is None else self.measured)
         object.__setattr__(self, "_index", {i: k for k, (i, _) in enumerate(kept)})
+
+    @property
+    def forward_seconds(self) -> float:
+        """One forward pass."""
+        return sum(self.seconds)
 
     @property
     def reachable(self) -> int:
@@ -121,7 +129,7 @@ class BlockProblem:
         """
         moved = choice.held_bytes - self.trace.input_bytes
         copy = moved / self.device.host_link
-        forward = cost.forward_seconds(self.trace, self.device)
+        forward = self.forward_seconds
         exposed = max(0.0, copy - forward) + max(0.0, copy - 2 * forward)
         words = tuple("host" if word == "save" else word for word in choice.decisions)
         return Choice(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nemo_like.planning.devices import Device
 from nemo_like.planning.opcost import is_attention
-from nemo_like.planning.trace import BlockTrace, OpRecord
+from nemo_like.planning.trace import OpRecord
 
 
 def op_seconds(op: OpRecord, device: Device) -> float:
@@ -14,13 +14,3 @@ def op_seconds(op: OpRecord, device: Device) -> float:
     kind = "half" if op.half else "single"
     speed = (device.attention_flops if is_attention(op.op) else device.matmul_flops)[kind]
     return max(op.flops / speed, op.moved / device.bandwidth)
-
-
-def forward_seconds(trace: BlockTrace, device: Device) -> float:
-    """One forward pass of a block."""
-    return sum(op_seconds(op, device) for op in trace.ops)
-
-
-def backward_seconds(trace: BlockTrace, device: Device) -> float:
-    """One backward pass of a block, taken as twice its forward: two products for each one, and as many bytes again."""
-    return 2 * forward_seconds(trace, device)

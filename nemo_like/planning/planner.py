@@ -15,16 +15,19 @@ from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, F
 from nemo_like.config import MemoryBudget
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
+from nemo_like.layers.names import bare, bare_modules
 from nemo_like.log import warn_once
-from nemo_like.planning import cost, solver
+from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.capture import ModelTrace, trace_model
 from nemo_like.planning.devices import Device, device_at_hand, resolve_device
+from nemo_like.planning.measure import measured_seconds
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan import LayerPlan, Plan, layer_signature
 from nemo_like.planning.profile import BlockMemory, block_memory
-from nemo_like.planning.sharding import Sharding, optimizer_bytes, sharding_of
+from nemo_like.planning.sharding import OPTIMIZERS, Sharding, optimizer_bytes, sharding_of
+from nemo_like.planning.tensor_parallel import local_twin
 
 AUTO_MARGIN = 0.1
 """Share of the device's memory that ``"auto"`` leaves free: CUDA context, communication buffers, fragmentation."""
@@ -51,6 +54,8 @@ class Setup:
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | int | None = None
     prefetch: tuple[int, int] = (1, 1)
+    tp: int = 1
+    """Tensor-parallel ranks (see `nemo_like.planning.tensor_parallel`)."""
 
 
 class Planner:
@@ -59,13 +64,22 @@ class Planner:
     def __init__(
         self, model: nn.Module, sample_input: Any, *, device: Device, setup: Setup, layers: Any = None,
         skip: bool | None = None, host: bool = False, loss_fn: Callable[[Any], torch.Tensor] | None = None,
+        measure: bool = False,
     ) -> None:  # fmt: skip
         """Trace `model`; see `plan_for` for the arguments."""
-        self.model, self.device, self.setup, self.host, self.loss_fn = model, device, setup, host, loss_fn
+        if setup.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {setup.optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
+        self.device, self.setup, self.host, self.loss_fn = device, setup, host, loss_fn
         self.skip = _can_skip() if skip is None else skip
-        self.layers = find.find_layers(model, layers)
-        self.traced: ModelTrace = trace_model(model, self.layers, sample_input, dtype=setup.param_dtype)
-        self.problems = [BlockProblem(trace, device) for trace in self.traced.traces()]
+        self.whole = model
+        self.model = local_twin(model, setup.tp)
+        self.layers = find.find_layers(self.model, layers)
+        self.traced: ModelTrace = trace_model(self.model, self.layers, sample_input, dtype=setup.param_dtype)
+        at_hand = "cuda" if torch.cuda.is_available() else "cpu"
+        self.problems = [
+            BlockProblem(trace, device, measured_seconds(kind, at_hand) if measure else None)
+            for kind, trace in zip(self.traced.kinds, self.traced.traces())
+        ]
         self._memories: dict[tuple[int, Choice], BlockMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
 
@@ -213,7 +227,7 @@ class Planner:
         else:
             assert budget.peak_bytes is not None
             mix = self._within_peak(budget.peak_bytes, asked)
-        choices = self._proved_all(self.assignment(mix))
+        choices = self.proved_all(self.assignment(mix))
         bound = solver.combine_bound(self._kinds, mix.bytes)
         return self.describe(choices, asked, max(0.0, mix.cost - bound) if bound is not None else 0.0)
 
@@ -221,7 +235,7 @@ class Planner:
         """Bytes that all layers hold at the end of forward, with what they share."""
         return sum(choice.held_bytes for choice in choices) + self.traced.shared_bytes
 
-    def _proved_all(self, choices: Sequence[Choice]) -> list[Choice]:
+    def proved_all(self, choices: Sequence[Choice]) -> list[Choice]:
         return [self.proved(call.kind, choice) for call, choice in zip(self.traced.calls, choices)]
 
     def _within_held(self, held: int, asked: str) -> solver.Mix:
@@ -250,7 +264,7 @@ class Planner:
             else:
                 high = middle
         if low < 0:
-            peak = self.peak(self._proved_all(self.assignment(mixes[0])))
+            peak = self.peak(self.proved_all(self.assignment(mixes[0])))
             parts = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
             raise BudgetError(
                 f"Budget {asked!r} is {_gib(limit)} per rank, and the least that any plan peaks at is {_gib(peak.total)} "
@@ -261,12 +275,13 @@ class Planner:
         return mixes[low]
 
     def _peak_of(self, mix: solver.Mix) -> int:
-        return self.peak(self._proved_all(self.assignment(mix))).total
+        return self.peak(self.proved_all(self.assignment(mix))).total
 
     def describe(self, choices: Sequence[Choice], asked: str, gap: float = 0.0) -> Plan:
         """Choices for all calls as a `Plan`."""
         peak = self.peak(choices)
         layers: dict[str, LayerPlan] = {}
+        modules = {name: bare(module) for name, module in bare_modules(self.whole)}
         for call, choice in zip(self.traced.calls, choices):
             problem = self.problems[call.kind]
             before = layers.get(call.fqn)
@@ -276,13 +291,13 @@ class Planner:
             if choice.decisions:
                 rows = {} if full else problem.rows(choice)
             layers[call.fqn] = LayerPlan(
-                call.fqn, layer_signature(call.module), choice.label, choice.held_bytes * times,
+                call.fqn, layer_signature(modules[call.fqn]), choice.label, choice.held_bytes * times,
                 choice.host_bytes * times, problem.trace.none_bytes * times, choice.replay_flops * times,
                 choice.replay_seconds * times, rows,
             )  # fmt: skip
         calls = [self.problems[call.kind] for call in self.traced.calls]
         return Plan(
-            model=type(self.model).__name__,
+            model=type(self.whole).__name__,
             device=self.device.name,
             budget=asked,
             layers=tuple(layers.values()),
@@ -290,7 +305,7 @@ class Planner:
             none_bytes=self.held(self.uniform("none")),
             full_bytes=self.held(self.uniform("full")),
             forward_flops=sum(p.trace.flops for p in calls),
-            forward_seconds=sum(cost.forward_seconds(p.trace, self.device) for p in calls),
+            forward_seconds=sum(p.forward_seconds for p in calls),
             replay_flops=sum(c.replay_flops for c in choices),
             replay_seconds=sum(c.replay_seconds for c in choices),
             gap_seconds=gap,
@@ -316,6 +331,7 @@ def plan_for(
     skip: bool | None = None,
     host: bool = False,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    measure: bool = False,
 ) -> Plan:
     """The fastest way to run `model`'s layers within `budget`, with a predicted peak. Runs no kernel, needs no GPU.
 
@@ -333,6 +349,7 @@ def plan_for(
         skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed (else said once).
         host: also consider keeping outputs in host memory, over the device's link.
         loss_fn: the loss of the model's output; default: its ``loss``, or the sum of its output.
+        measure: time each op of a block on the device at hand, instead of the roofline of `device`.
 
     Where a process group is up, rank 0 plans and the others receive its plan, so that all ranks run the same one.
 
@@ -351,13 +368,14 @@ def plan_for(
     parsed = _parse(budget, target)
     setup = Setup(
         shard_ranks=_shard_ranks(mesh, world_size), optimizer=optimizer, param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, prefetch=prefetch,
+        reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, prefetch=prefetch, tp=_axis(mesh, "tp"),
     )  # fmt: skip
 
     def make() -> Plan:
         planner = Planner(
-            model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host, loss_fn=loss_fn
-        )
+            model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host, loss_fn=loss_fn,
+            measure=measure,
+        )  # fmt: skip
         return planner.plan(parsed, asked)
 
     return _same_on_all_ranks(make)
@@ -381,12 +399,7 @@ def _gib(size: int) -> str:
 
 def _shard_ranks(mesh: Any, world_size: int | None) -> int:
     if mesh is not None:
-        names = mesh.mesh_dim_names or ()
-        ranks = 1
-        for axis in ("dp_shard", "cp"):
-            if axis in names:
-                ranks *= mesh[axis].size()
-        return ranks if names else mesh.size()
+        return _axis(mesh, "dp_shard") * _axis(mesh, "cp") if mesh.mesh_dim_names else mesh.size()
     if world_size is not None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; it must be >= 1.")
@@ -394,6 +407,10 @@ def _shard_ranks(mesh: Any, world_size: int | None) -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return 1
+
+
+def _axis(mesh: Any, name: str) -> int:
+    return mesh[name].size() if mesh is not None and name in (mesh.mesh_dim_names or ()) else 1
 
 
 def _same_on_all_ranks(make: Callable[[], Plan]) -> Plan:
