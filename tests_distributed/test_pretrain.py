@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nemo_like.recipes.options import Options
 from nemo_like.recipes.pretrain import main, train
@@ -27,7 +29,7 @@ from tests_distributed.spawn import run_ranks
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -47,6 +49,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def _plain(base: list[str]) -> list[str]:
     """The same without dropout, whose random numbers belong to a rank."""
     return [word.replace("config.json", "plain.json") for word in base]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def plain_model() -> nn.Module:
+    """No config, no transformers: logits straight from a stack of blocks."""
+    stack = nn.Sequential(*(_Block() for _ in range(3)))
+    return nn.Sequential(OrderedDict(embed=nn.Embedding(256, 24), blocks=stack, head=nn.Linear(24, 256)))
 
 
 def _main(rank: int, world_size: int, arguments: list[str]) -> int:
@@ -81,13 +99,17 @@ def test_every_strategy_and_number_of_ranks_is_the_same_run(base: list[str], tmp
         (2, "--strategy fsdp2"),
         (2, "--strategy fsdp2 --grad-accum 4 --ac full"),
         (2, "--strategy ddp --grad-accum 2 --ac submodule"),
-        (4, "--strategy fsdp2 --dp-replicate 2 --ac none"),
+        (4, "--strategy fsdp2 --dp-replicate 2 --ac none --offload all"),
+        (4, "--strategy fsdp2 --tp 2"),
+        (2, "--strategy fsdp2 --ac 40%"),
     ):
         found = _run(world_size, [*arguments, *line.split()], tmp_path / "found")
         _assert_close(found, single)
         assert (found["strategy"], found["world_size"]) == (line.split()[1], world_size)
         assert len(found["peak_bytes"]) == world_size and min(found["peak_bytes"]) > 2**20
         assert found["losses"][0] == pytest.approx(single["losses"][0], rel=1e-6), "the seed gives the same weights"
+    own = [*arguments, "--model", "tests_distributed.test_pretrain:plain_model", "--ac", "full"]
+    _assert_close(_run(2, own, tmp_path / "found"), _run(1, own, tmp_path / "single"))
     arguments += ["--init", "sharded"]
     single = _run(1, arguments, tmp_path / "single")
     _assert_close(_run(2, [*arguments, "--cpu-offload"], tmp_path / "found"), single)
@@ -119,6 +141,8 @@ def test_resume_is_bitwise_on_the_same_ranks_and_correct_on_others(base: list[st
     on_one = _run(1, [*_plain(base), *keep_up_to(6, tmp_path / "six")], tmp_path / "resumed")
     assert on_one["first_step"] == 6
     _assert_close(on_one, plain)
+    split = _run(4, [*_plain(base), *keep_up_to(6, tmp_path / "split"), "--tp", "2"], tmp_path / "resumed")
+    _assert_close(split, plain)
 
 
 def _errors(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[str]:
@@ -141,6 +165,8 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
     (tmp_path / "tiny.txt").write_text("too short")
     (tmp_path / "other.txt").write_text(Path(good["data"]).read_text().upper())
     (tmp_path / "vocabulary.json").write_text(json.dumps(LLAMA | {"vocab_size": 100}))
+    (tmp_path / "wide.json").write_text(json.dumps(LLAMA | {"intermediate_size": 96}))
+    other = str(tmp_path / "other.txt")
     run, broken = str(tmp_path / "run"), tmp_path / "broken"
     nowhere, text = str(tmp_path / "nowhere"), str(good["data"])
     _run(2, [*base, "--steps", "2", "--checkpoint-dir", run], tmp_path / "summary")
@@ -149,7 +175,7 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
     cases: dict[str, dict[str, Any]] = {
         "nothing exists there": {"data": nowhere},
         "too few for one batch": {"data": str(tmp_path / "tiny.txt")},
-        "The ranks see different training texts": {"data": [text, str(tmp_path / "other.txt")]},
+        "The ranks see different training texts": {"data": [text, other]},
         "Model 'llama-tyny' is no preset": {"model": "llama-tyny"},
         "has 100 tokens; bytes need a vocab_size >= 256": {"model": str(tmp_path / "vocabulary.json")},
         "--batch-size is 7": {"batch_size": 7},
@@ -159,6 +185,8 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
         "has checkpoints up to step 2 already": {"checkpoint_dir": run},
         "--resume finds no checkpoint": {"checkpoint_dir": nowhere, "resume": "must"},
         "--seed was 0 when the checkpoint was written, and is 1": {"checkpoint_dir": run, "resume": "must", "seed": 1},
+        "the training text is not the one": {"checkpoint_dir": run, "resume": "must", "data": other},
+        "have other names or shapes": {"checkpoint_dir": run, "resume": "must", "model": str(tmp_path / "wide.json")},
         "step-00000002 cannot be read": {"checkpoint_dir": str(broken), "resume": "must"},
     }
     one_rank = {"data": [text, nowhere]}

@@ -5,6 +5,8 @@ A folder holds ``step-00000100``, ``step-00000200``, ...; each has DCP's own fil
 checkpoint is written under another name (``.writing-...``), synced to disk and then renamed, so a folder of the first
 name is complete, or was damaged afterwards: its manifest tells. DCP reads the shards of any number of ranks back onto
 any other number of ranks.
+
+Resume only from checkpoints that you trust: DCP keeps its metadata as a pickle.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from nemo_like.recipes.schedule import SCHEDULES
 
 COMPILE_BACKENDS = ("none", "inductor", "aot_eager", "eager")
 RESUME = ("no", "must", "auto")
+OFFLOADS = ("none", "boundary", "saved", "all")
 INITS = ("host", "sharded")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -38,7 +39,7 @@ class Options:
     )
     strategy: str = _option("fsdp2", f"{' | '.join(STRATEGIES)}; on one rank all of them are 'single'")
     ac: str = _option(
-        "selective", "activation checkpointing: none | full | selective | submodule, or a memory budget like 40GiB"
+        "selective", "activation checkpointing: none | full | selective | submodule | sequential, or a budget like 40GiB"
     )
     scope: str = _option("all", "layers to checkpoint: all | language | vision | audio; several with commas")
     compile: str = _option("none", f"compile each layer: {' | '.join(COMPILE_BACKENDS)}")
@@ -47,6 +48,7 @@ class Options:
     init: str = _option(
         "host", "host: each rank builds all weights on the CPU | sharded: each rank makes only its shard (large models)"
     )
+    offload: str = _option("none", f"activations that wait in host memory: {' | '.join(OFFLOADS)}")
     cpu_offload: bool = _option(False, "keep weights, gradients and optimizer state in host memory (fsdp2)", bool)
     dp_replicate: int = _option(1, "replicas of the sharded model (HSDP); must divide the number of ranks", int)
     tp: int = _option(1, "ranks that share a layer's matmuls (tensor parallel); must divide the number of ranks", int)
@@ -68,7 +70,7 @@ class Options:
     log_every: int = _option(10, "steps between reports of the loss", int)
     json: str | None = _option(None, "write a summary of the run to this file")
     checkpoint_dir: str | None = _option(None, "folder for checkpoints, on storage that all hosts share")
-    save_every: int = _option(100, "steps between checkpoints; one is written after the last step too", int)
+    save_every: int = _option(100, "steps between checkpoints (with --checkpoint-dir); the last step has one too", int)
     keep: int = _option(2, "complete checkpoints to keep; older ones are deleted", int)
     resume: str = _option(
         "no",
@@ -126,6 +128,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "schedule": SCHEDULES,
     "resume": RESUME,
     "init": INITS,
+    "offload": OFFLOADS,
 }
 _LEAST: Mapping[str, float] = {
     **dict.fromkeys(("dp_replicate", "tp", "seq_len", "batch_size", "grad_accum", "steps", "log_every"), 1),

@@ -9,27 +9,24 @@ uninterrupted one to the bit where the device's kernels are deterministic, as th
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from nemo_like.distributed import launch
 from nemo_like.extras import MissingExtraError
 from nemo_like.recipes.checkpoint import CheckpointError
+from nemo_like.recipes.loss import DivergedError
 from nemo_like.recipes.options import Options, parse_options
-from nemo_like.recipes.progress import memory_kind, memory_peak
+from nemo_like.recipes.progress import memory_peak
 from nemo_like.recipes.ranks import OtherRankError, Ranks
-from nemo_like.recipes.trainer import DivergedError, Trainer, summarise
+from nemo_like.recipes.summary import summarise, write_summary
+from nemo_like.recipes.trainer import Trainer
 
 BAD_INPUT = 2
 """Exit code for options, data or checkpoints that cannot be used."""
@@ -58,10 +55,7 @@ def train(options: Options, ranks: Ranks) -> int:
     trainer.run()
     peaks = ranks.gather(memory_peak(ranks.device))
     if options.json is not None and ranks.rank == 0:
-        text = json.dumps(summarise(trainer, peaks, memory_kind(ranks.device), versions()), indent=1)
-        partial = Path(f"{options.json}.partial")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(options.json)
+        write_summary(options.json, summarise(trainer, peaks))
     return 128 + trainer.interrupted if trainer.interrupted else 0
 
 
@@ -77,17 +71,6 @@ def joined(options: Options) -> Iterator[Ranks]:
         yield Ranks(rank, world_size, device, options.tp, control)
     finally:
         launch.shutdown()
-
-
-def versions() -> dict[str, str]:
-    """What the run ran on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    for name in ("nemo_like", "transformers", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 if __name__ == "__main__":

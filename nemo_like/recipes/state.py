@@ -6,6 +6,7 @@ is of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from nemo_like.log import warn_once
 from nemo_like.recipes.options import Options
 
 # Another of these makes another run: the checkpoint's weights or place in the data would mean nothing.
-_SAME = ("model", "seq_len", "batch_size", "seed")
+_SAME = ("seq_len", "batch_size", "seed")
 # These may change on purpose (train longer, with another rate); the change is said.
 _MAY_CHANGE = ("steps", "lr", "schedule", "warmup_steps", "lr_floor", "weight_decay", "beta1", "beta2", "clip", "dtype")
 
@@ -69,23 +70,41 @@ def put_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     _bare(model).load_state_dict(state["model"])
 
 
-def about_run(options: Options, fingerprint: str) -> dict[str, Any]:
-    """The facts that go beside a checkpoint's tensors."""
-    return {"data": fingerprint, **{name: getattr(options, name) for name in (*_SAME, *_MAY_CHANGE)}}
+def about_run(options: Options, text: str, model: nn.Module) -> dict[str, Any]:
+    """The facts that go beside a checkpoint's tensors; `text` is the training text's fingerprint."""
+    shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(_tensors(model).items())]
+    return {
+        "model": options.model,
+        "shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
+        "text": text,
+        **{name: getattr(options, name) for name in (*_SAME, *_MAY_CHANGE)},
+    }
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ValueError where the checkpoint belongs to another run; say once which optional facts changed."""
-    for name in ("data", *_SAME):
+    way_out = "Give the same again, or start anew with another --checkpoint-dir."
+    if saved.get("shapes") != now["shapes"]:
+        # The path or preset may differ for the same model, and be the same for another.
+        raise ValueError(
+            f"--resume: the model's weights, of --model {now['model']}, have other names or shapes than the "
+            f"checkpoint's, of {saved.get('model')}. {way_out}"
+        )
+    if saved.get("text") != now["text"]:
+        raise ValueError(f"--resume: the training text is not the one that the checkpoint's run read. {way_out}")
+    for name in _SAME:
         if saved.get(name) != now[name]:
-            what = "the training text" if name == "data" else "--" + name.replace("_", "-")
             raise ValueError(
-                f"--resume: {what} was {saved.get(name)!r} when the checkpoint was written, and is {now[name]!r} now. "
-                "Give the same again, or start anew with another --checkpoint-dir."
+                f"--resume: --{name.replace('_', '-')} was {saved.get(name)!r} when the checkpoint was written, and is "
+                f"{now[name]!r} now. {way_out}"
             )
     changed = [f"{name} {saved.get(name)!r} -> {now[name]!r}" for name in _MAY_CHANGE if saved.get(name) != now[name]]
     if changed:
         warn_once(f"Resuming with other options than before: {', '.join(changed)}. The run goes on with the new ones.")
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in _bare(model).state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 def _bare(model: nn.Module) -> nn.Module:

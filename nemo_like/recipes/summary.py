@@ -1,0 +1,52 @@
+"""The summary of a run that ``--json`` writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_like.recipes.progress import memory_kind
+from nemo_like.recipes.trainer import Trainer
+
+
+def summarise(trainer: Trainer, peak_bytes: list[int]) -> dict[str, Any]:
+    """The run as JSON values. Losses are nats per byte; `peak_bytes` has one number per rank."""
+    return {
+        "losses": trainer.log.losses,
+        "first_step": trainer.first_step,
+        "eval_losses": trainer.eval_losses,
+        "unigram_entropy": trainer.unigram_entropy,
+        "peak_bytes": peak_bytes,
+        "peak_bytes_are": memory_kind(trainer.ranks.device),
+        "tokens_per_second": trainer.tokens_per_second,
+        "ac": trainer.options.ac,
+        "strategy": trainer.strategy,
+        "world_size": trainer.ranks.world_size,
+        "interrupted": bool(trainer.interrupted),
+        "options": dataclasses.asdict(trainer.options),
+        "versions": versions(),
+    }
+
+
+def write_summary(path: str, summary: dict[str, Any]) -> None:
+    """Write `summary` to `path` at once: a reader finds the old file or the whole new one."""
+    partial = Path(f"{path}.partial")
+    partial.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """What the run ran on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for name in ("nemo_like", "transformers", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
