@@ -140,6 +140,17 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert offloader.stats.moved_bytes > 0
 
 
+def test_version_counters_come_back_as_they_were() -> None:
+    y = torch.ones(8, requires_grad=True) * 1
+    y.add_(1).mul_(2)
+    offloader = offload_activations(config(), backend=journaled())
+    handle = offloader.pack(y)
+    assert (handle.get()._version, offloader.stats.still_on_device) == (y._version, 1)
+    version = y._version
+    del y
+    assert (handle.get()._version, offloader.stats.reloads) == (version, 1)
+
+
 def test_a_view_in_another_dtype_comes_back_as_it_was() -> None:
     offloader = offload_activations(config(), backend=journaled())
     saved = torch.randn(32).view(torch.int32)[5:20].view(torch.int16)

@@ -39,14 +39,14 @@ class KnownStorages:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
-        self._shapes: set[tuple[int, ...]] = set()
+        self._shapes: dict[tuple[int, ...], set[torch.dtype]] = {}
 
     def learn(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
         """Remember the parameters and buffers that `modules` have now (FSDP2 puts others in place around a forward)."""
         for module in modules:
             for parameter in module.parameters(recurse):
                 self._add(parameter, PARAMETER)
-                self._shapes.add(tuple(sorted(parameter.shape)))
+                self._shapes.setdefault(tuple(sorted(parameter.shape)), set()).add(parameter.dtype)
             for buffer in module.buffers(recurse):
                 self._add(buffer, BUFFER)
 
@@ -62,9 +62,11 @@ class KnownStorages:
         reference, reason = self._known.get(id(storage), (None, None))
         return reason if reference is not None and reference() is storage else None
 
-    def is_shape_of_a_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether some known parameter has this shape, transposed or not. True for any matrix where none is known."""
-        return tuple(sorted(tensor.shape)) in self._shapes if self._shapes else tensor.dim() == 2
+    def has_weight_like(self, tensor: torch.Tensor) -> bool:
+        """Whether a known parameter has this shape, transposed or not, in another dtype; for any matrix if none is known."""
+        if not self._shapes:
+            return tensor.dim() == 2
+        return bool(self._shapes.get(tuple(sorted(tensor.shape)), set()) - {tensor.dtype})
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -100,7 +102,8 @@ def is_autocast_copy(tensor: torch.Tensor, known: KnownStorages) -> bool:
     """Whether `tensor` is the low-precision copy of a weight that autocast made for one operator, or a view of it.
 
     A trained weight's copy is known by its graph: a cast, straight from a parameter. A frozen weight's copy has no
-    graph; under autocast, a tensor of its dtype without gradient and in the shape of a parameter is taken for one.
+    graph, and inside an operator nobody can tell whether autocast is on: a 16-bit tensor without a gradient, in the
+    shape of a parameter of another dtype, is taken for one.
     """
     source = tensor if base_of(tensor) is None else base_of(tensor)
     assert source is not None
@@ -110,10 +113,5 @@ def is_autocast_copy(tensor: torch.Tensor, known: KnownStorages) -> bool:
             return False
         sources = [getattr(node, "variable", None) for node, _ in cast.next_functions]  # of AccumulateGrad: the leaf
         return any(isinstance(leaf, nn.Parameter) for leaf in sources)
-    device = tensor.device.type
-    return (
-        not tensor.requires_grad
-        and torch.is_autocast_enabled(device)
-        and tensor.dtype == torch.get_autocast_dtype(device)
-        and known.is_shape_of_a_parameter(source)
-    )
+    sixteen_bit = tensor.dtype in (torch.bfloat16, torch.float16)
+    return sixteen_bit and not tensor.requires_grad and known.has_weight_like(source)

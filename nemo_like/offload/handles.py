@@ -200,7 +200,9 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return lo, lo + (int(last) + 1) * itemsize
 
 
-def move_plain(tensor: torch.Tensor, mover: Mover, guard: InPlaceGuard | None, version: Any) -> HostHandle | None:
+def move_plain(
+    tensor: torch.Tensor, mover: Mover, guard: InPlaceGuard | None, version: tuple[Any, ...]
+) -> HostHandle | None:
     """A handle for a plain strided, non-empty tensor on the mover's device; None where the host refused the bytes.
 
     Args:

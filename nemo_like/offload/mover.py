@@ -76,8 +76,9 @@ class Group:
 class StorageCopy:
     """What is on the host of one device storage, at one version of its contents. Dies with its last saved tensor."""
 
-    def __init__(self, mover: Mover, storage: torch.UntypedStorage) -> None:
+    def __init__(self, mover: Mover, storage: torch.UntypedStorage, version: int) -> None:
         self.mover = mover
+        self.version = version
         self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.nbytes = storage.nbytes()
         self.segments: list[Segment] = []
@@ -137,13 +138,14 @@ class Mover:
         self._ahead_bytes = 0
 
     # -------------------------------------------------------------------------------------------------- to the host
-    def offload(self, storage: torch.UntypedStorage, lo: int, hi: int, version: Any) -> StorageCopy | None:
+    def offload(self, storage: torch.UntypedStorage, lo: int, hi: int, version: tuple[Any, ...]) -> StorageCopy | None:
         """Have bytes [lo, hi) of `storage` on the host; only what is not there yet is copied.
 
         Args:
             storage: of this mover's device.
             lo, hi: the bytes that will be asked for.
-            version: anything that changes when the contents do; equal versions share one copy.
+            version: changes when the contents do; equal versions share one copy. The last of it is the version counter
+                that the bytes come back with, so that checks which compare it (in a replay) find what they know.
 
         Returns:
             the copy, with [lo, hi) entered as one more reader; None where the pool refused (see ``pool.refusal``).
@@ -156,7 +158,7 @@ class Mover:
             key = (id(storage), version)
             copy = self._copies.get(key)
             if copy is None or copy.original() is not storage:
-                copy = StorageCopy(self, storage)
+                copy = StorageCopy(self, storage, version[-1] or 0)
             missing = gaps([(segment.lo, segment.hi) for segment in copy.segments], lo, hi)
             if missing and not self._copy_out(copy, storage, missing):
                 return None
@@ -257,7 +259,7 @@ class Mover:
                 self.stats.still_on_device += 1
                 self._read(copy.span_of(lo, hi), reader)
                 self._look_ahead(copy)
-                return bytes_of(original, 0, copy.nbytes), 0
+                return _at_version(bytes_of(original, 0, copy.nbytes), copy.version), 0
             span = copy.span_of(lo, hi)
             buffer = self._buffer_of(copy, span)
             backend, stream = self.backend, self.backend.current_stream()
@@ -316,7 +318,7 @@ class Mover:
                 continue
             backend.wait(backend.copy_back, segment.written)
             backend.copy(
-                buffer[start - span.lo : end - span.lo],
+                buffer.data[start - span.lo : end - span.lo],  # a copy is no change: not to be counted as one
                 segment.block.bytes(start - segment.lo, end - segment.lo),
                 backend.copy_back,
                 writes=Region(span.buffer_space, start - span.lo, end - span.lo),
@@ -326,6 +328,7 @@ class Mover:
         for segment in copy.segments:
             if overlap((segment.lo, segment.hi), (span.lo, span.hi)):
                 segment.last_read = span.ready
+        _at_version(buffer, copy.version)
         span.buffer, span.stream = buffer, stream
         span.buffer_version = version_of(buffer)
         span.last_buffer = weakref.ref(buffer)
@@ -468,7 +471,15 @@ def _nothing() -> None:
 
 def bytes_of(storage: torch.UntypedStorage, lo: int, hi: int) -> torch.Tensor:
     """Bytes [lo, hi) of a storage as a (hi - lo,) uint8 tensor on it."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, lo, (hi - lo,), (1,))
+    # `.data` starts a version counter of its own, which setting the storage has not moved.
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, lo, (hi - lo,), (1,)).data
+
+
+def _at_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """`tensor`, whose version counter is at 0, with the counter at `version`."""
+    for _ in range(version):
+        torch.autograd.graph.increment_version(tensor)
+    return tensor
 
 
 def _host_region(block: Block, start: int, end: int) -> Region:

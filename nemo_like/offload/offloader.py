@@ -174,7 +174,7 @@ class Offloader:
         """A handle that stands for `tensor` in the graph: on the host where it may go there, else as it is.
 
         Raises:
-            TypeError: the tensor cannot be moved and the configuration says ``on_unsupported="raise"``.
+            RuntimeError: the tensor cannot be moved and the configuration says ``on_unsupported="raise"``.
         """
         with torch.no_grad():
             return self._pack(tensor)
@@ -186,7 +186,7 @@ class Offloader:
             alias = tensor.detach()
             if self._resting:
                 return ChosenHandle(tensor, self._keep(alias, LAST_LAYER))
-            return ChosenHandle(tensor, self._move_any(alias, None, version_of(tensor)))
+            return ChosenHandle(tensor, self._move_any(alias, version_of(tensor), guarded=False))
 
     def prefetch(self, handle: Any) -> None:
         """Start the way back of a tensor that `to_host` took."""
@@ -214,14 +214,14 @@ class Offloader:
             return self._keep(tensor, exempt.AUTOCAST)
         if not self._is_asked_for(tensor):
             return self._keep(tensor, NOT_ASKED)
-        return self._move_any(tensor, InPlaceGuard(tensor), version_of(tensor))
+        return self._move_any(tensor, version_of(tensor), guarded=True)
 
-    def _move_any(self, tensor: torch.Tensor, guard: InPlaceGuard | None, version: Any) -> Handle:
+    def _move_any(self, tensor: torch.Tensor, version: Any, *, guarded: bool) -> Handle:
         if is_wrapper_subclass(tensor):
-            return self._move_subclass(tensor, guard, (version,))
-        return self._move(tensor, guard, (version,))
+            return self._move_subclass(tensor, (version,), guarded)
+        return self._move(tensor, (version,), guarded)
 
-    def _move_subclass(self, tensor: torch.Tensor, guard: InPlaceGuard | None, version: tuple[Any, ...]) -> Handle:
+    def _move_subclass(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
         """Move what a wrapper subclass is made of, and keep how to put it together again.
 
         An operator that changes it in place need not show in its inner tensors' versions: the outer ones count too.
@@ -234,20 +234,21 @@ class Offloader:
                 continue
             value = _resolved(value)
             if is_wrapper_subclass(value):
-                inner[name] = self._move_subclass(value, None, (*version, version_of(value)))
+                inner[name] = self._move_subclass(value, (*version, version_of(value)), False)
             else:
-                inner[name] = self._move(value, None, (*version, version_of(value)))
+                inner[name] = self._move(value, (*version, version_of(value)), False)
         handles = frozenset(name for name, value in parts.items() if isinstance(value, torch.Tensor))
         if all(isinstance(inner[name], KeptHandle) for name in handles):
             return KeptHandle(tensor)
+        guard = InPlaceGuard(tensor) if guarded else None
         return SubclassHandle(type(tensor), context, inner, handles, tensor.shape, tensor.stride(), guard)
 
-    def _move(self, tensor: torch.Tensor, guard: InPlaceGuard | None, version: Any) -> Handle:
+    def _move(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
         """A handle for a plain tensor: on the host, or where it is (counted, with the reason)."""
         problem = exempt.unsupported(tensor)
         if problem is not None:
             if self.config.on_unsupported == "raise":
-                raise TypeError(
+                raise RuntimeError(  # a TypeError inside an operator's method (`@`) would be taken for "not mine"
                     f"Offloading cannot move a saved tensor of shape {list(tensor.shape)}: {problem}. "
                     "Use OffloadConfig(on_unsupported='keep') to leave such tensors on the device."
                 )
@@ -263,7 +264,7 @@ class Offloader:
             reason = exempt.SMALL
         if reason is not None:
             return self._keep(tensor, reason)
-        handle = move_plain(tensor, mover, guard, version)
+        handle = move_plain(tensor, mover, InPlaceGuard(tensor) if guarded else None, version)
         if handle is None:
             assert mover.pool.refusal is not None
             warn_once(

@@ -1,0 +1,228 @@
+"""Offloading on two ranks: FSDP2 with and without checkpointing, DTensors, tensor parallel. Bitwise, and no weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from nemo_like.config import OffloadConfig
+from nemo_like.distributed.shard import shard_layers
+from nemo_like.layers import find_layers
+from nemo_like.offload import apply_offloading, offload_activations
+from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.journal import Journal, find_hazards
+from nemo_like.parallelizer import apply_activation_checkpointing
+from tests import decoders
+from tests_distributed.spawn import run_ranks
+
+ANY_SIZE: dict[str, Any] = {"min_bytes": 0, "pin_memory": False}
+
+
+class Watching(CopyingBackend):
+    """Counts the bytes of a model's weights, gathered or not, among what goes to the host."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(lazy=True)
+        self.journal = Journal()
+        self.model = model
+        self.weight_bytes = 0
+        self.gathered_seen = 0
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, **regions: Any) -> None:
+        if stream is self.copy_out:
+            weights = [p._local_tensor if isinstance(p, DTensor) else p for p in self.model.parameters()]
+            self.gathered_seen += any(not isinstance(p, DTensor) for p in self.model.parameters())
+            if any(w.untyped_storage() is source.untyped_storage() for w in weights):
+                self.weight_bytes += source.numel()
+        super().copy(target, source, stream, **regions)
+
+
+def _local_gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for p in model.parameters():
+        assert p.grad is not None
+        found.append((p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone())
+        p.grad = None
+    return found
+
+
+def _fsdp_step(
+    rank: int, world: int, name: str, ac: str, dtype: torch.dtype | None, mode: str, microbatches: int
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    model = decoders.build(name)
+    apply_activation_checkpointing(model, ac)
+    layers = [layer.module for layer in find_layers(model)]
+    watching = Watching(model)
+    config = OffloadConfig(mode=mode, max_inflight_bytes=1, **ANY_SIZE)
+    offloader = apply_offloading(model, layers, config, backend=watching)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    shard_layers(model, layers, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    torch.manual_seed(7 + rank)
+    for index in range(microbatches):
+        ids = torch.randint(decoders.VOCAB, (2, 12))
+        model.set_requires_gradient_sync(index == microbatches - 1)
+        decoders.loss_of(model, ids).backward()
+    del ids
+    stats = offloader.collect().as_dict()
+    stats["weights"] = watching.weight_bytes
+    stats["gathered_seen"] = watching.gathered_seen
+    stats["hazards"] = len(find_hazards(watching.journal))
+    return _local_gradients(model), stats
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("ac", "mode"),
+    [("none", "all"), ("none", "boundary"), ("full", "boundary"), ("selective", "saved"), ("selective", "all")],
+)
+def test_fsdp2_gradients_are_bitwise_and_no_weight_moves(ac: str, mode: str, dtype: torch.dtype | None) -> None:
+    plain = run_ranks(2, _fsdp_step, "llama", ac, dtype, "none", 1)
+    moved = run_ranks(2, _fsdp_step, "llama", ac, dtype, mode, 1)
+    for (expected, _), (actual, stats) in zip(plain, moved, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert stats["moved_bytes"] > 0 or (mode == "boundary" and ac == "none")  # bf16 norms save a cast of the input
+        assert stats["weights"] == 0 and stats["hazards"] == 0
+        assert stats["host_live_bytes"] == 0
+        if mode == "all":
+            assert stats["gathered_seen"] > 0 and stats["reloads"] > 0
+            assert ac != "none" or stats["kept_bytes"]["a parameter, or a view of one"] > 0
+
+
+def test_fsdp2_accumulates_gradients() -> None:
+    plain = run_ranks(2, _fsdp_step, "llama", "selective", None, "none", 3)
+    moved = run_ranks(2, _fsdp_step, "llama", "selective", None, "all", 3)
+    for (expected, _), (actual, stats) in zip(plain, moved, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert stats["weights"] == 0
+
+
+def _ddp(rank: int, world: int, mode: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    model = decoders.build("llama")
+    apply_activation_checkpointing(model, "selective")
+    layers = [layer.module for layer in find_layers(model)]
+    watching = Watching(model)
+    offloader = apply_offloading(model, layers, OffloadConfig(mode=mode, **ANY_SIZE), backend=watching)
+    replicated = nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(7 + rank)
+    ids = torch.randint(decoders.VOCAB, (2, 12))
+    decoders.loss_of(replicated, ids).backward()
+    return _local_gradients(model), offloader.collect().as_dict() | {"weights": watching.weight_bytes}
+
+
+def test_ddp_gradients_are_bitwise() -> None:
+    plain = run_ranks(2, _ddp, "none")
+    for (expected, _), (actual, stats) in zip(plain, run_ranks(2, _ddp, "all"), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert stats["weights"] == 0 and stats["moved_bytes"] > 0
+
+
+class _Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _tensor_parallel(rank: int, world: int, mode: str, sequence: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Chain() for _ in range(3)))
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    for layer in model:
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:
+            plan = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            }
+        parallelize_module(layer, mesh, plan)
+    if sequence:
+        to_shards = PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=False
+        )
+        parallelize_module(model[0], mesh, to_shards)
+    backend = CopyingBackend(lazy=True)
+    backend.journal = Journal()
+    offloader = apply_offloading(
+        model, list(model), OffloadConfig(mode=mode, max_inflight_bytes=1, **ANY_SIZE), backend=backend
+    )
+    torch.manual_seed(1)
+    out = model(torch.randn(2, 8, 16))
+    loss = (out.full_tensor() if isinstance(out, DTensor) else out).pow(2).sum()
+    del out
+    loss.backward()
+    del loss
+    stats = offloader.collect().as_dict() | {"hazards": len(find_hazards(backend.journal))}
+    return _local_gradients(model), stats
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor parallel", "sequence parallel"])
+@pytest.mark.parametrize("mode", ["boundary", "all"])
+def test_tensor_parallel_gradients_are_bitwise(mode: str, sequence: bool) -> None:
+    plain = run_ranks(2, _tensor_parallel, "none", sequence)
+    moved = run_ranks(2, _tensor_parallel, mode, sequence)
+    for (expected, _), (actual, stats) in zip(plain, moved, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert stats["moved_bytes"] > 0 and stats["host_live_bytes"] == 0 and stats["hazards"] == 0
+
+
+def _dtensors(rank: int, world: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    x = distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)]).requires_grad_()
+
+    def function() -> torch.Tensor:
+        y = x * 2
+        z = y.t().exp() + y.redistribute(placements=[Replicate()]).sin().t()
+        return (z * y.t().redistribute(placements=[Replicate()])).sum().full_tensor()
+
+    (expected,) = torch.autograd.grad(function(), x)
+    with offload_activations(OffloadConfig(mode="all", **ANY_SIZE), backend=CopyingBackend()) as offloader:
+        loss = function()
+    stats = offloader.stats.as_dict()
+    (actual,) = torch.autograd.grad(loss, x)
+    y = x * 2
+    with offloader:
+        changed = y.sin()
+    y.add_(1)
+    try:
+        changed.sum().full_tensor().backward()
+        raised = ""
+    except RuntimeError as error:
+        raised = str(error)
+    reused = x * 2
+    with offloader:
+        dead = reused.sin()
+        del dead
+        reused.add_(1)  # does not show in the version of the local tensor
+        loss = reused.cos().sum().full_tensor()
+    (after,) = torch.autograd.grad(loss, x)
+    true_after = torch.autograd.grad((x * 2 + 1).cos().sum().full_tensor(), x)[0]
+    return {
+        "equal": torch.equal(actual.to_local(), expected.to_local()) and actual.placements == expected.placements,
+        "moved": stats["moved_bytes"],
+        "raised": raised,
+        "after": torch.equal(after.to_local(), true_after.to_local()),
+    }
+
+
+def test_dtensors_come_back_as_dtensors() -> None:
+    for result in run_ranks(2, _dtensors):
+        assert result["equal"] and result["after"] and result["moved"] > 0
+        assert "modified by an inplace operation" in result["raised"]
