@@ -157,7 +157,8 @@ class _Region:
 
     __slots__ = (
         "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
-        "inputs", "kept", "kinds", "last", "lent", "lock", "name", "policy", "position", "transfer", "watch_versions",
+        "inputs", "kept", "kinds", "last", "lent", "lock", "name", "policy", "position", "replay_mode", "transfer",
+        "unwaited", "watch_versions",
     )  # fmt: skip
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
@@ -271,9 +272,11 @@ class _Region:
         self.last = live[-1]
         self.position = 0
         self.lent: list[Tensor] = []
+        self.unwaited = torch_private.unwaited_collectives()
         args, kwargs = self.inputs.get(self.name)
         values = self.values_for_replay(keep)
         mode = ReplayMode(self.kinds, self.kept, values, self.name) if not self.policy.keeps_nothing else None
+        self.replay_mode = mode
         outer = self.forward_mode
         if outer is not None:
             outer.paused = True
@@ -285,6 +288,7 @@ class _Region:
             raise
         finally:
             self.lent = []
+            self.replay_mode = None
             if outer is not None:
                 outer.paused = False
         for index in live:
@@ -309,10 +313,10 @@ class _Region:
         if not self.early_stop or self.position <= self.last:
             return
         expected = sum(1 for entry in self.kept if entry.packs_before <= self.last)
-        if mode.position != expected:
+        if mode.finished_at != expected:
             raise RegionError(
                 f"Region {self.name!r}: replay and forward disagree: forward had run {expected} tracked operators at "
-                f"the point where replay stopped, replay ran {mode.position}. Something in the region depends on "
+                f"the point where replay stopped, replay ran {mode.finished_at}. Something in the region depends on "
                 "state that changed since."
             )
 
@@ -344,9 +348,9 @@ class _Region:
     def repack(self, tensor: Tensor) -> int:
         index = self.position
         self.position = index + 1
-        if index >= len(self.handles):
-            if self.complete and self.early_stop:
-                raise _Stop(self)
+        if index > self.last:
+            if self.early_stop:
+                self.stop_unless_waited_for()
             return self.lend(tensor)
         handle = self.handles[index]()
         if handle is not None:
@@ -355,9 +359,20 @@ class _Region:
             if handle.version != tensor._version and self.watch_versions:
                 self.check_same_version(index, handle, tensor)
             handle.value = tensor
-        if index >= self.last and self.early_stop:
-            raise _Stop(self)
+        if index == self.last and self.early_stop:
+            if self.replay_mode is not None:
+                self.replay_mode.finish()
+            self.stop_unless_waited_for()
         return self.lend(tensor)
+
+    def stop_unless_waited_for(self) -> None:
+        """End the replay, unless a collective that it started has not been waited for.
+
+        Such a one keeps its buffers for ever, and memory would grow with every step (torchtitan#1467): the replay
+        goes on to the next tensor that autograd saves, or to the region's end.
+        """
+        if torch_private.unwaited_collectives() <= self.unwaited:
+            raise _Stop(self)
 
     def lend(self, tensor: Tensor) -> int:
         """What replay's own graph keeps for `tensor`: a number, good for a backward inside the region.

@@ -258,6 +258,7 @@ class ReplayMode(_Mode):
         self.values = values
         self.region_name = name
         self.position = 0
+        self.finished_at: int | None = None
         self.skips = any(entry.decision is SKIP for entry in kept)
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -276,6 +277,8 @@ class ReplayMode(_Mode):
         """The forward's record of this call, and its output where kept (handed out once)."""
         position = self.position
         self.position = position + 1
+        if self.finished_at is not None:
+            return _AFTER_THE_END, None
         if position >= len(self.kept) or self.kept[position].op is not func:
             self.raise_mismatch(func, position)
         value = self.values[position]
@@ -286,6 +289,11 @@ class ReplayMode(_Mode):
         elif entry.decision is HOST:
             value = map_kept(_from_host, value)
         return entry, value
+
+    def finish(self) -> None:
+        """Backward has what it needs; whatever still runs is computed, for its side effects only."""
+        self.finished_at = self.position
+        self.values = []
 
     def raise_mismatch(self, func: Op, position: int) -> None:
         wanted = self.kept[position].op if position < len(self.kept) else None
@@ -326,3 +334,5 @@ class ReplayMode(_Mode):
             f"{reason}. Take the SKIP out of the plan (RECOMPUTE or SAVE), or keep what {func} reads."
         ) from cause
 
+
+_AFTER_THE_END = Kept(None, RECOMPUTE, 0)

@@ -51,3 +51,11 @@ def graph_is_kept() -> bool | None:
 def in_functorch_transform() -> bool:
     """Whether a `torch.func` transform is active; False where torch does not tell."""
     return _functorch_level is not None and _functorch_level() is not None
+
+
+def unwaited_collectives() -> int:
+    """How many functional collectives of this process are under way and not yet waited for; 0 where torch can't tell."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0
+    count = getattr(torch._C._distributed_c10d, "_get_work_registry_size", None)
+    return 0 if count is None else count()
