@@ -5,9 +5,8 @@
 """
 
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper
-from nemo_like.checkpointing import apply_activation_checkpointing
 from nemo_like.config import CheckpointConfig, MemoryBudget, OffloadConfig
-from nemo_like.parallelizer import parallelize
+from nemo_like.parallelizer import apply_activation_checkpointing, parallelize
 
 __all__ = [
     "CheckpointConfig",

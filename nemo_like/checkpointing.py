@@ -1,4 +1,4 @@
-"""`apply_activation_checkpointing`: what ``ac=`` says, applied to the layers of a model, with no process group."""
+"""Activation checkpointing of the layers found in a model, as a `CheckpointConfig` says; with no process group."""
 
 from __future__ import annotations
 
@@ -17,40 +17,11 @@ from nemo_like.activation_checkpointing.regions import (
     checkpoint_layers,
 )
 from nemo_like.activation_checkpointing.sequential import apply_sequential_checkpointing
+from nemo_like.cells import checkpoint_timestep_cells
 from nemo_like.choice import choose_layers
 from nemo_like.config import CheckpointConfig, MemoryBudget, parse_ac
-from nemo_like.layers import Layer, find_layers, select_layers
+from nemo_like.layers import Layer
 from nemo_like.log import warn_once
-
-
-def apply_activation_checkpointing(
-    model: nn.Module,
-    ac: Any = "selective",
-    scope: str | Iterable[str] = "all",
-    compile: bool = False,
-    *,
-    layers: Iterable[str | nn.Module] | None = None,
-) -> nn.Module:
-    """Checkpoint the repeated layers of `model` in place, and nothing else: for callers who shard later themselves.
-
-    Args:
-        model: any Hugging Face or plain PyTorch model; changed in place and returned.
-        ac: a mode, a `CheckpointConfig` or a `SelectivePolicy` object.
-        scope: which groups of layers (`nemo_like.layers.select_layers`); layers in which nothing trains are left out.
-        compile: the layers will be compiled.
-        layers: names or modules, instead of the layers that are found.
-
-    Raises:
-        ValueError, TypeError: an unknown mode or scope, no layers, or a model that is checkpointed already. The model
-            is unchanged then.
-    """
-    config, policy = parse_checkpointing(ac)
-    if config.mode == "none":
-        return model
-    refuse_checkpointed(model)
-    chosen = select_layers(find_layers(model, layers), scope, drop_frozen=True)
-    checkpoint_found(model, chosen, config, policy, compile=compile)
-    return model
 
 
 def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:
@@ -103,6 +74,9 @@ def checkpoint_found(
     """
     narrowed = tuple(chosen)
     if config.mode != "none":
+        if config.snn_timestep_checkpoint:
+            checkpoint_timestep_cells(model, config)
+            return []
         narrowed = choose_layers(model, narrowed, config, saved_bytes)
         if not narrowed:
             return []

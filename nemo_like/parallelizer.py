@@ -1,13 +1,12 @@
 """`parallelize`: one call from a bare model to a sharded, checkpointed, compiled one.
 
-The order, always: find the layers → tensor parallel → activation checkpointing → per-layer compile → `fully_shard`
-on each layer, then on the root. Everything is checked before the first change.
+The order, always: find the layers → tensor parallel → activation checkpointing → per-layer compile → offloading →
+`fully_shard` on each layer, then on the root. Everything is checked before the first change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,18 +15,44 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like.activation_checkpointing.policy import Policy
-from nemo_like.checkpointing import checkpoint_found, parse_checkpointing, refuse_checkpointed
 from nemo_like.compile import compile_layers, parse_compile
-from nemo_like.config import STRATEGIES, CheckpointConfig, did_you_mean, normalise, parse_dtype
+from nemo_like.config import STRATEGIES, OffloadConfig, did_you_mean, normalise, parse_dtype
 from nemo_like.distributed.launch import local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
-from nemo_like.distributed.shard import check_sharding, shard_layers
-from nemo_like.layers import Layer, find_layers, select_layers
+from nemo_like.distributed.shard import check_options, check_sharding, shard_layers
+from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
+from nemo_like.layers import find_layers
 from nemo_like.log import say_once, warn_once
+from nemo_like.offload import apply_offloading, parse_offload
 from nemo_like.precision import autocast_forward
+from nemo_like.request import CheckpointRequest, read_checkpointing
 
 _MARK = "_nemo_like_parallelized"
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    ac: Any = "selective",
+    scope: str | Iterable[str] = "all",
+    compile: bool = False,
+    *,
+    layers: Iterable[str | nn.Module] | None = None,
+    sample_input: Any = None,
+) -> nn.Module:
+    """Checkpoint the repeated layers of `model` in place, and nothing else: for callers who shard later themselves.
+
+    Args:
+        model: any Hugging Face or plain PyTorch model; changed in place and returned.
+        ac, layers, sample_input: as for `parallelize`. A budget counts the ranks of the process group, if there is one.
+        scope: `parallelize`'s ``ac_scope``.
+        compile: the layers will be compiled.
+
+    Raises:
+        ValueError, TypeError: as `parallelize`. The model is unchanged then.
+    """
+    request = read_checkpointing(model, ac, scope, layers, sample_input)
+    request.carry_out(model, compile=compile)
+    return model
 
 
 def parallelize(
@@ -49,19 +74,29 @@ def parallelize(
     dp_replicate: int = 1,
     frozen_sharding: str = "root",
     layers: Iterable[str | nn.Module] | None = None,
+    offload: str | OffloadConfig | None = None,
+    tp: int | None = None,
+    tp_plan: Mapping[str, Any] | None = None,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    sample_input: Any = None,
+    optimizer: str = "adamw",
     device: str | torch.device | None = None,
 ) -> nn.Module:
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
-    optimizer afterwards: sharding replaces the parameters.
+    optimizer afterwards: sharding replaces the parameters. A Hugging Face model's key/value cache is turned off in its
+    config, in every mode, where layers do not hand states on through it; `generate` asks for its own.
 
     Args:
         model: any Hugging Face or plain PyTorch model, on the CPU, a GPU or the meta device (then call
             `nemo_like.distributed.materialize` afterwards).
         strategy: ``"fsdp2"``, ``"ddp"`` or ``"single"``. With one rank all three mean ``"single"``: no process group.
         ac: ``None``/``False``/``"none"``, ``True``/``"full"`` (replay whole layers), ``"selective"`` (keep the
-            expensive ops), ``"submodule"``, a `CheckpointConfig`, or a `SelectivePolicy` object of your own.
+            expensive ops), ``"submodule"``, ``"sequential"`` (replay segments of layers); ``"40GiB"`` (the best plan
+            for that peak per rank), ``"50%"`` (of the activation bytes of ``"none"``), ``"auto"`` (this device's memory)
+            or a `MemoryBudget`, all with `sample_input`; a `Plan`, a `CheckpointConfig`, or a `SelectivePolicy`.
         mesh: a mesh that a framework built, with axes out of ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``; default:
             made from the launcher's environment.
         ac_scope: the groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
@@ -70,69 +105,87 @@ def parallelize(
         mp_policy: FSDP2's own policy object, instead of the three dtypes.
         param_dtype: the dtype to compute in (``"bf16"``); parameters and optimizer state stay as they are. FSDP2 casts
             parameters; the other strategies use autocast.
-        reduce_dtype: the dtype to reduce gradients in (FSDP2).
+        reduce_dtype: the dtype to reduce gradients in (FSDP2); default: float32 where `param_dtype` is given.
         output_dtype: the dtype of the model's floating-point outputs.
         cpu_offload: FSDP2 only: keep parameters, gradients and optimizer state in host memory.
         reshard_after_forward: FSDP2: free a layer's parameters after its forward; None: all but the last layer.
         forward_prefetch: FSDP2: how many layers ahead forward gathers.
         backward_prefetch: FSDP2: how many layers ahead backward gathers.
         dp_replicate: FSDP2: replicas of the sharded model (HSDP); must divide the number of ranks.
-        frozen_sharding: FSDP2: where frozen towers go: ``"root"``, ``"per_layer"`` or ``"replicate"``.
+        frozen_sharding: FSDP2: frozen towers go into the ``"root"`` unit, stay whole on every rank (``"replicate"``), or
+            are sharded ``"per_layer"``, which saves most and hangs as soon as one rank skips the tower.
         layers: names (globs) or modules of the layers, instead of the layers that are found.
+        offload: what waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these
+            and what checkpointing keeps), ``"all"``, or an `OffloadConfig`.
+        tp: FSDP2: ranks that each large weight is split over (tensor parallelism); must divide the number of ranks.
+        tp_plan: module name pattern to `ParallelStyle` or its name; default: the model's own plan.
+        sequence_parallel: with `tp`: norms and residuals split along the sequence too.
+        loss_parallel: with `tp`: the logits stay split by vocabulary.
+        sample_input: what one step of one rank gives to the model, as keywords, positions or one tensor; needed by
+            budgets, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first.
+        optimizer: the optimizer whose state a budget counts: ``"adamw"``, ``"adamw8bit"``, ``"sgd"``, ...
         device: where the model goes; default: this rank's accelerator if there is one, else the CPU.
 
     Raises:
         ValueError, TypeError: any bad argument, with the value, the reason and the way out; a model without repeated
-            layers; a model that was parallelized or checkpointed before. The model is unchanged then.
+            layers; a model that was parallelized or checkpointed before; a budget that cannot be met (`BudgetError`).
+            The model is unchanged then.
     """
-    request = _validate(model, strategy, ac, ac_scope, compile, layers, cpu_offload)
+    strategy = _check_model_and_strategy(model, strategy, cpu_offload, tp, tp_plan)
+    request = read_checkpointing(model, ac, ac_scope, layers, sample_input)
+    backend = _check_compile(compile, request)
+    offload_config = _check_offload(offload, request)
     precision = _precision(mp_policy, param_dtype, reduce_dtype, output_dtype)
-    sharding = dict(
+    options: dict[str, Any] = dict(
         reshard_after_forward=reshard_after_forward,
         forward_prefetch=forward_prefetch,
         backward_prefetch=backward_prefetch,
         frozen_sharding=frozen_sharding,
     )
-    mesh = _mesh(request.strategy, mesh, dp_replicate, device)
-    if mesh is not None and request.strategy == "fsdp2":
-        check_sharding(model, request.found, mesh, **sharding)
+    check_options(**options)
+    mesh = _mesh(strategy, mesh, dp_replicate, tp, device)
+    sharded = mesh is not None and strategy == "fsdp2"
+    if sharded:
+        check_sharding(model, request.found, mesh, **options)
+    planning = dict(
+        mesh=mesh if sharded else None,
+        world_size=None if sharded else 1,
+        optimizer=optimizer,
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        reshard_after_forward=reshard_after_forward,
+        prefetch=(forward_prefetch, backward_prefetch),
+    )
+    names = [layer.fqn for layer in request.found]
 
-    checkpoint_found(model, request.chosen, request.config, request.policy, compile=request.backend is not None)
-    placed = find_layers(model, [layer.fqn for layer in request.found])  # the wrappers, where there are any now
-    if request.backend is not None:
-        compile_layers(model, request.backend, [layer.module for layer in placed])
-    if mesh is not None and request.strategy == "fsdp2":
-        # Pinned memory is for copies to a GPU, and without one torch raises on it.
-        pinned = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        offload_policy = pinned if cpu_offload else OffloadPolicy()
-        shard_layers(model, placed, mesh, mp_policy=precision, offload_policy=offload_policy, **sharding)
+    if axis_size(mesh, "tp") > 1:
+        apply_tensor_parallel(
+            model, mesh["tp"], tp_plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
+        )
+    request.carry_out(model, compile=backend is not None, planning=planning)
+    if backend is not None:
+        compile_layers(model, backend, _modules(model, names))
+    if offload_config.mode != "none":
+        apply_offloading(model, _modules(model, names), offload_config)
+    if sharded:
+        # Pinned memory is for copies to a GPU; without one torch raises on it.
+        host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+        shard_layers(model, find_layers(model, names), mesh, mp_policy=precision, offload_policy=host, **options)
     else:
         model = _replicate(model, mesh, precision, device)
     setattr(model, _MARK, True)
     return model
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What was asked for, read and checked, before anything is changed."""
-
-    strategy: str
-    config: CheckpointConfig
-    policy: Policy | None
-    backend: str | None
-    found: tuple[Layer, ...]
-    chosen: tuple[Layer, ...]
+def _modules(model: nn.Module, names: list[str]) -> list[nn.Module]:
+    """The layers as they are registered now: the outermost wrappers, where there are any."""
+    return [layer.module for layer in find_layers(model, names)]
 
 
-def _validate(
-    model: nn.Module,
-    strategy: str,
-    ac: Any,
-    ac_scope: str | Iterable[str],
-    compile: bool | str,
-    layers: Iterable[str | nn.Module] | None,
-    cpu_offload: bool,
-) -> _Request:
+def _check_model_and_strategy(
+    model: nn.Module, strategy: str, cpu_offload: bool, tp: int | None, tp_plan: Mapping[str, Any] | None
+) -> str:
+    """The strategy's word, once model and strategy are fit for each other."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {model!r}, a {type(model).__name__}; it must be a torch.nn.Module.")
     word = normalise(strategy) if isinstance(strategy, str) else strategy
@@ -140,23 +193,33 @@ def _validate(
         raise ValueError(
             f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}." + did_you_mean(str(word), STRATEGIES)
         )
-    if cpu_offload and word != "fsdp2":
+    if word != "fsdp2" and cpu_offload:
         raise ValueError(f"cpu_offload=True keeps FSDP2's shards in host memory; strategy {word!r} has none.")
-    config, policy = parse_checkpointing(ac)
-    backend = parse_compile(compile)
-    if backend is not None and config.use_reentrant:
-        raise ValueError("CheckpointConfig.use_reentrant is True and compile is on: torch cannot compile it. Drop one.")
+    if word != "fsdp2" and (tp not in (None, 1) or tp_plan is not None):
+        raise ValueError(f"tp splits weights over ranks beside FSDP2; strategy {word!r} keeps them whole. Use 'fsdp2'.")
     for name, module in model.named_modules():
         if hasattr(module, _MARK) or isinstance(module, FSDPModule | DistributedDataParallel):
             raise ValueError(
                 f"{name or 'The model'} is parallelized already; call parallelize once, on a freshly built model."
             )
-    refuse_checkpointed(model)
-    found = find_layers(model, layers)
-    chosen = select_layers(found, ac_scope)  # a wrong scope is an error also where nothing is checkpointed
-    if config.mode != "none":
-        chosen = select_layers(found, ac_scope, drop_frozen=True)
-    return _Request(word, config, policy, backend, found, chosen)
+    return word
+
+
+def _check_compile(compile: bool | str, request: CheckpointRequest) -> str | None:
+    backend = parse_compile(compile)
+    if backend is not None and request.config is not None and request.config.use_reentrant:
+        raise ValueError("CheckpointConfig.use_reentrant is True and compile is on: torch cannot compile it. Drop one.")
+    return backend
+
+
+def _check_offload(offload: str | OffloadConfig | None, request: CheckpointRequest) -> OffloadConfig:
+    config = parse_offload(offload, default="none")
+    if config.mode == "saved" and request.config is not None and request.config.mode == "none":
+        raise ValueError(
+            "offload='saved' moves what activation checkpointing keeps, and ac is 'none'. Use ac='selective' (or another "
+            "mode), or offload='all'."
+        )
+    return config
 
 
 def _precision(
@@ -184,20 +247,21 @@ def _precision(
 
 
 def _mesh(
-    strategy: str, mesh: DeviceMesh | None, dp_replicate: int, device: str | torch.device | None
+    strategy: str, mesh: DeviceMesh | None, dp_replicate: int, tp: int | None, device: str | torch.device | None
 ) -> DeviceMesh | None:
     """The mesh to work on; None for one rank, where no process group is made or used."""
     ranks = world_size()
     if mesh is not None:
         validate_mesh(mesh)
-        if dp_replicate not in (1, axis_size(mesh, "dp_replicate")):
-            raise ValueError(
-                f"dp_replicate is {dp_replicate}, but the mesh's axis has {axis_size(mesh, 'dp_replicate')} rank(s); "
-                "drop one of the two."
-            )
+        for name, size in (("dp_replicate", dp_replicate), ("tp", tp)):
+            if size not in (None, 1, axis_size(mesh, name)):
+                raise ValueError(
+                    f"{name} is {size}, but the mesh's axis has {axis_size(mesh, name)} rank(s); drop one of the two."
+                )
     if ranks == 1:
-        if dp_replicate != 1:
-            raise ValueError(f"dp_replicate is {dp_replicate}, but this job has one rank; start more with torchrun.")
+        for name, size in (("dp_replicate", dp_replicate), ("tp", tp)):
+            if size not in (None, 1):
+                raise ValueError(f"{name} is {size}, but this job has one rank; start more with torchrun.")
         if strategy != "single":
             say_once(f"strategy={strategy!r} with one rank: training on a single device, without a process group.")
         return None
@@ -209,7 +273,7 @@ def _mesh(
     if strategy == "ddp" and dp_replicate not in (1, ranks):
         raise ValueError(f"dp_replicate is {dp_replicate}, but 'ddp' replicates over all {ranks} ranks; use 'fsdp2'.")
     device_type = None if device is None else torch.device(device).type
-    return mesh if mesh is not None else build_mesh(dp_replicate=dp_replicate, device_type=device_type)
+    return mesh if mesh is not None else build_mesh(dp_replicate=dp_replicate, tp=tp or 1, device_type=device_type)
 
 
 def _replicate(
@@ -235,5 +299,8 @@ def _replicate(
     # One flat group: a mesh of several data-parallel axes has none, and 'ddp' means all ranks.
     group = mesh.get_group() if mesh.ndim == 1 else None
     return DistributedDataParallel(
-        model, device_ids=[place.index] if place.type == "cuda" else None, process_group=group
+        model,
+        device_ids=[place.index] if place.type == "cuda" else None,
+        process_group=group,
+        gradient_as_bucket_view=True,  # or every gradient would be held twice
     )

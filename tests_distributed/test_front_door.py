@@ -113,7 +113,11 @@ def _wrong_mesh(rank: int, world_size: int, names: tuple[str, ...], message: str
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(("dp_sharded",), "Did you mean 'dp_shard'"), (("dp_replicate",), "'dp_shard' is missing"), (("tp", "dp_shard"), "order")],
+    [
+        (("dp_sharded",), "Did you mean 'dp_shard'"),
+        (("dp_replicate",), "'dp_shard' is missing"),
+        (("tp", "dp_shard"), "order"),
+    ],
 )
 def test_a_mesh_with_wrong_axes_is_refused(names: tuple[str, ...], message: str) -> None:
     run_ranks(2, _wrong_mesh, names, message)

@@ -1,4 +1,4 @@
-"""Six decoders x every mode x every strategy x two dtypes: loss and every gradient are those of ``ac="none"``, to the bit."""
+"""Six decoders x modes x strategies x two dtypes: loss and every gradient are those of ``ac="none"``, to the bit."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from nemo_like.distributed import launch
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
-from nemo_like.distributed.units import Unit, UnitPlan, plan_units
+from nemo_like.distributed.units import FROZEN_SHARDING, Unit, UnitPlan, plan_units
 from nemo_like.log import say_once, warn_once
 
 
@@ -122,10 +122,32 @@ def check_sharding(
     """What `shard_layers` would do with the same arguments, or its error. Changes nothing."""
     validate_mesh(mesh)
     dp_mesh = data_parallel_mesh(mesh)
-    _check_depth("forward_prefetch", forward_prefetch)
-    _check_depth("backward_prefetch", backward_prefetch)
+    check_options(
+        reshard_after_forward=reshard_after_forward,
+        forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
+        frozen_sharding=frozen_sharding,
+    )
     _check_reshard(reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
     return plan_units(model, layers, tail=tail, frozen_sharding=frozen_sharding, ignored_params=ignored_params)
+
+
+def check_options(
+    *,
+    reshard_after_forward: bool | int | None = None,
+    forward_prefetch: int = 1,
+    backward_prefetch: int = 1,
+    frozen_sharding: str = "root",
+) -> None:
+    """Raise TypeError or ValueError for an option that is wrong on any mesh."""
+    _check_depth("forward_prefetch", forward_prefetch)
+    _check_depth("backward_prefetch", backward_prefetch)
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+        raise TypeError(
+            f"reshard_after_forward is {reshard_after_forward!r}; it must be None, a bool or a number of ranks."
+        )
+    if frozen_sharding not in FROZEN_SHARDING:
+        raise ValueError(f"frozen_sharding is {frozen_sharding!r}; it must be one of {', '.join(FROZEN_SHARDING)}.")
 
 
 def _check_depth(name: str, depth: int) -> None:
@@ -136,8 +158,6 @@ def _check_depth(name: str, depth: int) -> None:
 def _check_reshard(value: bool | int | None, shard_size: int) -> None:
     if value is None or isinstance(value, bool):
         return
-    if not isinstance(value, int):
-        raise TypeError(f"reshard_after_forward is {value!r}; it must be None, a bool or a number of ranks.")
     if not 1 < value < shard_size or shard_size % value:
         divisors = [n for n in range(2, shard_size) if shard_size % n == 0]
         raise ValueError(

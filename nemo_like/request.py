@@ -1,0 +1,118 @@
+"""What ``ac=`` asks for on a given model: read and checked first, carried out later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from nemo_like.activation_checkpointing import kv_sharing
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
+from nemo_like.activation_checkpointing.regions import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper
+from nemo_like.checkpointing import checkpoint_found, parse_checkpointing, refuse_checkpointed
+from nemo_like.choice import choose_layers
+from nemo_like.config import CheckpointConfig, MemoryBudget, normalise, parse_ac
+from nemo_like.layers import Layer, find_layers, select_layers
+from nemo_like.log import is_rank_zero, logger
+from nemo_like.planning.apply import apply_plan
+from nemo_like.planning.plan import Plan
+from nemo_like.planning.planner import plan_for
+from nemo_like.profiling import MemoryProfiler
+
+
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """A checked ``ac=``: exactly one of `config`, `budget` and `plan` says what to do."""
+
+    found: tuple[Layer, ...]
+    """Every repeated layer of the model."""
+    chosen: tuple[Layer, ...]
+    """Those in scope in which something trains; all in scope where nothing is to be checkpointed."""
+    sample_input: Any = None
+    config: CheckpointConfig | None = None
+    policy: Policy | None = None
+    budget: MemoryBudget | str | None = None
+    plan: Plan | None = None
+
+    def carry_out(self, model: nn.Module, *, compile: bool = False, planning: dict[str, Any] | None = None) -> None:
+        """Checkpoint `model`, the one that was checked, in place. `planning`: what `plan_for` needs to know besides."""
+        if self.config is not None:
+            checkpoint_found(
+                model, self.chosen, self.config, self.policy, compile=compile, saved_bytes=self._measured(model)
+            )
+            return
+        plan = self.plan
+        if plan is None:
+            assert self.budget is not None
+            names = [layer.fqn for layer in self.chosen]
+            plan = plan_for(model, self.budget, self.sample_input, layers=names, **(planning or {}))
+            if is_rank_zero():
+                logger.info(
+                    f"ac={plan.budget!r}: predicted peak {plan.peak_bytes / 2**30:.2f} GiB per rank, replay "
+                    f"{plan.replay_share:.0%} of a forward pass."
+                )
+        kv_sharing.disable_cache(model)
+        apply_plan(model, plan)
+        for module in model.modules():
+            if isinstance(module, CheckpointWrapper) and not isinstance(module.policy, FullPolicy):
+                setattr(module, SELECTIVE_AC_WRAPPER_FLAG, True)
+
+    def _measured(self, model: nn.Module) -> dict[str, int] | None:
+        """Activation bytes by layer name, where the config asks for a measurement and there is an input for it."""
+        config = self.config
+        assert config is not None
+        wanted = config.profile_before_apply or config.mode == "sequential"
+        if config.mode == "none" or not wanted or self.sample_input is None:
+            return None
+        report = MemoryProfiler(model).profile(self.sample_input, config.profile_num_runs)
+        return {row.name: row.activation_bytes for row in report}
+
+
+def read_checkpointing(
+    model: nn.Module,
+    ac: Any,
+    scope: str | Iterable[str],
+    layers: Iterable[str | nn.Module] | None,
+    sample_input: Any,
+) -> CheckpointRequest:
+    """Check ``ac=`` against `model`, which is not changed.
+
+    Raises:
+        ValueError, TypeError: an unknown mode or scope, a budget without a sample input, no layers, a frozen or already
+            checkpointed model, a plan for another model, layers that share keys and values where a plan can't.
+    """
+    refuse_checkpointed(model)
+    planned = _read_plan(ac)
+    config, policy = (None, None) if planned else parse_checkpointing(ac)
+    found = find_layers(model, layers)
+    # A wrong scope is an error also where nothing is checkpointed.
+    chosen = select_layers(found, scope, drop_frozen=config is None or config.mode != "none")
+    if config is not None:
+        if config.mode != "none":
+            choose_layers(model, chosen, config, None if sample_input is None else {})
+        return CheckpointRequest(found, chosen, sample_input, config, policy)
+    if kv_sharing.has_kv_sharing(model) and not kv_sharing.shares_states_explicitly(layer.module for layer in chosen):
+        raise ValueError(
+            f"ac is {ac!r}, but this model's layers share keys and values through the cache, which a replay would write "
+            "twice, so whole layers can't follow a plan. Use ac='submodule'."
+        )
+    if isinstance(ac, Plan):
+        ac.check(model)
+        return CheckpointRequest(found, chosen, plan=ac)
+    if sample_input is None:
+        raise ValueError(
+            f"ac is {ac!r}, a memory budget: bytes depend on batch and sequence. Pass sample_input=, what one step of one "
+            "rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
+        )
+    return CheckpointRequest(found, chosen, sample_input, budget=ac)
+
+
+def _read_plan(ac: Any) -> bool:
+    """Whether `ac` is something for the planner."""
+    if isinstance(ac, Plan | MemoryBudget):
+        return True
+    if not isinstance(ac, str):
+        return False
+    return normalise(ac) == "auto" or isinstance(parse_ac(ac), MemoryBudget)
