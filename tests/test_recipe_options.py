@@ -15,6 +15,7 @@ WRONG = {
     "--ac selectiv": r"--ac: ac is 'selectiv'.*Did you mean 'selective'",
     "--compile inducter": r"--compile is 'inducter'.*Did you mean 'inductor'",
     "--dtype int8": r"--dtype is 'int8'; it must be a torch dtype",
+    "--dtype fp16": r"--dtype is 'fp16': its small range needs the loss to be scaled.*Use bfloat16",
     "--device tpu": r"--device is 'tpu'; it must be one of auto, cpu, cuda",
     "--schedule step": r"--schedule is 'step'; it must be one of cosine",
     "--resume=maybe": r"--resume is 'maybe'; it must be one of no, must, auto",

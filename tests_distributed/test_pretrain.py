@@ -72,7 +72,7 @@ def _main(rank: int, world_size: int, arguments: list[str]) -> int:
 
 
 def _run(world_size: int, arguments: list[str], summary: Path) -> dict[str, Any]:
-    codes = run_ranks(world_size, _main, [*arguments, "--json", str(summary)], init_group=False)
+    codes = run_ranks(world_size, _main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
     assert codes == [0] * world_size
     return json.loads(summary.read_text())
 
@@ -196,6 +196,20 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
             assert message in error
     assert found[0][-1].startswith("OtherRankError: Another rank failed while reading the training text")
     assert found[1][-1].startswith("ValueError: --data is ")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_gpu_trains_as_the_cpu_does_and_resumes(base: list[str], tmp_path: Path):
+    cpu = _run(1, _plain(base), tmp_path / "cpu")
+    arguments = [*_plain(base), "--device", "cuda", "--checkpoint-dir", str(tmp_path / "run")]
+    cuda = _run(1, arguments, tmp_path / "cuda")
+    # Other kernels sum in another order, and Adam makes more of it where a gradient is nearly 0.
+    torch.testing.assert_close(torch.tensor(cuda["losses"]), torch.tensor(cpu["losses"]), rtol=1e-3, atol=0)
+    assert cuda["peak_bytes_are"].startswith("bytes of tensors in the CUDA") and 0 < cuda["peak_bytes"][0] < 2**30
+    shutil.rmtree(tmp_path / "run" / "step-00000008")
+    resumed = _run(1, [*arguments, "--resume"], tmp_path / "resumed")
+    torch.testing.assert_close(torch.tensor(resumed["losses"]), torch.tensor(cuda["losses"][6:]), rtol=1e-5, atol=0)
 
 
 def test_loss_that_is_no_number_ends_the_run_before_it_is_saved(base: list[str], tmp_path: Path):

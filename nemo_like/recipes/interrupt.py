@@ -1,4 +1,7 @@
-"""Ctrl-C and a scheduler's SIGTERM: finish the step, keep what was learned, leave."""
+"""Ctrl-C and a scheduler's SIGTERM: finish the step, keep what was learned, leave.
+
+torchrun gives its ranks 30 s for this and then kills them; the last complete checkpoint is there in any case.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_like.config import STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
 from nemo_like.recipes.schedule import SCHEDULES
 
@@ -43,7 +45,7 @@ class Options:
     )
     scope: str = _option("all", "layers to checkpoint: all | language | vision | audio; several with commas")
     compile: str = _option("none", f"compile each layer: {' | '.join(COMPILE_BACKENDS)}")
-    dtype: str = _option("float32", "dtype of computing and of gathered parameters; weights and their sum stay float32")
+    dtype: str = _option("float32", "dtype to compute in: float32 | bfloat16; weights and gradient sums stay float32")
     device: str = _option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one")
     init: str = _option(
         "host", "host: each rank builds all weights on the CPU | sharded: each rank makes only its shard (large models)"
@@ -98,9 +100,14 @@ class Options:
             )
         if self.resume != "no" and self.checkpoint_dir is None:
             raise ValueError("--resume needs --checkpoint-dir: the folder that an earlier run wrote to.")
-        parse_dtype("--dtype", self.dtype)
+        if parse_dtype("--dtype", self.dtype) is torch.float16:
+            raise ValueError(
+                f"--dtype is {self.dtype!r}: its small range needs the loss to be scaled, which this job does not do. Use "
+                "bfloat16."
+            )
         try:
-            parse_ac(self.ac)
+            if normalise(self.ac) != "auto":  # the planner's own word
+                parse_ac(self.ac)
         except ValueError as error:
             raise ValueError(f"--ac: {error}") from error
         if self.json is not None:

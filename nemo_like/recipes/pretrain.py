@@ -29,7 +29,7 @@ from nemo_like.recipes.summary import summarise, write_summary
 from nemo_like.recipes.trainer import Trainer
 
 BAD_INPUT = 2
-"""Exit code for options, data or checkpoints that cannot be used."""
+"""Exit code for options, data or checkpoints that cannot be used, and for a loss that is no number any more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
