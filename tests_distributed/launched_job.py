@@ -1,0 +1,33 @@
+"""What test_launch.py starts with torchrun: object collectives, and then one of several ways to end."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from nemo_like.distributed.launch import init_distributed, shutdown
+
+
+def main(ending: str) -> None:
+    init_distributed("cpu")
+    try:
+        for _ in range(3):
+            said = ["hello" if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(said, src=0)
+            heard: list[object] = [None] * dist.get_world_size()
+            dist.all_gather_object(heard, (dist.get_rank(), said[0]))
+            assert heard == [(rank, "hello") for rank in range(dist.get_world_size())]
+        if ending == "one fails" and dist.get_rank() == 1:
+            raise ValueError("rank 1 has had enough")
+        if ending == "one fails":
+            dist.all_reduce(torch.ones(1))  # never answered
+    finally:
+        if ending != "forgets":
+            shutdown()
+    assert ending == "forgets" or not dist.is_initialized()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

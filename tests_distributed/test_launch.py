@@ -1,0 +1,103 @@
+"""Joining and leaving a job: clean exits with torchrun, and errors instead of hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from nemo_like.distributed import launch
+from tests_distributed.spawn import run_ranks
+
+JOB = Path(__file__).with_name("launched_job.py")
+
+
+def _torchrun(ending: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(JOB), ending]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+
+
+def _assert_clean(ending: str, times: int) -> None:
+    for run in range(times):
+        done = _torchrun(ending)
+        assert done.returncode == 0, f"run {run}: {done.stderr}"
+        assert "terminate called" not in done.stderr
+
+
+@pytest.mark.parametrize(("ending", "times"), [("shuts down", 2), ("forgets", 1)])
+def test_torchrun_exits_cleanly(ending: str, times: int) -> None:
+    """Without the order in launch.py about one exit in three aborts (its docstring has the cause)."""
+    _assert_clean(ending, times)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ending", ["shuts down", "forgets"])
+def test_torchrun_exits_cleanly_20_of_20_times(ending: str) -> None:
+    _assert_clean(ending, 20)
+
+
+def test_a_rank_that_fails_ends_the_job() -> None:
+    started = time.monotonic()
+    done = _torchrun("one fails")
+    assert done.returncode != 0
+    assert "rank 1 has had enough" in done.stderr
+    assert time.monotonic() - started < 60  # gloo's own timeout would be 30 minutes
+
+
+def _join(rank: int, world_size: int) -> tuple[str, str, int, int]:
+    device = launch.init_distributed("cpu")
+    assert launch.init_distributed("cpu") == device  # a second time changes nothing
+    return str(device), dist.get_backend(), launch.rank(), launch.world_size()
+
+
+def test_joining_from_the_environment() -> None:
+    assert run_ranks(2, _join, init_group=False) == [("cpu", "gloo", 0, 2), ("cpu", "gloo", 1, 2)]
+
+
+def _shutdown(rank: int, world_size: int) -> None:
+    launch.init_distributed("cpu")
+    launch.shutdown()
+    assert not dist.is_initialized()
+    launch.shutdown()  # harmless
+
+
+def test_shutdown_twice() -> None:
+    run_ranks(2, _shutdown, init_group=False)
+
+
+def test_one_rank_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for environment in ({}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}):
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert launch.world_size() == 1 and launch.rank() == 0
+        assert str(launch.init_distributed("cpu")) == "cpu"
+        assert not dist.is_initialized()
+        launch.shutdown()
+
+
+def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4 but RANK, MASTER_ADDR, MASTER_PORT not set.*torchrun"):
+        launch.init_distributed("cpu")
+    for value in ("four", "0", "-1", "1.5"):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        with pytest.raises(ValueError, match=f"WORLD_SIZE is '{value}'"):
+            launch.world_size()
+    with pytest.raises(ValueError, match="device_type is 'tpu'"):
+        launch.local_device("tpu")
+
+
+def test_a_rank_without_a_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "99")
+    with pytest.raises(ValueError, match=r"LOCAL_RANK is 99 but this host has \d+ CUDA device"):
+        launch.local_device("cuda")
