@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from nemo_like.activation_checkpointing import engine_inputs, torch_private
+from nemo_like.activation_checkpointing import engine_inputs, engine_watch, torch_private
 from nemo_like.activation_checkpointing.ambient import Ambient
 from nemo_like.activation_checkpointing.engine_compile import compiled_region, make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.engine_modes import (
@@ -38,6 +38,7 @@ from nemo_like.activation_checkpointing.engine_modes import (
     kinds_for,
     map_kept,
     map_tensors,
+    tensors_in,
     versions,
 )
 from nemo_like.activation_checkpointing.errors import RegionError
@@ -188,8 +189,12 @@ class _Region:
             self.kinds = kinds_for(self.policy)
             self.forward_mode = ForwardMode(self.kinds, decide, self.handles, self.transfer, self.name)
             self.kept = self.forward_mode.kept
+        watcher, pack = None, self.pack
+        if engine_watch.start is not None:
+            watcher = engine_watch.start(self.name, lambda: self.kept, tensors_in([args, kwargs]))
+            pack = _watched(self.pack, watcher)
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or nullcontext():
+            with saved_tensors_hooks(pack, self.unpack), self.forward_mode or nullcontext(), watcher or nullcontext():
                 out = self.fn(*args, **kwargs)
             finish = getattr(decide, "finish", None)
             if finish is not None:
@@ -200,6 +205,8 @@ class _Region:
         except BaseException:
             self.drop()
             raise
+        if watcher is not None and engine_watch.done is not None:
+            engine_watch.done(watcher)
         self.ambient.forget_unused_rng()
         if self.buffers is not None and not self.buffers.forward_done():
             self.buffers = None
@@ -409,6 +416,14 @@ class _Region:
 
 def _private_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+def _watched(pack: Callable[[Tensor], _Handle], watcher: Any) -> Callable[[Tensor], _Handle]:
+    def pack_and_tell(tensor: Tensor) -> _Handle:
+        watcher.packed(tensor)
+        return pack(tensor)
+
+    return pack_and_tell
 
 
 _synchronous = SynchronousTransfer()
