@@ -80,7 +80,7 @@ def plan_units(
     replicated = [p for p in model.parameters() if p in ignored or not _shardable(model, p)]
     if frozen_sharding != "per_layer":
         if frozen_sharding == "replicate":
-            replicated += [p for m in towers for p in m.parameters() if p not in set(replicated)]
+            replicated = list(dict.fromkeys([*replicated, *(p for m in towers for p in m.parameters())]))
         groups = {module: group for module, group in groups.items() if module not in towers}
 
     layer_units = [Unit(names[module], "layer", (module,)) for module in groups]
