@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_like.distributed.launch import world_size
 from nemo_like.layers.names import bare_name
 from nemo_like.profiling.trace import run_model, tensors_in
 
@@ -161,20 +162,30 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def time_steps(
     models: Sequence[nn.Module], sample: Any, device: torch.device, repeats: int, warmup: int
 ) -> list[list[float]]:
-    """Milliseconds of each step of each model. The models take turns, so that a drift of the machine meets them all."""
+    """Milliseconds of each step of each model. The models take turns, so that a drift of the machine meets them all.
+
+    On one CPU thread it is the process's own CPU time, which other jobs on the machine do not lengthen.
+    """
+    clock = clock_for(device)
     times: list[list[float]] = [[] for _ in models]
     for turn in range(warmup + repeats):
         for index, model in enumerate(models):
             zero_gradients(model)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            start = time.perf_counter()
+            start = clock()
             step_loss(model, sample).backward()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if turn >= warmup:
-                times[index].append((time.perf_counter() - start) * 1000)
+                times[index].append((clock() - start) * 1000)
     return times
+
+
+def clock_for(device: torch.device) -> Callable[[], float]:
+    """Seconds: CPU time of this process where it computes on one CPU thread, else wall time."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and world_size() == 1
+    return time.process_time if alone else time.perf_counter
 
 
 def summarize(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:

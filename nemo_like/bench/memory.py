@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.bench.measure import (
+    clock_for,
     compare_gradients,
     gradients_of,
     measure_bytes,
@@ -62,20 +64,25 @@ def run(options: BenchOptions) -> Table:
     source = resolve_model(options.model)
     sample = sample_of(source, options, device)
     notes: list[str] = []
-    candidates = _prepare(source, choose_modes(options, device), sample, options, device, notes)
-    reference = _measure(candidates, sample, device, notes)
-    timed = time_steps([c.model for c in candidates], sample, device, options.repeats, options.warmup)
+    modes = choose_modes(options, device)
+    shared = _prepare(source, [mode for mode in modes if not mode.isolated], sample, options, device, notes)
+    reference = _measure(shared, sample, device, notes)
+    candidates = _time(shared, sample, device, options)
+    for mode in (mode for mode in modes if mode.isolated):
+        torch.compiler.reset()
+        alone = _prepare(source, [modes[0], mode], sample, options, device, notes)
+        _measure(alone, sample, device, notes)
+        candidates += _time(alone, sample, device, options)[1:]  # against a ``none`` of its own turns
     tokens = options.batch_size * (options.seq_len if options.input_shape is None else 1) * world_size()
-    baseline = next(index for index, c in enumerate(candidates) if c.mode.name == "none")
-    for candidate, times in zip(candidates, timed):
-        candidate.row |= summarize(times, timed[baseline])
+    for candidate in candidates:
         candidate.row["tokens_per_s"] = tokens / candidate.row["step_ms"] * 1000
         flops = candidate.row.pop("flops")
         if flops is not None and reference is not None:
             forward, whole = reference
             candidate.row["recompute"] = (flops - whole) / forward if forward else 0.0
     size = f"input {options.input_shape}" if options.input_shape else f"{options.batch_size} x {options.seq_len} tokens"
-    about = {"model": options.model, "step": size, "strategy": options.strategy, "ranks": world_size()}
+    clock = "CPU time" if clock_for(device) is time.process_time else "wall time"
+    about = {"model": options.model, "step": size, "strategy": options.strategy, "ranks": world_size(), "clock": clock}
     notes += [
         "Peak and held: bytes beyond parameters, gradients and inputs, from PyTorch's allocator; held is between "
         "forward and backward. Ratio: median over turns; the modes take turns. x: somebody else's code.",
@@ -145,6 +152,14 @@ def _prepare(
             if mode.name == "none":
                 raise
             notes.append(f"{mode.name}: not run: {_first_line(error)}")
+    return candidates
+
+
+def _time(candidates: list[_Candidate], sample: Any, device: torch.device, options: BenchOptions) -> list[_Candidate]:
+    """Let the candidates take turns, the first of them being ``none``."""
+    timed = time_steps([c.model for c in candidates], sample, device, options.repeats, options.warmup)
+    for candidate, times in zip(candidates, timed):
+        candidate.row |= summarize(times, timed[0])
     return candidates
 
 

@@ -38,6 +38,8 @@ class Mode:
 
     offloads: bool = False
     """Moves tensors to host memory."""
+    isolated: bool = False
+    """Needs compiled code of its own: nothing that another mode compiled may be reused."""
 
     def under(self, backend: str) -> Mode:
         """The same mode with every layer compiled."""
@@ -95,6 +97,7 @@ def compiler_budget_modes(backend: str) -> list[Mode]:
             peer=True,
             backend=backend,
             around=functools.partial(_compiler_budget, share),
+            isolated=True,  # the setting is in no guard of a compiled graph
         )
         for share in (0.25, 0.5)
     ]
@@ -162,7 +165,8 @@ def _torch_selective(model: nn.Module, sample: Any) -> None:
 def _transformers_own(model: nn.Module, sample: Any) -> None:
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(f"{type(model).__name__} is no transformers model")
-    enable: Any = model.gradient_checkpointing_enable
+    # The newer name first: the older one warns from transformers 5.23 on.
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
