@@ -16,7 +16,7 @@ from nemo_like.offload import Offloader, apply_offloading, offload_activations
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.journal import Journal, find_hazards
 
-MODES = ("boundary", "saved", "all", "context-all", "context-boundary")
+MODES = ("boundary", "saved", "all", "context-all", "context-boundary", "context-saved")
 """`apply_offloading` in its three modes, and the context manager."""
 
 
@@ -95,12 +95,12 @@ def offloaded(model: nn.Module, layers: list[nn.Module], mode: str, *, lazy: boo
     modules = list(model.modules())
     layers = [modules[position] for position in positions]
     backend = journaled(lazy)
+    if mode.endswith("saved"):
+        apply_selective_checkpointing_to_layers(model, layers, False, policy=SelectivePolicy(every_nth_matmul=None))
     if mode.startswith("context-"):
         context = offload_activations(
             config(mode.removeprefix("context-"), **fields), model=model, layers=layers, backend=backend
         )
         return model, context, context
-    if mode == "saved":
-        apply_selective_checkpointing_to_layers(model, layers, False, policy=SelectivePolicy(every_nth_matmul=None))
     offloader = apply_offloading(model, layers, config(mode, **fields), backend=backend)
     return model, offloader, offload_activations("none")

@@ -1,7 +1,8 @@
 """Host placement: what autograd or an engine keeps for backward waits in host memory. Needs torch alone."""
 
-from nemo_like.offload.layers import HostPolicy, OffloadWrapper, apply_offloading, offloader_of
+from nemo_like.offload.layers import OffloadWrapper, apply_offloading, offloader_of
 from nemo_like.offload.offloader import Offloader, offload_activations, parse_offload
+from nemo_like.offload.regions import HostPolicy
 from nemo_like.offload.stats import OffloadStats
 
 __all__ = [

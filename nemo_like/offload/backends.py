@@ -131,12 +131,18 @@ class Backend(ABC):
 class AcceleratorBackend(Backend):
     """CUDA streams and pinned memory (through `torch.get_device_module`, so XPU and NPU where torch has them)."""
 
-    def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
+    def __init__(self, device: torch.device, *, pin_memory: bool = True, use_streams: bool = True) -> None:
+        """
+        Args:
+            device: with its index.
+            pin_memory: page-locked host memory; without it copies block the host.
+            use_streams: copy beside computing; False: on the stream that is current here and now.
+        """
         super().__init__(device)
         self._module = torch.get_device_module(device)
         self.pin_memory = pin_memory
-        self.copy_out = self._module.Stream(device=device)
-        self.copy_back = self._module.Stream(device=device)
+        self.copy_out = self._module.Stream(device=device) if use_streams else self.current_stream()
+        self.copy_back = self._module.Stream(device=device) if use_streams else self.current_stream()
 
     def current_stream(self) -> Any:
         return self._module.current_stream(self.device)
@@ -253,11 +259,11 @@ class _QueueEvent:
             self.queue.work.popleft()()
 
 
-def default_backend(*, pin_memory: bool = True) -> Backend:
+def default_backend(*, pin_memory: bool = True, use_streams: bool = True) -> Backend:
     """The accelerator's back end where there is an accelerator, else the copying one."""
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None  # is_available() says so
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        return AcceleratorBackend(device, pin_memory=pin_memory)
+        return AcceleratorBackend(device, pin_memory=pin_memory, use_streams=use_streams)
     return CopyingBackend()

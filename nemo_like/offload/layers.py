@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper as TorchOffloadWrapper
 
-from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
 from nemo_like.config import OffloadConfig
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.offloader import Offloader, parse_offload
+from nemo_like.offload.regions import is_compiled, keep_on_host
 
 
 class OffloadWrapper(TorchOffloadWrapper):
@@ -34,7 +33,7 @@ class OffloadWrapper(TorchOffloadWrapper):
             return layer(*args, **kwargs)
         offloader = self.offloader
         offloader.refuse_inside_checkpointing()
-        offloader.enter_layer(layer, args, kwargs, everything=offloader.config.mode == "all" or _is_compiled(layer))
+        offloader.enter_layer(layer, args, kwargs, everything=offloader.config.mode == "all" or is_compiled(layer))
         try:
             with offloader.hooks():
                 return layer(*args, **kwargs)
@@ -52,33 +51,6 @@ class OffloadWrapper(TorchOffloadWrapper):
             memo.add(self)
         yield prefix, self
         yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
-
-
-class HostPolicy:
-    """Another policy, with what it keeps waiting on the host instead of on the device."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.keeps_nothing = policy.keeps_nothing
-
-    def tracked_ops(self) -> Collection[Any] | None:
-        """As the other policy."""
-        return self.policy.tracked_ops()
-
-    def start(self) -> Callable[..., Decision]:
-        """The other policy's decisions, with HOST for SAVE."""
-        return _HostDecide(self.policy.start())
-
-
-class _HostDecide:
-    def __init__(self, decide: Callable[..., Decision]) -> None:
-        self._decide = decide
-        self.needs_call = getattr(decide, "needs_call", False)
-        self.finish = getattr(decide, "finish", None)
-
-    def __call__(self, *call: Any) -> Decision:
-        decision = self._decide(*call)
-        return HOST if decision is SAVE else decision
 
 
 def apply_offloading(
@@ -119,7 +91,7 @@ def apply_offloading(
     wrappers = {layer: OffloadWrapper(layer, offloader) for layer in (moved[:-1] if len(moved) > 1 else moved)}
     for layer, wrapper in wrappers.items():
         if config.mode in ("saved", "all"):
-            _keep_on_host(layer, offloader)
+            keep_on_host([layer], offloader)
         for parent, name in slots[layer]:
             parent._modules[name] = wrapper  # the registered child: a property of the same name may alias it
     for index, layer in enumerate(layers):
@@ -147,23 +119,6 @@ def _validate(layers: Sequence[nn.Module], config: OffloadConfig, slots: dict[nn
             "offload='saved' moves what activation checkpointing keeps, and no layer is checkpointed. Use "
             "ac='selective' (or another mode), or offload='all'."
         )
-
-
-def _keep_on_host(layer: nn.Module, offloader: Offloader) -> None:
-    """Let the layer's regions keep on the host what their policies say to keep."""
-    for region in layer.modules():
-        # A compiled region keeps its tensors through autograd, where the wrapper around it takes them.
-        if isinstance(region, CheckpointWrapper) and not region.policy.keeps_nothing and not _is_compiled(region):
-            region.policy = HostPolicy(region.policy)
-            region.transfer = offloader
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph.
-
-    Adapter: PyTorch keeps that under a private name; without it, only what needs no such knowledge is moved.
-    """
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _slots(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:

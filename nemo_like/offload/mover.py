@@ -109,6 +109,7 @@ class Mover:
         pool: HostPool,
         *,
         max_inflight_bytes: int = 1 << 30,
+        max_inflight_copies: int | None = None,
         prefetch: int = 1,
         stats: OffloadStats | None = None,
     ) -> None:
@@ -117,12 +118,14 @@ class Mover:
             backend: the device.
             pool: where host blocks come from.
             max_inflight_bytes: device bytes that copies to the host may hold, and that prefetched buffers may.
+            max_inflight_copies: how many copies to the host may be on their way; None: any number.
             prefetch: how many groups ahead of the one in use are brought back.
             stats: counters to fill.
         """
         self.backend = backend
         self.pool = pool
         self.max_inflight_bytes = max_inflight_bytes
+        self.max_inflight_copies = max_inflight_copies
         self.prefetch = prefetch
         self.stats = OffloadStats() if stats is None else stats
         self.dead_copies: deque[tuple[list[Segment], list[Span]]] = deque()
@@ -207,7 +210,10 @@ class Mover:
         while self._inflight and self.backend.done(self._inflight[0][0]):
             self._inflight_bytes -= self._inflight.popleft()[2]
         # The newest is in use by the operator that saves it: waiting for its copy would free nothing.
-        while self._inflight_bytes > self.max_inflight_bytes and len(self._inflight) > 1:
+        most = len(self._inflight) if self.max_inflight_copies is None else self.max_inflight_copies
+        while len(self._inflight) > 1 and (
+            self._inflight_bytes > self.max_inflight_bytes or len(self._inflight) > most
+        ):
             self.stats.offload_stalls += 1
             self.backend.synchronize(self._inflight[0][0])
             self._inflight_bytes -= self._inflight.popleft()[2]

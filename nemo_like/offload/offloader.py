@@ -33,13 +33,14 @@ from nemo_like.offload.handles import (
 )
 from nemo_like.offload.mover import Mover
 from nemo_like.offload.pool import HostPool
+from nemo_like.offload.regions import is_compiled, keep_as_before, keep_on_host
 from nemo_like.offload.stats import OffloadStats
 from nemo_like.offload.torch_private import innermost_saved_tensor_hooks, version_of
 
 CHECKPOINTING_MODULES = ("torch.utils.checkpoint", "nemo_like.activation_checkpointing")
 """Where the saved-tensor hooks of checkpointed regions are defined."""
 
-LAST_LAYER = "of the last layer, or after it"
+LAST_LAYER = "where backward starts (the last layer, or what is left out, and what follows)"
 NOT_ASKED = "not a layer's input"
 
 
@@ -48,6 +49,7 @@ def offload_activations(
     *,
     model: nn.Module | None = None,
     layers: Sequence[nn.Module] = (),
+    left_out: Sequence[nn.Module] = (),
     backend: Backend | None = None,
 ) -> Offloader:
     """A context manager: what autograd saves inside it waits on the host until backward asks.
@@ -59,7 +61,9 @@ def offload_activations(
         model: its parameters and buffers never move (without it, they are known by type and by graph).
         layers: the repeated blocks, in the order of forward. They are the unit of prefetching, and the last one's
             tensors stay, because backward starts with them. Needed for the modes ``boundary`` and ``saved``.
-        backend: where and how bytes move; None: the accelerator that the first tensor is on, else the copying one.
+        left_out: modules (an output head) from whose call on nothing is moved, up to the next call of `model`: backward
+            starts there.
+        backend: where and how bytes move; None: the accelerator, else the copying one.
 
     Raises:
         TypeError: `config` is neither. ValueError: an unknown mode; ``boundary`` or ``saved`` without `layers`.
@@ -67,7 +71,7 @@ def offload_activations(
     The context is entered around forward (backward may run inside or outside) and around checkpointing, never within
     a checkpointed region: entering it there raises RuntimeError.
     """
-    return Offloader(config, model=model, layers=layers, backend=backend)
+    return Offloader(config, model=model, layers=layers, left_out=left_out, backend=backend)
 
 
 def parse_offload(config: OffloadConfig | str | None, default: str = "all") -> OffloadConfig:
@@ -93,7 +97,10 @@ class Offloader:
         *,
         model: nn.Module | None = None,
         layers: Sequence[nn.Module] = (),
+        left_out: Sequence[nn.Module] = (),
         backend: Backend | None = None,
+        use_streams: bool = True,
+        max_inflight_copies: int | None = None,
         needs_layers: bool = True,
     ) -> None:
         self.config = parse_offload(config)
@@ -104,8 +111,11 @@ class Offloader:
             )
         self.model = model
         self.layers = list(layers)
+        self.left_out = list(left_out)
         self.stats = OffloadStats()
         self._backend = backend
+        self._use_streams = use_streams
+        self._max_inflight_copies = max_inflight_copies
         self._mover: Mover | None = None
         self._known = exempt.KnownStorages()
         self._inputs: dict[int, torch.UntypedStorage] | None = None
@@ -121,8 +131,9 @@ class Offloader:
                 self._known.learn([self.model])
             self._resting = False
             self._inputs = None if self.config.mode == "all" else {}
-            for index, layer in enumerate(self.layers):
-                stack.callback(layer.register_forward_pre_hook(self._layer_hook(index), with_kwargs=True).remove)
+            self._watch_modules(stack)
+            if self.config.mode != "boundary":
+                stack.callback(keep_as_before, keep_on_host(self.layers, self))
             stack.enter_context(self.hooks())
         self._contexts.append(stack)
         return self
@@ -137,12 +148,27 @@ class Offloader:
         """The bare pair of hooks, for one ``with``."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def _layer_hook(self, index: int) -> Any:
-        def before_forward(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            self._resting = len(self.layers) > 1 and index == len(self.layers) - 1
-            self.enter_layer(layer, args, kwargs, everything=self.config.mode == "all")
+    def _watch_modules(self, stack: ExitStack) -> None:
+        """Be told, within `stack`, of calls of the layers, of the modules left out, and of the model."""
 
-        return before_forward
+        def before_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._resting = len(self.layers) > 1 and layer is self.layers[-1]
+                self.enter_layer(layer, args, kwargs, everything=self.config.mode == "all" or is_compiled(layer))
+
+        def rest(resting: bool) -> Any:
+            def before(module: nn.Module, args: Any) -> None:
+                if not torch.compiler.is_compiling():
+                    self._resting = resting
+
+            return before
+
+        for layer in dict.fromkeys(self.layers):
+            stack.callback(layer.register_forward_pre_hook(before_layer, with_kwargs=True).remove)
+        for module in self.left_out:
+            stack.callback(module.register_forward_pre_hook(rest(True)).remove)
+        if self.model is not None:
+            stack.callback(self.model.register_forward_pre_hook(rest(False)).remove)
 
     def enter_layer(self, layer: nn.Module, args: Any, kwargs: Any, *, everything: bool) -> None:
         """What is saved from here on belongs to `layer`, which is called with these arguments.
@@ -288,11 +314,12 @@ class Offloader:
         if self._mover is None:
             config = self.config
             if self._backend is None:
-                self._backend = default_backend(pin_memory=config.pin_memory)
+                self._backend = default_backend(pin_memory=config.pin_memory, use_streams=self._use_streams)
             self._mover = Mover(
                 self._backend,
                 HostPool(self._backend.host_memory, budget_bytes=config.host_budget_bytes),
                 max_inflight_bytes=config.max_inflight_bytes,
+                max_inflight_copies=self._max_inflight_copies,
                 prefetch=config.prefetch,
                 stats=self.stats,
             )
