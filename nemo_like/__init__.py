@@ -4,15 +4,31 @@
 >>> model = parallelize(model, strategy="fsdp2", ac="selective")  # doctest: +SKIP
 """
 
+from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from nemo_like.config import CheckpointConfig, MemoryBudget, OffloadConfig
+from nemo_like.distributed.materialize import materialize
 from nemo_like.parallelizer import apply_activation_checkpointing, parallelize
+from nemo_like.planning.plan import Plan
+from nemo_like.planning.planner import plan_for
+from nemo_like.profiling import MemoryProfiler, ProfileReport
+from nemo_like.strategies import ActivationCheckpointTransform, SelectiveCheckpointer
 
 __all__ = [
+    "ActivationCheckpointTransform",
     "CheckpointConfig",
     "CheckpointWrapper",
     "MemoryBudget",
+    "MemoryProfiler",
     "OffloadConfig",
+    "Plan",
+    "ProfileReport",
+    "SelectiveCheckpointer",
+    "SelectivePolicy",
     "apply_activation_checkpointing",
+    "checkpoint_timesteps",
+    "materialize",
     "parallelize",
+    "plan_for",
 ]

@@ -30,14 +30,13 @@ def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:
     Raises:
         ValueError, TypeError: as `parse_ac`; and for a memory budget, which needs `parallelize` and a sample input.
     """
-    if isinstance(ac, SelectivePolicy):
-        return parse_ac("selective"), ac
-    config = parse_ac(ac)
+    config = parse_ac("selective" if isinstance(ac, SelectivePolicy) else ac)
     if isinstance(config, MemoryBudget):
         raise ValueError(
-            f"ac is {ac!r}, a memory budget: a plan needs an input to trace. Use "
-            "nemo_like.parallelize(model, ac=..., sample_input=...)."
+            f"ac is {ac!r}, a memory budget: only nemo_like.parallelize and apply_activation_checkpointing can make a plan."
         )
+    if isinstance(ac, SelectivePolicy):
+        return config, ac
     if config.mode != "selective":
         return config, None
     return config, SelectivePolicy() if config.ops_to_save is None else named_ops_policy(config.ops_to_save)

@@ -144,12 +144,12 @@ def parallelize(
     )
     check_options(**options)
     mesh = _mesh(strategy, mesh, dp_replicate, tp, device)
-    sharded = mesh is not None and strategy == "fsdp2"
-    if sharded:
-        check_sharding(model, request.found, mesh, **options)
+    shard_mesh = mesh if strategy == "fsdp2" else None
+    if shard_mesh is not None:
+        check_sharding(model, request.found, shard_mesh, **options)
     planning = dict(
-        mesh=mesh if sharded else None,
-        world_size=None if sharded else 1,
+        mesh=shard_mesh,
+        world_size=1 if shard_mesh is None else None,
         optimizer=optimizer,
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,
@@ -157,20 +157,22 @@ def parallelize(
         prefetch=(forward_prefetch, backward_prefetch),
     )
     names = [layer.fqn for layer in request.found]
+    split = axis_size(shard_mesh, "tp") > 1
+    _check_tensor_parallel(split, request, tp_plan, sequence_parallel, loss_parallel)
 
-    if axis_size(mesh, "tp") > 1:
+    if shard_mesh is not None and split:
         apply_tensor_parallel(
-            model, mesh["tp"], tp_plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
+            model, shard_mesh["tp"], tp_plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
         )
     request.carry_out(model, compile=backend is not None, planning=planning)
     if backend is not None:
         compile_layers(model, backend, _modules(model, names))
     if offload_config.mode != "none":
         apply_offloading(model, _modules(model, names), offload_config)
-    if sharded:
+    if shard_mesh is not None:
         # Pinned memory is for copies to a GPU; without one torch raises on it.
-        host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-        shard_layers(model, find_layers(model, names), mesh, mp_policy=precision, offload_policy=host, **options)
+        host = CPUOffloadPolicy(pin_memory=shard_mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+        shard_layers(model, find_layers(model, names), shard_mesh, mp_policy=precision, offload_policy=host, **options)
     else:
         model = _replicate(model, mesh, precision, device)
     setattr(model, _MARK, True)
@@ -222,28 +224,45 @@ def _check_offload(offload: str | OffloadConfig | None, request: CheckpointReque
     return config
 
 
+def _check_tensor_parallel(
+    split: bool,
+    request: CheckpointRequest,
+    tp_plan: Mapping[str, Any] | None,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> None:
+    if split and request.budget is not None:
+        raise ValueError(
+            f"ac is {request.budget!r} beside tensor parallelism: a plan is traced on whole weights. Use a mode such as "
+            "'selective', or budget without tp."
+        )
+    for name, given in (("sequence_parallel", sequence_parallel), ("loss_parallel", loss_parallel)):
+        if given and not split:
+            raise ValueError(f"{name}=True splits tensors over the ranks of tp, and there is one; pass tp= as well.")
+    if tp_plan is not None and not split:
+        warn_once("tp_plan was given, and tp is one rank: no weight is split.")
+
+
 def _precision(
     mp_policy: MixedPrecisionPolicy | None,
     param_dtype: torch.dtype | str | None,
     reduce_dtype: torch.dtype | str | None,
     output_dtype: torch.dtype | str | None,
 ) -> MixedPrecisionPolicy:
-    dtypes = {
-        "param_dtype": parse_dtype("param_dtype", param_dtype),
-        "reduce_dtype": parse_dtype("reduce_dtype", reduce_dtype),
-        "output_dtype": parse_dtype("output_dtype", output_dtype),
-    }
-    given = [name for name, dtype in dtypes.items() if dtype is not None]
-    if mp_policy is not None:
-        if not isinstance(mp_policy, MixedPrecisionPolicy):
-            raise TypeError(f"mp_policy is {mp_policy!r}; it must be a torch.distributed.fsdp.MixedPrecisionPolicy.")
-        if given:
-            raise ValueError(f"mp_policy and {given[0]} are both given; put {given[0]} into the policy, or drop the policy.")
-        return mp_policy
-    if dtypes["param_dtype"] is not None and dtypes["reduce_dtype"] is None:
-        # Gradients of many ranks are summed: a 16-bit sum loses what a 16-bit product does not (torchtitan's default too).
-        dtypes["reduce_dtype"] = torch.float32
-    return MixedPrecisionPolicy(**dtypes)
+    param = parse_dtype("param_dtype", param_dtype)
+    reduce = parse_dtype("reduce_dtype", reduce_dtype)
+    output = parse_dtype("output_dtype", output_dtype)
+    if mp_policy is None:
+        if param is not None and reduce is None:
+            # Gradients of many ranks are summed: a 16-bit sum loses what a 16-bit product does not.
+            reduce = torch.float32
+        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy is {mp_policy!r}; it must be a torch.distributed.fsdp.MixedPrecisionPolicy.")
+    for name, dtype in (("param_dtype", param), ("reduce_dtype", reduce), ("output_dtype", output)):
+        if dtype is not None:
+            raise ValueError(f"mp_policy and {name} are both given; put {name} into the policy, or drop the policy.")
+    return mp_policy
 
 
 def _mesh(

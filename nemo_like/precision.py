@@ -31,7 +31,7 @@ def autocast_forward(
             output = inner(self, *args, **kwargs)
         return output if output_dtype is None else _cast(output, output_dtype)
 
-    model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+    model.forward = types.MethodType(forward, model)
 
 
 def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -101,7 +101,9 @@ def test_a_config_that_profiles_first_checkpoints_only_large_layers() -> None:
 
 
 def test_patterns_choose_layers() -> None:
-    config = CheckpointConfig(enabled=True, strategy="full", profile_before_apply=False, exclude_patterns=["model.layers.[02]"])
+    config = CheckpointConfig(
+        enabled=True, strategy="full", profile_before_apply=False, exclude_patterns=["model.layers.[02]"]
+    )
     model = parallelize(build("llama"), ac=config)
     assert [isinstance(layer, CheckpointWrapper) for layer in model.model.layers] == [False, True, False]
     with pytest.raises(ValueError, match="matches no"):

@@ -275,10 +275,15 @@ def _replayable_children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.
     for name, child in layer._modules.items():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _replayable_children(child)
-        elif child is not None and any(True for _ in child.parameters()):
-            # What is left out are single projections and convolutions: alone they gain nothing from a replay.
-            if "norm" in type(child).__name__.lower() or _is_attention(name, child) or _is_composite(child):
-                yield layer, name, child
+        elif child is not None and _is_replayable(name, child):
+            yield layer, name, child
+
+
+def _is_replayable(name: str, child: nn.Module) -> bool:
+    """Norms, attentions and MLPs; not single projections and convolutions, which alone gain nothing from a replay."""
+    if not any(True for _ in child.parameters()):
+        return False
+    return "norm" in type(child).__name__.lower() or _is_attention(name, child) or _is_composite(child)
 
 
 def _is_attention(name: str, child: nn.Module) -> bool:
@@ -298,7 +303,7 @@ def _disable_dynamo_lru_cache() -> None:
     forward ran the static one. The switch is private to PyTorch; where it is missing, that order stays (logged).
     """
     try:
-        from torch._C._dynamo.eval_frame import _set_lru_cache
+        from torch._C._dynamo.eval_frame import _set_lru_cache  # type: ignore[attr-defined]
     except ImportError:
         warn_once("Compiled selective checkpointing asked Dynamo for a stable graph order; this torch has no such switch.")
         return
