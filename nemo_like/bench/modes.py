@@ -165,9 +165,12 @@ def _torch_selective(model: nn.Module, sample: Any) -> None:
 def _transformers_own(model: nn.Module, sample: Any) -> None:
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(f"{type(model).__name__} is no transformers model")
-    # The newer name first: the older one warns from transformers 5.23 on.
-    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    renamed: Any = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
+    if renamed is not None:
+        renamed(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        old: Any = model.gradient_checkpointing_enable
+        old(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 @contextlib.contextmanager
