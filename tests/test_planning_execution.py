@@ -146,7 +146,8 @@ def _run(module, args, kwargs, table, seed=7):
             out = run_region(module, args, kwargs, policy=table, name="layer")
     outputs = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
     held = meter.bytes_without(outputs)
-    torch.autograd.backward([t for t in outputs if t.requires_grad], [torch.ones_like(t) for t in outputs if t.requires_grad])
+    roots = [t for t in outputs if t.requires_grad]
+    torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
     grads = [t.grad for t in [*module.parameters(), *inputs] if t.requires_grad]
     return grads, held
 

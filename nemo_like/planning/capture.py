@@ -205,8 +205,9 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
             if id(module) in seen:
                 continue
             seen.add(id(module))
+            replacement = make(layer, module.forward)
             before.append((module, module.__dict__.get("forward")))
-            module.forward = make(layer, module.forward)
+            module.forward = replacement
         yield
     finally:
         for module, forward in before:
@@ -245,7 +246,7 @@ def _settings(module: nn.Module) -> tuple:
 def _call_key(value: Any) -> Any:
     """A hashable stand-in for the arguments of a call: layouts of tensors, plain values, types of anything else."""
     leaves, spec = tree_flatten(value)
-    described = []
+    described: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             described.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))

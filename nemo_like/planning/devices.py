@@ -56,7 +56,8 @@ def resolve_device(spec: str | Path | Device) -> Device:
         except json.JSONDecodeError as error:
             raise ValueError(f"Device file {path} is no JSON: {error}") from error
     raise ValueError(
-        f"Device {str(spec)!r} is neither one of {', '.join(known_devices())} nor a file." + did_you_mean(name, known_devices())
+        f"Device {str(spec)!r} is neither one of {', '.join(known_devices())} nor a file."
+        + did_you_mean(name, known_devices())
     )
 
 

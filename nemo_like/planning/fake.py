@@ -91,12 +91,15 @@ class FakeRun(TorchDispatchMode):
         """Fake stand-ins for all parameters (in `dtype`, if given) and buffers of `module`, tied ones being one object."""
         made: dict[int, torch.Tensor] = {}
         state: dict[str, torch.Tensor] = {}
-        for name, tensor in module.named_parameters(remove_duplicate=False):
-            if id(tensor) not in made:
-                made[id(tensor)] = nn.Parameter(self.like(tensor.detach(), dtype), requires_grad=tensor.requires_grad)
-            state[name] = made[id(tensor)]
-        for name, tensor in module.named_buffers(remove_duplicate=False):
-            state[name] = made.setdefault(id(tensor), self.sample(tensor))
+        with self.fake, torch.no_grad():  # entered once: there are thousands of parameters
+            for name, tensor in module.named_parameters(remove_duplicate=False):
+                if id(tensor) not in made:
+                    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+                    made[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad)
+                state[name] = made[id(tensor)]
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            state[name] = made.setdefault(id(buffer), self.sample(buffer))
         return state
 
 

@@ -126,6 +126,8 @@ def _stand_in(output: Any, call: Any, meter: LiveBytes, laps: list[Stretch]) -> 
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     inputs = [t for t in tensors_in(call) if t.requires_grad]
     wanted = [leaves[i] for i in places]
+    if not inputs and any(t.requires_grad for t in wanted):
+        inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
         made = _Layer.apply(meter, laps, wanted, *inputs)
     else:

@@ -12,6 +12,7 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
+from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.config import MemoryBudget
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
@@ -74,6 +75,11 @@ class Planner:
         self.whole = model
         self.model = local_twin(model, setup.tp)
         self.layers = find.find_layers(self.model, layers)
+        if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
+            raise ValueError(
+                f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
+                "whole layers would write twice, so no plan can be made. Use ac='submodule'."
+            )
         self.traced: ModelTrace = trace_model(self.model, self.layers, sample_input, dtype=setup.param_dtype)
         at_hand = "cuda" if torch.cuda.is_available() else "cpu"
         self.problems = [

@@ -43,7 +43,7 @@ def block_memory(kind: Kind, policy: Policy | None, run: FakeRun) -> BlockMemory
     """
     replaced: dict[int, torch.Tensor] = {}
 
-    def stand_in(value):  # noqa: ANN001, ANN202 - any leaf of the arguments
+    def stand_in(value):
         if isinstance(value, torch.Tensor):
             return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
         return value
@@ -54,12 +54,15 @@ def block_memory(kind: Kind, policy: Policy | None, run: FakeRun) -> BlockMemory
         for name, t in kind.state.items()
     }
 
-    def call(*a, **k):  # noqa: ANN002, ANN003, ANN202 - whatever the block takes
+    def call(*a, **k):
         return torch.func.functional_call(kind.module, state, a, k)
 
     meter = LiveBytes([*state.values(), *replaced.values()])
     with run, meter:
-        out = call(*args, **kwargs) if policy is None else run_region(call, args, kwargs, policy=policy, name="planned block")
+        if policy is None:
+            out = call(*args, **kwargs)
+        else:
+            out = run_region(call, args, kwargs, policy=policy, name="planned block")
         forward_peak, after = meter.lap(), meter.live
         roots = [t for t in tensors_in(out) if t.requires_grad]
         own = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(out)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,8 @@ def make_report(planner: Planner, budgets: Sequence[str] = (), limit: int | None
                 raise  # it was asked for, so it is an error
     problem = ""
     try:
-        rows.append(_row(_gib(limit), planner.plan(MemoryBudget(peak_bytes=limit), _gib(limit)), limit))
+        text = _gib(limit)  # rounded down, so that whoever writes it stays within the limit
+        rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit))
     except BudgetError as error:
         problem = str(error)
     fitting = [row for row in rows if row.fits]
@@ -68,7 +70,7 @@ def _row(name: str, plan: Plan, limit: int) -> Row:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f}GiB" if size >= 2**30 else f"{size // 2**20}MiB"
+    return f"{size * 10 // 2**30 / 10:.1f}GiB" if size >= 2**30 else f"{size // 2**20}MiB"
 
 
 def table(report: Report) -> str:
@@ -82,8 +84,9 @@ def table(report: Report) -> str:
             f"{plan.replay_share:.3f}", f"{plan.step_time:.3f}", "yes" if row.fits else "no",
         ))  # fmt: skip
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = ["  ".join(cell.rjust(w) if i in (1, 2, 4, 5) else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip() for line in lines]
-    return "\n".join(text)
+    right = (1, 2, 4, 5)  # the columns of numbers
+    cells = [[c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths))] for line in lines]
+    return "\n".join("  ".join(line).rstrip() for line in cells)
 
 
 def breakdown(plan: Plan) -> str:
@@ -118,7 +121,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "peak_at": row.plan.peak_at, "peak": dict(row.plan.peak), "replay_flops": row.plan.replay_flops,
                 "replay_share": row.plan.replay_share, "step_time": row.plan.step_time,
                 "gap_seconds": row.plan.gap_seconds, "fits": row.fits,
-                "layers": {label: sum(lp.label == label for lp in row.plan.layers) for label in ("none", "full", "plan", "selective")},
+                "layers": dict(Counter(layer.label for layer in row.plan.layers)),
             }
             for row in report.rows
         ],

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nemo_like.extras import require
 
@@ -101,7 +102,7 @@ def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[
             if len(states) > max_states:
                 states, exact = _thin(states, max_states), False
     bound = (lambda b: 0.0) if exact else _relaxation(ops)
-    points = []
+    points: list[Point] = []
     for b, _, keep in states:
         cost = linear_replay_cost(ops, keep)  # summed afresh: no rounding left over from the sweep's subtractions
         if not points or cost < points[-1].cost:
@@ -203,10 +204,12 @@ def closure_optimum(ops: Sequence[Op], budget: int, *, time_limit: float | None 
     for i, op in enumerate(ops):
         if op.needed:
             rows.append(_row(2 * n, (i, 1.0), (n + i, 1.0)))
-            low.append(1.0), high.append(2.0)
+            low.append(1.0)
+            high.append(2.0)
         for j in set(op.reads):
             rows.append(_row(2 * n, (j, 1.0), (n + j, 1.0), (n + i, -1.0)))
-            low.append(0.0), high.append(2.0)
+            low.append(0.0)
+            high.append(2.0)
     options = {"mip_rel_gap": 0.0} | ({"time_limit": time_limit} if time_limit is not None else {})
     result = optimize.milp(
         objective, integrality=np.ones(2 * n), bounds=optimize.Bounds(lower, upper),
@@ -273,7 +276,7 @@ def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def combine(
-    kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states: int = 768
+    kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states: int = 400
 ) -> tuple[Mix, ...]:
     """The frontier of a whole stack of layers: for each total of bytes, the mix of choices with the least cost.
 
@@ -281,7 +284,7 @@ def combine(
         kinds: for each kind of layer, the (bytes, cost) of its points, and how many layers of it there are.
         max_states: how many mixes are carried between merges. A merge of fewer pairs than that squared is exact while
             its result fits; past that the cheapest of each of `max_states` equal steps of bytes is carried on.
-            `combine_gap` tells what that may have cost.
+            `combine_bound` tells what that may have cost.
 
     Raises:
         ValueError: a kind without points, or a negative number of layers.
@@ -340,7 +343,7 @@ def combine_bound(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], budg
     for points, count in kinds:
         hull = _hull(points)
         base_bytes, base_cost = base_bytes + hull[0][0] * count, base_cost + hull[0][1] * count
-        steps += [((c0 - c1) / (b1 - b0), b1 - b0, count) for (b0, c0), (b1, c1) in zip(hull, hull[1:])]
+        steps += [((c0 - c1) / (b1 - b0), b1 - b0, count) for (b0, c0), (b1, c1) in pairwise(hull)]
     if base_bytes > budget:
         return None
     left, cost = float(budget - base_bytes), base_cost
