@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.compile import compile_layers, parse_compile
-from nemo_like.config import STRATEGIES, OffloadConfig, did_you_mean, normalise, parse_dtype
+from nemo_like.config import STRATEGIES, OffloadConfig, did_you_mean, normalise
 from nemo_like.distributed.launch import local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
 from nemo_like.distributed.shard import check_options, check_sharding, shard_layers
@@ -24,7 +24,7 @@ from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once, warn_once
 from nemo_like.offload import apply_offloading, parse_offload
-from nemo_like.precision import autocast_forward
+from nemo_like.precision import autocast_forward, read_precision
 from nemo_like.request import CheckpointRequest, read_checkpointing
 
 _MARK = "_nemo_like_parallelized"
@@ -135,7 +135,7 @@ def parallelize(
     request = read_checkpointing(model, ac, ac_scope, layers, sample_input)
     backend = _check_compile(compile, request)
     offload_config = _check_offload(offload, request)
-    precision = _precision(mp_policy, param_dtype, reduce_dtype, output_dtype)
+    precision = read_precision(mp_policy, param_dtype, reduce_dtype, output_dtype)
     options: dict[str, Any] = dict(
         reshard_after_forward=reshard_after_forward,
         forward_prefetch=forward_prefetch,
@@ -241,28 +241,6 @@ def _check_tensor_parallel(
             raise ValueError(f"{name}=True splits tensors over the ranks of tp, and there is one; pass tp= as well.")
     if tp_plan is not None and not split:
         warn_once("tp_plan was given, and tp is one rank: no weight is split.")
-
-
-def _precision(
-    mp_policy: MixedPrecisionPolicy | None,
-    param_dtype: torch.dtype | str | None,
-    reduce_dtype: torch.dtype | str | None,
-    output_dtype: torch.dtype | str | None,
-) -> MixedPrecisionPolicy:
-    param = parse_dtype("param_dtype", param_dtype)
-    reduce = parse_dtype("reduce_dtype", reduce_dtype)
-    output = parse_dtype("output_dtype", output_dtype)
-    if mp_policy is None:
-        if param is not None and reduce is None:
-            # Gradients of many ranks are summed: a 16-bit sum loses what a 16-bit product does not.
-            reduce = torch.float32
-        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy is {mp_policy!r}; it must be a torch.distributed.fsdp.MixedPrecisionPolicy.")
-    for name, dtype in (("param_dtype", param), ("reduce_dtype", reduce), ("output_dtype", output)):
-        if dtype is not None:
-            raise ValueError(f"mp_policy and {name} are both given; put {name} into the policy, or drop the policy.")
-    return mp_policy
 
 
 def _mesh(
