@@ -52,19 +52,23 @@ def _plain(base: list[str]) -> list[str]:
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(24)
+        self.norm, self.dropout = nn.LayerNorm(24), nn.Dropout(dropout)
         self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
 
 
-def plain_model() -> nn.Module:
+def plain_model(dropout: float = 0.0) -> nn.Module:
     """No config, no transformers: logits straight from a stack of blocks."""
-    stack = nn.Sequential(*(_Block() for _ in range(3)))
+    stack = nn.Sequential(*(_Block(dropout) for _ in range(3)))
     return nn.Sequential(OrderedDict(embed=nn.Embedding(256, 24), blocks=stack, head=nn.Linear(24, 256)))
+
+
+def dropout_model() -> nn.Module:
+    return plain_model(0.1)
 
 
 def _main(rank: int, world_size: int, arguments: list[str]) -> int:
@@ -225,7 +229,8 @@ def test_loss_that_is_no_number_ends_the_run_before_it_is_saved(base: list[str],
 def _torchrun(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "nemo_like.recipes.pretrain", *arguments]
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    root = Path(__file__).parents[1]  # so that the ranks find this module
+    process = subprocess.Popen(command, text=True, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:
@@ -256,10 +261,10 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
 def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
-    steps = ["--steps", "100", "--save-every", "5", "--keep", "2", "--eval-every", "0"]
-    expected = _run(2, [*base, *steps], tmp_path / "expected")["losses"]
+    line = "--steps 80 --save-every 5 --keep 2 --eval-every 0 --model tests_distributed.test_pretrain:dropout_model"
+    expected = _run(2, [*base, *line.split()], tmp_path / "expected")["losses"]
     run = tmp_path / "run"
-    arguments = [*base, *steps, "--checkpoint-dir", str(run), "--json", str(tmp_path / "summary")]
+    arguments = [*base, *line.split(), "--checkpoint-dir", str(run), "--json", str(tmp_path / "summary")]
 
     with _torchrun(arguments) as killed:
         _wait_for(lambda: _newest(run) >= 5, killed)
@@ -267,7 +272,7 @@ def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
         output, _ = killed.communicate(timeout=60)
     assert killed.returncode != 0, output
     reached = _newest(run)
-    assert 5 <= reached < 100
+    assert 5 <= reached < 80
     assert not (tmp_path / "summary").exists()
 
     with _torchrun([*arguments, "--resume"]) as stopped:
@@ -277,7 +282,7 @@ def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
     assert stopped.returncode != 0 and "Stopped by SIGINT after step" in output, output
     summary = json.loads((tmp_path / "summary").read_text())
     last = summary["first_step"] + len(summary["losses"])
-    assert summary["interrupted"] and summary["first_step"] == reached and _newest(run) == last < 100
+    assert summary["interrupted"] and summary["first_step"] == reached and _newest(run) == last < 80
     assert summary["losses"] == expected[reached:last]
 
     with _torchrun([*arguments, "--resume"]) as finished:
