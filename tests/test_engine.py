@@ -1,6 +1,7 @@
 """The engine's plain duties: equal gradients, counted FLOPs, counted bytes."""
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(policy, dtype):
 @pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()], ids=["full", "selective"])
 def test_dropout_draws_the_same_numbers_in_replay(policy):
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Dropout(0.5), nn.GELU(), nn.Linear(16, 16, bias=False), nn.Tanh())
+    linears = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+    block = nn.Sequential(linears[0], nn.Dropout(0.5), nn.GELU(), linears[1], nn.Tanh())
     x = torch.randn(4, 16)
     assert_bitwise(gradients(region(block, policy), block, x), gradients(block, block, x))
     # and the numbers after backward go on where forward left off
@@ -166,7 +168,7 @@ def test_what_is_kept_is_freed_while_backward_consumes_it():
     # A hook sees the incoming gradient, and below the top also the weight gradients made so far.
     weights = 32 * 32 * 4
     net = [held - weights * number for number, held in enumerate(seen)]
-    assert [above - below for above, below in zip(net[1:], net[2:])] == [size] * 3, net
+    assert [above - below for above, below in itertools.pairwise(net[1:])] == [size] * 3, net
 
 
 def test_a_router_that_normalises_its_weights_in_place_works():
@@ -307,14 +309,12 @@ def test_skipping_what_a_random_or_writing_operator_reads_raises():
         out.add_((x @ w).detach())
         return (x.tanh() @ w) * out
 
+    table = DecisionTable({"aten.mm.default": [SKIP, SAVE]})
     x = torch.randn(6, 6, requires_grad=True)
-    y = checkpoint_region(random, x, policy=DecisionTable({"aten.mm.default": [SKIP, SAVE]}), name="r")
-    y = y.sin()
-    if y.grad_fn is not None:
-        y2 = checkpoint_region(lambda t: random(t).tanh(), x, policy=DecisionTable({"aten.mm.default": [SKIP, SAVE]}), name="r")
-        with pytest.raises(RegionError, match="random numbers"):
-            y2.sum().backward()
-    z = checkpoint_region(writing, x, policy=DecisionTable({"aten.mm.default": [SKIP, SAVE]}), name="w")
+    y = checkpoint_region(lambda t: random(t).tanh(), x, policy=table, name="r")
+    with pytest.raises(RegionError, match="random numbers"):
+        y.sum().backward()
+    z = checkpoint_region(writing, x, policy=table, name="w")
     with pytest.raises(RegionError, match="write into a tensor that exists"):
         z.sum().backward()
 
@@ -340,7 +340,7 @@ def test_a_region_whose_replay_differs_raises_and_names_region_and_operator():
 
 
 def test_a_region_that_replays_fewer_operators_raises_before_a_number_comes_out():
-    w, calls = torch.randn(4, 4, requires_grad=True), []
+    calls = []
 
     def fn(x):
         calls.append(1)

@@ -27,8 +27,13 @@ ROUTERS = {
     "mixtral": CONFIGS["mixtral"],
     "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=16),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**SMALL, **EXPERTS),
-    "olmoe": lambda: hf.OlmoeConfig(**{k: v for k, v in SMALL.items() if k != "head_dim"}, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
-    "gpt_oss": lambda: hf.GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"]),
+    "olmoe": lambda: hf.OlmoeConfig(
+        **{key: value for key, value in SMALL.items() if key != "head_dim"},
+        num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+    ),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"]
+    ),
     "qwen3_next": lambda: hf.Qwen3NextConfig(
         **SMALL, **EXPERTS, shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
         linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,

@@ -85,7 +85,9 @@ def test_a_packet_stands_for_all_its_overloads():
     assert save_ops.resolve_op("aten.topk") == wanted and save_ops.resolve_op(aten.topk) == wanted
 
 
-@pytest.mark.parametrize("name", ["aten.nm.default", "mm", "torch.ops.nothing.here.default", "__import__('os')", "", "a b.c"])
+@pytest.mark.parametrize(
+    "name", ["aten.nm.default", "mm", "torch.ops.nothing.here.default", "__import__('os')", "", "a b.c"]
+)
 def test_unknown_names_raise_with_the_value(name):
     with pytest.raises(ValueError, match="is no operator of this torch"):
         save_ops.resolve_op(name)

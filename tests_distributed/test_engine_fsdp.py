@@ -6,6 +6,7 @@ Known failure 11: FSDP's all-gathers, copies and prefetches run in forward and n
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def _stack(policy: Policy | None, where: str, prefetch: bool) -> nn.Sequential:
     fully_shard(model, mesh=mesh)
     if prefetch:
         units = [module for module in model.modules() if hasattr(module, "set_modules_to_forward_prefetch")][1:]
-        for first, second in zip(units, units[1:]):
+        for first, second in itertools.pairwise(units):
             first.set_modules_to_forward_prefetch([second])
     return model
 

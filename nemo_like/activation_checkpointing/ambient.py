@@ -147,7 +147,7 @@ class Ambient:
     def _restore_sdpa(self, stack: contextlib.ExitStack) -> None:
         if F.scaled_dot_product_attention is not self._sdpa:
             stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
-            F.scaled_dot_product_attention = self._sdpa  # type: ignore[assignment]
+            F.scaled_dot_product_attention = self._sdpa
         for (get, put), wanted in zip(_SDPA_FLAGS, self._sdpa_flags):
             now = get()
             if now != wanted:

@@ -26,7 +26,8 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
 
     SKIP becomes "recompute": the partitioner drops what backward does not need by itself.
     """
-    decide, kinds, counts = policy.start(), kinds_for(policy), {}
+    decide, kinds = policy.start(), kinds_for(policy)
+    counts: dict[Any, int] = {}
     needs_call = getattr(decide, "needs_call", False)
     must = {
         SAVE: CheckpointPolicy.MUST_SAVE,

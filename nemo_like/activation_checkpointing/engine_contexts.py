@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nemo_like.activation_checkpointing.engine_modes import (
@@ -12,6 +11,7 @@ from nemo_like.activation_checkpointing.engine_modes import (
     ReplayMode,
     kinds_for,
     map_tensors,
+    private_copy,
 )
 from nemo_like.activation_checkpointing.policy import SAVE, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer
@@ -35,10 +35,9 @@ class _ReplayContext(ReplayMode):
         for entry in self.kept:
             value = entry.value
             if entry.decision is SAVE:
-                copy = (lambda t: t.detach().clone(memory_format=torch.preserve_format)) if entry.private else Tensor.detach
-                value = map_tensors(copy, value)
+                value = map_tensors(private_copy if entry.private else Tensor.detach, value)
             self.values.append(value)
-        return super().__enter__()  # type: ignore[return-value]
+        return super().__enter__()
 
 
 def eager_contexts(policy: Policy) -> tuple[ForwardMode, ReplayMode]:

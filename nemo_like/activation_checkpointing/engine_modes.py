@@ -110,6 +110,11 @@ def _from_host(item: OnHost) -> Tensor:
     return item.handle.get()
 
 
+def private_copy(tensor: Tensor) -> Tensor:
+    """A copy of our own, which may be changed in place."""
+    return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """`function` on each tensor of an operator's output (a tensor, or a tuple or list of tensors and others)."""
     if isinstance(value, Tensor):
@@ -126,6 +131,13 @@ def map_kept(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map_kept(function, item) for item in value)
     return function(value) if isinstance(value, Tensor) else value
+
+
+def on_host(value: Any) -> list[OnHost]:
+    """The parts of a kept output that wait in host memory."""
+    if isinstance(value, OnHost):
+        return [value]
+    return [item for part in value for item in on_host(part)] if isinstance(value, tuple | list) else []
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -230,11 +242,12 @@ class ForwardMode(_Mode):
             if entry.decision is HOST:
                 settle = getattr(self.transfer, "settle", None)
                 if settle is not None and entry.version & written:
-                    map_kept(lambda item: settle(item.handle), entry.value)
+                    for item in on_host(entry.value):
+                        settle(item.handle)
             elif entry.decision is SAVE and not entry.private:
                 mine = tensors_in(entry.value)
                 if any(storages(tensor) & written for tensor in mine):
-                    entry.value = map_tensors(lambda t: t.detach().clone(memory_format=torch.preserve_format), entry.value)
+                    entry.value = map_tensors(private_copy, entry.value)
                     entry.version = versions(entry.value)
                     entry.private = True
 
@@ -327,10 +340,13 @@ class ReplayMode(_Mode):
         except (RuntimeError, NotImplementedError) as error:
             self.raise_skipped(func, f"it needs the data ({error})", error)
 
+    def skipped_so_far(self) -> str:
+        """The operators in whose place a placeholder was handed out; empty: none yet."""
+        return ", ".join(sorted({str(entry.op) for entry in self.kept[: self.position] if entry.decision is SKIP}))
+
     def raise_skipped(self, func: Op, reason: str, cause: Exception | None = None) -> None:
-        skipped = sorted({str(entry.op) for entry in self.kept[: self.position] if entry.decision is SKIP})
         raise RegionError(
-            f"Region {self.region_name!r}: the plan skips {', '.join(skipped)}, and {func} needs what is made of it: "
+            f"Region {self.region_name!r}: the plan skips {self.skipped_so_far()}, and {func} needs what is made of it: "
             f"{reason}. Take the SKIP out of the plan (RECOMPUTE or SAVE), or keep what {func} reads."
         ) from cause
 

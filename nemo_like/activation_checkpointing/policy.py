@@ -10,7 +10,7 @@ import enum
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from nemo_like.activation_checkpointing import save_ops
 from nemo_like.activation_checkpointing.save_ops import Op

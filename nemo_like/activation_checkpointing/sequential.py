@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like.activation_checkpointing.ambient import Ambient
-from nemo_like.activation_checkpointing.engine import _Region
 from nemo_like.activation_checkpointing.engine_inputs import SavedInputs
+from nemo_like.activation_checkpointing.engine_region import Region
 from nemo_like.activation_checkpointing.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.policy import FullPolicy
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper, checkpoint_layers
@@ -218,7 +218,7 @@ class _CallsAgain:
                 outputs.append(_tensors(call.run(*args, **kwargs)))
 
 
-class _SegmentRegion(_Region):
+class _SegmentRegion(Region):
     """A region whose forward comes in several calls. Keeps nothing but what enters from outside."""
 
     def __init__(self, name: str, preserve_rng_state: bool) -> None:

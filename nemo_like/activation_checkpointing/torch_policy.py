@@ -21,7 +21,7 @@ _MEANING = {
 
 
 class TorchPolicy:
-    """`policy_fn(context, op, *args, **kwargs) -> CheckpointPolicy | bool`, as `create_selective_checkpoint_contexts` has it.
+    """`policy_fn(context, op, *args, **kwargs) -> CheckpointPolicy | bool`, as PyTorch's selective contexts take it.
 
     It is called once per operator of forward, views and in-place forms excepted, and never in replay. The decision
     to offload is honoured. `make`, if true, means that `policy_fn` is a factory that makes a fresh function for each

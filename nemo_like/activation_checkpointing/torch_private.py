@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    from torch._C._autograd import _make_saved_tensor
-except ImportError:  # older than torch 2.13: an autograd node of our own does the same at twice the cost
-    _make_saved_tensor = None
+# Where it is absent, an autograd node of our own does the same.
+_make_saved_tensor: Callable[..., Any] | None = getattr(torch._C._autograd, "_make_saved_tensor", None)
 
 _keep_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 _graph_task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)

@@ -97,7 +97,7 @@ def _variants(blocks: nn.ModuleList, around: tuple[Tensor, Tensor], compile: Seq
         return lambda block: lambda x: checkpoint_region(block, x, *around, policy=policy)
 
     def torchs(**options: Any) -> Callable[[nn.Module], Step]:
-        return lambda block: lambda x: checkpoint(block, x, *around, use_reentrant=False, **options)  # type: ignore[return-value]
+        return lambda block: lambda x: checkpoint(block, x, *around, use_reentrant=False, **options)
 
     variants = {
         "none": each(lambda block: lambda x: block(x, *around)),
@@ -109,8 +109,12 @@ def _variants(blocks: nn.ModuleList, around: tuple[Tensor, Tensor], compile: Seq
     }
     for backend in compile:
         compiled = torch.compile(lambda block, x, *a: checkpoint_region(block, x, *a, policy=selective), backend=backend)
-        variants[f"ours selective, {backend}"] = [lambda x, b=block: compiled(b, x, *around) for block in blocks]  # type: ignore[misc]
+        variants[f"ours selective, {backend}"] = [_bind(compiled, block, around) for block in blocks]
     return variants
+
+
+def _bind(compiled: Callable[..., Tensor], block: nn.Module, around: tuple[Tensor, Tensor]) -> Step:
+    return lambda x: compiled(block, x, *around)
 
 
 def run_overhead(repeats: int = REPEATS, warmup: int = 5, compile: Sequence[str] = ("aot_eager",)) -> list[dict[str, Any]]:
