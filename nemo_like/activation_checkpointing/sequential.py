@@ -206,10 +206,12 @@ class _CallsAgain:
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls: list[_Call] = []
+        self.in_last_call = False
 
     def __call__(self) -> None:
         outputs: list[list[Tensor]] = []
-        for call in self.calls:
+        for index, call in enumerate(self.calls):
+            self.in_last_call = index == len(self.calls) - 1
             args, kwargs = call.inputs.get(self.name)
             flags = iter(call.requires_grad)
             fresh = _map(lambda tensor: tensor.detach().requires_grad_(next(flags)), (args, kwargs))  # noqa: B023
@@ -232,6 +234,11 @@ class _SegmentRegion(Region):
         self._preserve_rng_state = preserve_rng_state
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Earlier]] = {}
         """id of a tensor that a call returned → itself (weakly), its version then, and which it is."""
+
+    def stop_unless_waited_for(self) -> None:
+        """Stop early in the last call only: a layer that FSDP gathered for its replay must get to its end."""
+        if self._again.in_last_call:
+            super().stop_unless_waited_for()
 
     @property
     def calls(self) -> list[_Call]:
