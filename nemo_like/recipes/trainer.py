@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.config import parse_dtype
+from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.materialize import materialize
 from nemo_like.models import ModelSource, resolve_model
@@ -287,5 +288,5 @@ def synced_only_if(model: nn.Module, sync: bool) -> Iterator[None]:
             yield
         return
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync)
+        set_gradient_sync(model, sync)
     yield
