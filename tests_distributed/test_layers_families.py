@@ -1,0 +1,155 @@
+"""Sixteen kinds of model under FSDP2 on two ranks; towers that a rank skips; storage dtypes; adapters and k bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from nemo_like import parallelize
+from nemo_like.layers import find_layers, layer_groups
+from tests.families import FAMILIES
+from tests.test_layers_families import k_bit, with_lora
+from tests_distributed.spawn import run_ranks
+
+NAMES = (
+    "llama", "gemma3_text", "gpt_oss", "deepseek_v3", "mamba2", "jamba", "qwen3_next", "t5", "bart", "modernbert", "swin",
+    "wav2vec2", "whisper", "qwen3_vl", "llava", "diffusion_transformer", "transformer_encoder",
+)  # fmt: skip
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def differences(model: nn.Module, reference: nn.Module) -> list[str]:
+    """Parameters whose gradient is not, to the bit, that of `reference`."""
+    expected = dict(reference.named_parameters())
+    wrong = []
+    for name, parameter in model.named_parameters():
+        grad = None if parameter.grad is None else whole(parameter.grad)
+        wanted = expected.pop(name).grad
+        if wanted is None:  # unused in this step; FSDP2 may hold zeros for it
+            wrong += [name] if grad is not None and grad.any() else []
+        elif grad is None or not torch.equal(grad, wanted):
+            wrong.append(name)
+    return wrong + list(expected)
+
+
+def _fsdp2(rank: int, world_size: int, name: str) -> list[str]:
+    """Both ranks see the same batch, so that the mean of their gradients is exactly that of one rank."""
+    family = FAMILIES[name]
+    reference = family.build()
+    expected = family.step(reference)
+    expected.backward()
+    wrong = []
+    for mode in ("none", "full", "selective", "submodule"):
+        model = parallelize(family.build(), ac=mode)
+        assert all(isinstance(layer.module, FSDPModule) for layer in find_layers(model))
+        loss = family.step(model)
+        loss.backward()
+        if not torch.equal(loss, expected):
+            wrong.append(f"{mode}: loss {loss.item()}, expected {expected.item()}")
+        wrong += [f"{mode}: {parameter}" for parameter in differences(model, reference)]
+    return wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fsdp2_in_every_mode_is_bitwise_one_rank(name: str) -> None:
+    assert run_ranks(2, _fsdp2, name, timeout=200) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------ towers a rank skips
+
+
+def _skipping(rank: int, world_size: int, name: str, frozen_sharding: str, mode: str) -> None:
+    """Rank 1 has no image. The tower is frozen; the projector between it and the language model trains."""
+    family = FAMILIES[name]
+
+    def build() -> nn.Module:
+        model = family.build()
+        for module in layer_groups(model)["vision"]:
+            module.requires_grad_(False)
+        return model
+
+    def batch(index: int) -> dict[str, torch.Tensor]:
+        inputs = dict(family.inputs())
+        if index == 1:
+            ids = inputs["input_ids"][:, -12:]
+            inputs = {"input_ids": ids, "labels": ids}
+        return inputs
+
+    reference = build()
+    torch.manual_seed(0)
+    sum(reference(**batch(index)).loss for index in range(2)).div(2).backward()  # type: ignore[union-attr]
+    model = parallelize(build(), ac=mode, frozen_sharding=frozen_sharding)
+    torch.manual_seed(0)
+    model(**batch(rank)).loss.backward()
+    trained = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    assert any("projector" in n or "connector" in n for n in trained)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name in trained:
+            # One rank adds two losses before it divides, two ranks divide each: the last bits may differ.
+            torch.testing.assert_close(whole(parameter.grad), trained[parameter_name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
+@pytest.mark.parametrize(("name", "mode"), [("llava", "selective"), ("smolvlm", "full")])
+def test_a_rank_without_an_image_with_a_trainable_projector(name: str, mode: str, frozen_sharding: str) -> None:
+    """Failure 13."""
+    run_ranks(2, _skipping, name, frozen_sharding, mode, timeout=60)
+
+
+# ------------------------------------------------------------------------------- storage dtypes, adapters, k-bit weights
+
+
+def _mixed_dtypes(rank: int, world_size: int, mode: str) -> list[str]:
+    """Norms stored in float32 within a bfloat16 model, as many checkpoints have them; two micro-batches."""
+    family = FAMILIES["llama"]
+
+    def build() -> nn.Module:
+        model = family.build().to(torch.bfloat16)
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                module.float()
+                # What such models do: compute in float32, hand on the dtype they were given.
+                module.register_forward_hook(lambda _module, args, output: output.to(args[0].dtype))
+        return model
+
+    reference = build()
+    model = parallelize(build(), ac=mode)
+    for seed in (1, 2):
+        family.step(reference, seed).backward()
+        family.step(model, seed).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+    return differences(model, reference)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_layers_of_mixed_storage_dtypes(mode: str) -> None:
+    """Failure 14: fresh and accumulated gradients, and parameters, of two dtypes in one layer."""
+    assert run_ranks(2, _mixed_dtypes, mode) == [[], []]
+
+
+def _adapted(rank: int, world_size: int, what: str, mode: str) -> list[str]:
+    family = FAMILIES["llama"]
+
+    def build() -> nn.Module:
+        return k_bit(family.build()) if what == "k_bit" else with_lora(family.build(), ["q_proj", "v_proj"])
+
+    reference = build()
+    family.step(reference).backward()
+    model = parallelize(build(), ac=mode)
+    family.step(model).backward()
+    if what == "k_bit":  # uint8 weights cannot be sharded: every rank holds them whole
+        packed = [p for n, p in model.named_parameters() if "mlp" in n and n.endswith("weight")]
+        assert packed and all(p.dtype == torch.uint8 and not isinstance(p, DTensor) for p in packed)
+    return differences(model, reference)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("what", ["lora", "k_bit"])
+def test_adapters_and_k_bit_weights_are_sharded_right(what: str, mode: str) -> None:
+    assert run_ranks(2, _adapted, what, mode) == [[], []]
