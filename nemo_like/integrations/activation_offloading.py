@@ -1,0 +1,176 @@
+"""Activation offloading in a trainer's own words: the names that Hugging Face trainers are extended with.
+
+    class MyTrainer(ActivationOffloadingMixin, transformers.Trainer): ...
+
+    trainer = MyTrainer(model, args, activation_offloading=True, ...)
+
+A thin layer over `nemo_like.offload`. Works with `transformers.Trainer` and TRL's trainers, full fine-tuning and PEFT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.config import OffloadConfig
+from nemo_like.layers import find_layers
+from nemo_like.log import warn_once
+from nemo_like.offload import Offloader, offload_activations
+from nemo_like.offload.backends import Backend
+from nemo_like.offload.handles import KeptHandle
+
+_HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier", "head", "output", "proj_out")
+"""Attributes that models without `get_output_embeddings` call their output head."""
+
+
+class OffloadActivations(Offloader):
+    """A context manager: activations that autograd saves inside wait in host memory until backward asks for them.
+
+    Args:
+        use_pin_memory: page-locked host memory, which copies beside computing need.
+        use_streams: copy on streams of their own; False: on the stream that computes.
+        min_offload_size: smaller storages stay on the device, bytes.
+        max_fwd_stash_size: how many activations forward keeps on the device while they are being copied; at least 1.
+        model: its parameters and buffers never move.
+        left_out: modules (the output head) from whose call on nothing moves, up to the next call of `model`.
+        backend: see `nemo_like.offload.offload_activations`.
+
+    Raises:
+        ValueError: `max_fwd_stash_size` is below 1 or `min_offload_size` below 0.
+
+    Where it is disabled, use `NoOpManager`.
+    """
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        min_offload_size: int = 1024,
+        max_fwd_stash_size: int = 5,
+        *,
+        model: nn.Module | None = None,
+        left_out: tuple[nn.Module, ...] = (),
+        backend: Backend | None = None,
+    ) -> None:
+        if isinstance(max_fwd_stash_size, bool) or not isinstance(max_fwd_stash_size, int) or max_fwd_stash_size < 1:
+            raise ValueError(f"max_fwd_stash_size is {max_fwd_stash_size!r}; it must be a whole number >= 1.")
+        super().__init__(
+            OffloadConfig(mode="all", min_bytes=min_offload_size, pin_memory=use_pin_memory),
+            model=model,
+            left_out=left_out,
+            backend=backend,
+            use_streams=use_streams,
+            max_inflight_copies=max_fwd_stash_size,
+        )
+
+
+class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
+    """A context manager within which nothing is offloaded, whatever is active around it."""
+
+    def __init__(self) -> None:
+        super().__init__(KeptHandle, KeptHandle.get)
+
+
+def get_lora_act_offloading_ctx_manager(
+    model: nn.Module,
+    use_pin_memory: bool = True,
+    use_streams: bool = True,
+    min_offload_size: int = 1024,
+    max_fwd_stash_size: int = 5,
+    warn_if_no_head: bool = True,
+) -> OffloadActivations:
+    """The offloading context for `model`, which may be a PEFT model. Make it once, enter it in each training step.
+
+    The output head, and what follows it (the loss), is left out: backward starts there, and its tensors would only go
+    and come.
+
+    Args:
+        model: the model that will be trained.
+        use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size: see `OffloadActivations`.
+        warn_if_no_head: warn where no output head is found; it is offloaded then like any other module.
+
+    Raises:
+        ValueError: as `OffloadActivations`.
+    """
+    head = output_head(model)
+    if head is None and warn_if_no_head:
+        warn_once(
+            f"Activation offloading found no output head in a {type(model).__name__}: what is saved there is offloaded "
+            "like anything else, and comes back at once. Pass warn_if_no_head=False if the model has none.",
+            key=f"no-output-head-{type(model).__name__}",
+        )
+    return OffloadActivations(
+        use_pin_memory,
+        use_streams,
+        min_offload_size,
+        max_fwd_stash_size,
+        model=model,
+        left_out=() if head is None else (head,),
+    )
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that makes the model's outputs (logits), or None. Looks inside data-parallel and PEFT wrappers."""
+    inner = getattr(model, "module", model)
+    get_base = getattr(inner, "get_base_model", None)
+    inner = get_base() if callable(get_base) else inner
+    get_head = getattr(inner, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    candidates = [head, *(getattr(inner, name, None) for name in _HEAD_NAMES)]
+    return next((candidate for candidate in candidates if isinstance(candidate, nn.Module)), None)
+
+
+class ActivationOffloadingMixin:
+    """Mixes into `transformers.Trainer` and its kind: each training step runs inside an offloading context.
+
+    The setting is the keyword ``activation_offloading``, else the attribute of that name of the trainer's arguments:
+    False, True (everything but the output head), a mode (``"boundary"``, ``"saved"``, ``"all"``) or an `OffloadConfig`.
+    The offloader is `activation_offload_context`, with its ``stats``; a `NoOpManager` where the setting is False.
+    """
+
+    def __init__(self, *args: Any, activation_offloading: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        trainer: Any = self
+        if activation_offloading is None:
+            activation_offloading = getattr(trainer.args, "activation_offloading", False)
+        self._offloading_setting = activation_offloading
+        if hasattr(trainer, "maybe_activation_offload_context"):
+            trainer.maybe_activation_offload_context = contextlib.nullcontext()  # TRL's own would take our tensors
+        self._offloaded_model: nn.Module | None = None
+        self._prepare_offloading()
+
+    def _prepare_offloading(self) -> None:
+        model = getattr(self, "model", None)
+        self._offloaded_model = model
+        self.activation_offload_context = offloading_context(model, self._offloading_setting)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own step, inside the context."""
+        if getattr(self, "model", None) is not self._offloaded_model:
+            self._prepare_offloading()  # `model_init` built another model since
+        with self.activation_offload_context:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+
+def offloading_context(model: nn.Module | None, setting: Any) -> Any:
+    """What ``activation_offloading=`` means for `model`: an offloader, or a `NoOpManager`.
+
+    Raises:
+        ValueError, TypeError: an unknown setting.
+    """
+    if setting is None or setting is False or (isinstance(setting, str) and setting.lower() in ("", "none", "false")):
+        return NoOpManager()
+    if model is None:
+        raise ValueError(f"activation_offloading is {setting!r}, but the trainer has no model yet.")
+    if setting is True or (isinstance(setting, str) and setting.lower() == "true"):
+        return get_lora_act_offloading_ctx_manager(model)
+    head = output_head(model)
+    return offload_activations(
+        setting,
+        model=model,
+        layers=[layer.module for layer in find_layers(model)],
+        left_out=() if head is None else (head,),
+    )

@@ -1,0 +1,174 @@
+"""`ac=` for `transformers.Trainer`: checkpoint the model before accelerate shards it, in every mode, budgets too.
+
+    @dataclass
+    class MyArguments(CheckpointingArguments, transformers.TrainingArguments): ...
+
+    class MyTrainer(CheckpointingMixin, transformers.Trainer): ...
+
+    MyTrainer(model, MyArguments(output_dir, ac="selective"), ...).train()
+
+or, without a class of your own, ``Trainer(model, args, callbacks=[CheckpointingCallback("selective")])``.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.extras import require
+from nemo_like.parallelizer import apply_activation_checkpointing
+
+_transformers = require("transformers", "hf", "for the Trainer integration")
+
+
+@dataclass
+class CheckpointingArguments:
+    """Fields for a class of training arguments; put it before `transformers.TrainingArguments` among the bases."""
+
+    ac: str = field(
+        default="none",
+        metadata={"help": "activation checkpointing: none, full, selective, submodule, sequential, '40GiB', '50%'"},
+    )
+    ac_scope: str = field(
+        default="all", metadata={"help": "layers to checkpoint: all, language, vision, audio, multimodal"}
+    )
+    activation_offloading: str = field(
+        default="none", metadata={"help": "what waits in host memory: none, boundary, saved, all"}
+    )
+
+
+def refuse_two_kinds_of_checkpointing(args: Any) -> None:
+    """Raise ValueError where the trainer's own settings ask for activation checkpointing as well.
+
+    `args`: training arguments of any transformers 5 (older names of the settings are read too).
+    """
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if getattr(args, name, False):
+            raise ValueError(
+                f"{name}=True in the training arguments and ac= both checkpoint the model: it would be replayed twice. "
+                f"Set {name}=False, or ac='none'."
+            )
+    fsdp = getattr(args, "fsdp_config", None) or {}
+    if fsdp.get("activation_checkpointing", False):
+        raise ValueError(
+            "fsdp_config['activation_checkpointing'] and ac= both checkpoint the model: it would be replayed twice. "
+            "Remove it from fsdp_config, or set ac='none'."
+        )
+
+
+def checkpoint_for_trainer(
+    model: nn.Module, args: Any, ac: Any, scope: Any = "all", sample_input: Any = None
+) -> nn.Module:
+    """Checkpoint `model` in place for a trainer with these arguments, and return it.
+
+    Raises:
+        ValueError, TypeError: as `nemo_like.apply_activation_checkpointing`; and where the trainer checkpoints too.
+    """
+    if ac is None or ac is False or (isinstance(ac, str) and ac.strip().lower() == "none"):
+        return model
+    refuse_two_kinds_of_checkpointing(args)
+    compiled = bool(getattr(args, "torch_compile", False))
+    return apply_activation_checkpointing(model, ac, scope, compiled, sample_input=sample_input)
+
+
+class CheckpointingMixin:
+    """Mixes into `transformers.Trainer` and its kind: the model is checkpointed when the trainer is made.
+
+    The settings are the keywords ``ac`` and ``ac_scope``, else the trainer's arguments of these names. A budget is
+    planned for one batch of the training set (or ``ac_sample_input``). Works with ``model_init`` and with PEFT models.
+
+    Raises:
+        ValueError, TypeError: in the constructor, as `checkpoint_for_trainer`.
+    """
+
+    def __init__(
+        self, *args: Any, ac: Any = None, ac_scope: Any = None, ac_sample_input: Any = None, **kwargs: Any
+    ) -> None:
+        self._ac_given = (ac, ac_scope, ac_sample_input)
+        self._ac_ready = False
+        super().__init__(*args, **kwargs)
+        self._ac_ready = True
+        trainer: Any = self
+        trainer.model = self._checkpointed(trainer.model)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The trainer's own, and the new model checkpointed."""
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        return self._checkpointed(model) if self._ac_ready else model
+
+    def _checkpointed(self, model: nn.Module) -> nn.Module:
+        trainer: Any = self
+        ac, scope, sample = self._ac_given
+        ac = getattr(trainer.args, "ac", "none") if ac is None else ac
+        scope = getattr(trainer.args, "ac_scope", "all") if scope is None else scope
+        if sample is None and _needs_sample(ac):
+            sample = first_batch(trainer)
+        return checkpoint_for_trainer(model, trainer.args, ac, scope, sample)
+
+
+class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name-defined]
+    """Checkpoints the trainer's model at the end of the trainer's construction, before anything is sharded.
+
+    Args:
+        ac, scope: see `nemo_like.apply_activation_checkpointing`; None: the training arguments' `ac` and `ac_scope`.
+        sample_input: one batch, as keywords; needed by a budget.
+
+    Raises:
+        ValueError, TypeError: when the trainer is made, as `checkpoint_for_trainer`; at the start of training, where
+            ``model_init`` has built another model since (use `CheckpointingMixin`).
+    """
+
+    def __init__(self, ac: Any = None, scope: Any = None, *, sample_input: Any = None) -> None:
+        self.ac = ac
+        self.scope = scope
+        self.sample_input = sample_input
+        self._model: nn.Module | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Checkpoint the model."""
+        ac = getattr(args, "ac", "none") if self.ac is None else self.ac
+        scope = getattr(args, "ac_scope", "all") if self.scope is None else self.scope
+        self._model = checkpoint_for_trainer(kwargs["model"], args, ac, scope, self.sample_input)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make sure that the model that trains is the one that was checkpointed."""
+        model = kwargs.get("model")
+        if self._model is None:
+            raise ValueError(
+                "CheckpointingCallback was added after the trainer was made: its model is not checkpointed. Pass it "
+                "as Trainer(..., callbacks=[CheckpointingCallback(...)])."
+            )
+        if model is not self._model:
+            raise ValueError(
+                "The trainer built another model after CheckpointingCallback had checkpointed the first (model_init=). "
+                "Use CheckpointingMixin, which checkpoints every model that is built."
+            )
+
+
+def _needs_sample(ac: Any) -> bool:
+    """Whether `ac` is a plan to be made: a budget."""
+    if isinstance(ac, str):
+        return ac.strip().lower() == "auto" or ac.strip()[:1].isdigit() or ac.strip().startswith(".")
+    return hasattr(ac, "peak_bytes")
+
+
+def first_batch(trainer: Any) -> dict[str, Any]:
+    """One training batch of `trainer`, as the model gets it. Leaves the random states as they were.
+
+    Raises:
+        ValueError: the training set is a stream, of which a sample would be lost.
+    """
+    if isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
+        raise ValueError(
+            "A memory budget needs a sample batch, and the training set is a stream: taking one would lose it. Pass "
+            "ac_sample_input= to the trainer."
+        )
+    python_state = random.getstate()
+    with torch.random.fork_rng():
+        batch = next(iter(trainer.get_train_dataloader()))
+    random.setstate(python_state)
+    return dict(batch)
