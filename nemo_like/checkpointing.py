@@ -15,6 +15,7 @@ from nemo_like.activation_checkpointing.regions import (
     apply_selective_checkpointing_to_layers,
     apply_submodule_checkpointing,
     checkpoint_layers,
+    has_submodules_to_checkpoint,
 )
 from nemo_like.activation_checkpointing.sequential import apply_sequential_checkpointing
 from nemo_like.cells import checkpoint_timestep_cells
@@ -100,7 +101,7 @@ def checkpoint_found(
         )
     elif mode == "submodule":
         apply_submodule_checkpointing(
-            modules,
+            _with_submodules(modules),
             through_cache,
             use_reentrant=config.use_reentrant,
             preserve_rng_state=config.preserve_rng_state,
@@ -111,6 +112,19 @@ def checkpoint_found(
             model, modules, config.sequential_segments, weights=weights, preserve_rng_state=config.preserve_rng_state
         )
     return modules
+
+
+def _with_submodules(layers: list[nn.Module]) -> list[nn.Module]:
+    """`layers` without those that have nothing to checkpoint one by one (a speech model's first convolutions).
+
+    Where that is all of them, all are returned, and refused by name further on.
+    """
+    fit = [layer for layer in layers if has_submodules_to_checkpoint(layer)]
+    if not fit or len(fit) == len(layers):
+        return layers
+    names = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers if layer not in fit))
+    warn_once(f"ac='submodule' was asked for; {names} has no MLP, attention or norm sub-module and keeps its activations.")
+    return fit
 
 
 def _shares_cache(model: nn.Module, layers: list[nn.Module]) -> bool:

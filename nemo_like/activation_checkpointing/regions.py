@@ -270,6 +270,11 @@ def apply_submodule_checkpointing(
         parent._modules[name] = wrapper
 
 
+def has_submodules_to_checkpoint(layer: nn.Module) -> bool:
+    """Whether `apply_submodule_checkpointing` finds an MLP, attention or norm in `layer`."""
+    return next(_replayable_children(unwrap_checkpoint_wrapper(layer)), None) is not None
+
+
 def _replayable_children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, child) of a layer's norms, attentions and MLPs, looking into plain lists (T5's ``layer``)."""
     for name, child in layer._modules.items():
