@@ -73,7 +73,9 @@ def image() -> dict[str, Any]:
     return {"pixel_values": pixels()}
 
 
-def with_image(tokens: int = PATCHES, token: int = IMAGE_TOKEN, values: Tensor | None = None, **more: Any) -> dict[str, Any]:
+def with_image(
+    tokens: int = PATCHES, token: int = IMAGE_TOKEN, values: Tensor | None = None, **more: Any
+) -> dict[str, Any]:
     """Two sequences, each with one image in front of text."""
     batch = text()
     ids = torch.cat([torch.full((2, tokens), token), batch["input_ids"]], 1)
@@ -259,7 +261,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("decoder", causal("Qwen3", **HEADED, tie_word_embeddings=True), text),
     "gemma3_text": Family(
         "decoder",
-        causal("Gemma3", "Gemma3TextConfig", **HEADED, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        causal(
+            "Gemma3",
+            "Gemma3TextConfig",
+            **HEADED,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
         text,
     ),
     "phi3": Family("decoder", causal("Phi3", **COMMON), text),
@@ -413,7 +421,14 @@ FAMILIES: dict[str, Family] = {
     "swin": Family(
         "vision",
         hf(
-            "SwinModel", "SwinConfig", image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
+            "SwinModel",
+            "SwinConfig",
+            image_size=32,
+            patch_size=4,
+            embed_dim=16,
+            depths=[2, 2],
+            num_heads=[2, 4],
+            window_size=4,
         ),
         lambda: {"pixel_values": pixels(32)},
         {"vision": 4},
@@ -527,8 +542,16 @@ FAMILIES: dict[str, Family] = {
         hf(
             "Qwen2VLForConditionalGeneration",
             "Qwen2VLConfig",
-            text_config=COMMON | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
-            vision_config={"embed_dim": DIM, "hidden_size": DIM, "depth": 2, "num_heads": 4, "patch_size": PATCH, "mlp_ratio": 2},
+            text_config=COMMON
+            | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+            vision_config={
+                "embed_dim": DIM,
+                "hidden_size": DIM,
+                "depth": 2,
+                "num_heads": 4,
+                "patch_size": PATCH,
+                "mlp_ratio": 2,
+            },
             image_token_id=IMAGE_TOKEN,
             video_token_id=VIDEO_TOKEN,
             vision_start_token_id=START,
