@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from nemo_like.distributed.slots import show_shards
+
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 """A mesh and the dimensions of it over which a gradient is cut up; ``(None, ())``: every rank has all of it."""
 
@@ -32,7 +34,8 @@ def clip_grad_norm_(
     A collective: every rank of the mesh calls it. It does not wait for the device: the norm stays a tensor there.
 
     Args:
-        parameters: a model, or its parameters; those without a gradient count as zero.
+        parameters: a model (also right after a forward that left FSDP units gathered), or its parameters; those
+            without a gradient count as zero.
         max_norm: >= 0; ``math.inf`` measures and scales nothing.
         norm_type: > 0, or ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise where the norm is NaN or infinite (waits for the device), before anything is scaled.
@@ -51,6 +54,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be > 0, or inf.")
     if isinstance(parameters, nn.Module):
+        show_shards(parameters)
         parameters = parameters.parameters()
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 _ADDED_BY_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -77,6 +78,13 @@ def find_slots(model: nn.Module) -> list[Slot]:
             if not any(holder is module and at == local for holder, at in slot.places):
                 slot.places.append((module, local))
     return list(slots.values())
+
+
+def show_shards(model: nn.Module) -> None:
+    """Have every FSDP unit register its shards: a forward without backward leaves some units gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def copy_whole(target: Tensor, whole: Tensor) -> None:

@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.distributed import launch
-from nemo_like.distributed.slots import Slot, copy_whole, find_slots
+from nemo_like.distributed.slots import Slot, copy_whole, find_slots, show_shards
 from nemo_like.distributed.sources import StateDictSource, check_names
 
 
@@ -92,10 +91,8 @@ def set_optimizer_state(
 
 
 def _saved_slots(model: nn.Module) -> list[Slot]:
-    """The slots of a state dict, with every FSDP unit sharded (a forward may have left some of them gathered)."""
+    """The slots of a state dict, with every FSDP unit sharded."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    show_shards(model)
     return [slot for slot in find_slots(model) if slot.saved]
