@@ -29,6 +29,8 @@ class LayerMemory:
     inputs: int
     """Those inputs."""
     memory: BlockMemory
+    unit: Unit | None
+    """Its FSDP2 unit; None where it belongs to the root."""
 
 
 @dataclass
@@ -73,7 +75,7 @@ def step_peak(
     Args:
         layers: the layer calls in the order in which they run.
         outer: the model around them.
-        sharding: its units; `sharding.units` fits `layers`.
+        sharding: units and prefetch depths.
         shared: tensors that several layers hold, such as position tables.
         optimizer: bytes of state, and of the step's temporaries.
         tail_grads, root_grads: whole gradients of the tail's and the root's parameters on one rank.
@@ -81,7 +83,7 @@ def step_peak(
     walk = _Walk()
     now = walk.now
     now["parameters"], now["optimizer state"] = sharding.params, optimizer[0]
-    comm = _Comm(walk, sharding)
+    comm = _Comm(walk, sharding, [layer.unit for layer in layers])
     comm.start()
     for i, layer in enumerate(layers):
         _stretch(walk, outer.forward[i], f"before layer {i}, forward")
@@ -127,8 +129,8 @@ def _backward_stretch(outer: OuterMemory, count: int, i: int) -> Stretch:
 class _Comm:
     """What FSDP2 has gathered and is reducing, as `torch.distributed.fsdp` does it with synchronous gathers."""
 
-    def __init__(self, walk: _Walk, sharding: Sharding) -> None:
-        self.walk, self.now, self.s = walk, walk.now, sharding
+    def __init__(self, walk: _Walk, sharding: Sharding, units: Sequence[Unit | None]) -> None:
+        self.walk, self.now, self.s, self.units = walk, walk.now, sharding, units
         self.on = sharding.world > 1
         self.flat: dict[int, int] = {}
         """Units whose flat buffer is there: fetched, not yet copied out."""
@@ -157,12 +159,14 @@ class _Comm:
         self.kept = (part, size)
 
     def _fetch_ahead(self, i: int) -> None:
-        for j in range(i + 1, min(i + 1 + self.s.prefetch[0], len(self.s.units))):
+        for j in range(i + 1, min(i + 1 + self.s.prefetch[0], len(self.units))):
             if j not in self.flat and j not in self.open:
                 self._fetch(j)
 
     def _fetch(self, j: int) -> None:
-        unit = self.s.units[j]
+        unit = self.units[j]
+        if unit is None:
+            return
         self.walk.look("gathering", gathered_layers=unit.gathered + unit.gather_input)
         self.flat[j] = unit.gathered
         self.now["gathered layers"] += unit.gathered
@@ -250,4 +254,4 @@ class _Comm:
         self.now["reduce buffers"] = 0
 
     def _unit(self, i: int) -> Unit | None:
-        return self.s.units[i] if i < len(self.s.units) else None
+        return self.units[i]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.errors import RegionError
-from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
+from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.config import MemoryBudget
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
@@ -43,6 +43,9 @@ class BudgetError(ValueError):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.smallest_bytes)  # it travels from rank 0 to the others
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -57,6 +60,27 @@ class Setup:
     prefetch: tuple[int, int] = (1, 1)
     tp: int = 1
     """Tensor-parallel ranks (see `nemo_like.planning.tensor_parallel`)."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers that have the same choices."""
+
+    choices: tuple[Choice, ...]
+    calls: tuple[tuple[int, ...], ...]
+    """For each layer, the positions of its calls: several for a looped one."""
+
+    @property
+    def looped(self) -> bool:
+        """Some layer is called more than once: then all get one choice, since a layer has one table."""
+        return any(len(calls) > 1 for calls in self.calls)
+
+    @property
+    def numbers(self) -> tuple[list[tuple[int, float]], int]:
+        """Bytes and seconds of the choices, and how many of them are to be made."""
+        times = sum(map(len, self.calls)) if self.looped else 1
+        points = [(c.held_bytes * times, c.replay_seconds * times) for c in self.choices]
+        return points, 1 if self.looped else len(self.calls)
 
 
 class Planner:
@@ -74,7 +98,7 @@ class Planner:
         self.skip = _can_skip() if skip is None else skip
         self.whole = model
         self.model = local_twin(model, setup.tp)
-        self.layers = find.find_layers(self.model, layers)
+        self.layers, self.chosen = _found_and_chosen(self.model, layers)
         if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
             raise ValueError(
                 f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
@@ -97,33 +121,30 @@ class Planner:
         return [p.frontier(skip=self.skip, host=self.host) for p in self.problems]
 
     @cached_property
-    def _groups(self) -> list[list[list[int]]]:
-        """For each kind: its modules, each with the positions of its calls (a looped block has several)."""
-        groups: list[dict[int, list[int]]] = [{} for _ in self.problems]
+    def _groups(self) -> list[_Group]:
+        """Layers that may make the same choices: of one kind, and all in scope or none."""
+        groups: dict[tuple[int, bool], dict[int, list[int]]] = {}
         for position, call in enumerate(self.traced.calls):
-            groups[call.kind].setdefault(id(call.module), []).append(position)
-        return [list(group.values()) for group in groups]
+            group = groups.setdefault((call.kind, call.fqn in self.chosen), {})
+            group.setdefault(id(call.module), []).append(position)
+        return [
+            _Group(self.frontiers[kind] if chosen else (self.problems[kind].none(),), tuple(map(tuple, group.values())))
+            for (kind, chosen), group in groups.items()
+        ]
 
     @cached_property
     def mixes(self) -> tuple[solver.Mix, ...]:
         """Best mixes of choices over all layers, ascending in held bytes, descending in replay time."""
-        kinds = []
-        for group, choices in zip(self._groups, self.frontiers):
-            looped = len({len(calls) for calls in group}) > 1 or any(len(calls) > 1 for calls in group)
-            times = sum(map(len, group)) if looped else 1
-            points = [(c.held_bytes * times, c.replay_seconds * times) for c in choices]
-            kinds.append((points, 1 if looped else len(group)))
-        self._kinds = kinds
-        return solver.combine(kinds)
+        return solver.combine([group.numbers for group in self._groups])
 
     def assignment(self, mix: solver.Mix) -> list[Choice]:
         """A choice for each call. Within a kind, the layers that hold more come later: backward frees them first."""
         chosen: list[Choice | None] = [None] * len(self.traced.calls)
-        for group, choices, counts, (_, layers) in zip(self._groups, self.frontiers, mix.counts, self._kinds):
-            ordered = [c for c, n in zip(choices, counts) for _ in range(n)]  # frontiers ascend in held bytes
-            for index, calls in enumerate(group):
+        for group, counts in zip(self._groups, mix.counts):
+            ordered = [c for c, n in zip(group.choices, counts) for _ in range(n)]  # frontiers ascend in held bytes
+            for index, calls in enumerate(group.calls):
                 for position in calls:
-                    chosen[position] = ordered[0] if layers == 1 else ordered[index]
+                    chosen[position] = ordered[0] if group.looped else ordered[index]
         assert all(chosen)
         return [c for c in chosen if c is not None]
 
@@ -133,7 +154,8 @@ class Planner:
             "none": BlockProblem.none, "full": self._full, "selective": self._selective,
         }  # fmt: skip
         per_kind = [makers[mode](problem) for problem in self.problems]
-        return [per_kind[call.kind] for call in self.traced.calls]
+        none = [problem.none() for problem in self.problems]
+        return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
 
     def _full(self, problem: BlockProblem) -> Choice:
         words = tuple("recompute" for _ in problem.records)
@@ -203,12 +225,14 @@ class Planner:
     def peak(self, choices: Sequence[Choice]) -> Peak:
         """Predicted peak per rank of a whole step with these choices."""
         layers = []
+        units = dict(zip(self.sharding.modules, self.sharding.units))
         for call, choice in zip(self.traced.calls, choices):
             trace = self.problems[call.kind].trace
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
+            memory = self.memory(call.kind, choice)
             # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
             state = _RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
-            layers.append(LayerMemory(choice.held_bytes + state, inputs, self.memory(call.kind, choice)))
+            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, units.get(id(call.module))))
         names = {name: id(p) for name, p in self.model.named_parameters()}
         grads = self.outer.param_grads
         tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
@@ -234,7 +258,7 @@ class Planner:
             assert budget.peak_bytes is not None
             mix = self._within_peak(budget.peak_bytes, asked)
         choices = self.proved_all(self.assignment(mix))
-        bound = solver.combine_bound(self._kinds, mix.bytes)
+        bound = solver.combine_bound([group.numbers for group in self._groups], mix.bytes)
         return self.describe(choices, asked, max(0.0, mix.cost - bound) if bound is not None else 0.0)
 
     def held(self, choices: Sequence[Choice]) -> int:
@@ -350,7 +374,8 @@ def plan_for(
         world_size: that number of ranks. Default: the process group's size, or 1.
         device: a name of `nemo_like.planning.devices.known_devices`, a file, or a `Device`. Default: the one at hand.
         optimizer: see `nemo_like.planning.sharding.optimizer_bytes`.
-        layers: as for `nemo_like.layers.find.find_layers`.
+        layers: as for `nemo_like.layers.find.find_layers`; where they are some of the layers that would be found, the
+            others are left without checkpointing, and count in the peak.
         param_dtype, reduce_dtype, reshard_after_forward, prefetch: as FSDP2 will use them.
         skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed (else said once).
         host: also consider keeping outputs in host memory, over the device's link.
@@ -385,6 +410,17 @@ def plan_for(
         return planner.plan(parsed, asked)
 
     return _same_on_all_ranks(make)
+
+
+def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, ...], frozenset[str]]:
+    """All layers of the model, and the names of those to plan for."""
+    asked = find.find_layers(model, layers)
+    names = frozenset(layer.fqn for layer in asked)
+    try:
+        found = find.find_layers(model)
+    except find.LayersNotFoundError:
+        return asked, names  # only the caller knows the layers
+    return (found if names <= {layer.fqn for layer in found} else asked), names
 
 
 def _parse(budget: MemoryBudget | str, device: Device) -> MemoryBudget:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from nemo_like.distributed.units import plan_units
+from nemo_like.layers.names import bare
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-fused", "adamw-8bit", "sgd", "sgd-momentum")
 
@@ -47,7 +48,9 @@ class Sharding:
     """How a model's state lies on one rank."""
 
     units: tuple[Unit, ...]
-    """Units of the layers, in the order of the layers' calls."""
+    """Units of the layers, each once."""
+    modules: tuple[int, ...]
+    """For each of them, the id of the bare layer."""
     tail: Unit | None
     root: Unit
     replicated: int
@@ -91,6 +94,7 @@ def sharding_of(
         root = _join(root, unit(extra))
     return Sharding(
         units=tuple(unit(source) for source in plan.layers),
+        modules=tuple(id(bare(source.modules[0])) for source in plan.layers),
         tail=unit(plan.tail) if plan.tail else None,
         root=root,
         replicated=sum(p.numel() * p.element_size() for p in plan.replicated),
