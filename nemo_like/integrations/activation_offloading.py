@@ -9,7 +9,6 @@ A thin layer over `nemo_like.offload`. Works with `transformers.Trainer` and TRL
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -132,13 +131,17 @@ class ActivationOffloadingMixin:
     """
 
     def __init__(self, *args: Any, activation_offloading: Any = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        trainer: Any = self
-        if activation_offloading is None:
-            activation_offloading = getattr(trainer.args, "activation_offloading", False)
-        self._offloading_setting = activation_offloading
-        if hasattr(trainer, "maybe_activation_offload_context"):
-            trainer.maybe_activation_offload_context = contextlib.nullcontext()  # TRL's own would take our tensors
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        asked = getattr(arguments, "activation_offloading", False)
+        self._offloading_setting = asked if activation_offloading is None else activation_offloading
+        if asked:
+            # TRL's trainers read the same setting and would put an offloader of their own inside ours.
+            arguments.activation_offloading = False  # type: ignore[union-attr]
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            if asked:
+                arguments.activation_offloading = asked  # type: ignore[union-attr]
         self._offloaded_model: nn.Module | None = None
         self._prepare_offloading()
 
