@@ -106,11 +106,23 @@ def test_damage_falls_back_to_the_checkpoint_before_with_one_line(two: Path, cap
     assert "step-00000002 cannot be read" in caplog.messages[0] and "Going on from step 1" in caplog.messages[0]
 
 
+def test_a_run_goes_on_past_the_step_of_a_damaged_checkpoint(two: Path):
+    _flip(two / "step-00000002" / "__0_0.distcp")
+    store = _store(two, keep=1, background=False)
+    assert store.load(_state(99), lambda about: None) == 1
+    assert store.steps() == [1] and (two / ".damaged-00000002").exists()
+    store.save(2, _state(2), {})
+    assert store.steps() == [2], "the sound one is kept, not the damaged one"
+    step, state = _load(two)
+    assert step == 2 and _same(state, _state(2))
+
+
 def test_only_damaged_checkpoints_are_an_error(two: Path):
     for step in (1, 2):
         _flip(two / f"step-0000000{step}" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"00002 cannot be read.*00001 cannot be read.*start anew"):
         _load(two)
+    assert _store(two).steps() == [2, 1], "nothing is moved where nothing is gone on from"
 
 
 def test_a_checkpoint_without_a_tensor_that_the_run_needs_is_reported(two: Path):

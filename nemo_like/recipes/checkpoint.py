@@ -32,7 +32,7 @@ _ANY_ERROR = (Exception, dcp.CheckpointException)
 _MANIFEST = "manifest.json"
 _FORMAT = 1
 _SUMS = "sums-of-rank-"  # one per rank, until rank 0 has put them together in the manifest
-_COMPLETE, _WRITING, _DELETING = "step-", ".writing-", ".deleting-"
+_COMPLETE, _WRITING, _DELETING, _DAMAGED = "step-", ".writing-", ".deleting-", ".damaged-"
 
 
 class CheckpointError(RuntimeError):
@@ -144,7 +144,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are checkpoints, and none can be read.
         """
-        problems: list[str] = []
+        problems: dict[int, str] = {}
         for step in self._steps_of_rank_zero():
             manifest, problem = self._attempt(self._read_manifest, step)
             if problem is None:
@@ -152,13 +152,23 @@ class CheckpointStore:
                     check(manifest["about"])
                 _, problem = self._attempt(self._read, step, state)
             if problem is None:
-                for message in problems:
-                    warn_once(f"{message} Going on from step {step} instead.")
+                self._set_aside(problems)
+                for message in problems.values():
+                    warn_once(f"{message} Going on from step {step}; the other is set aside as {_DAMAGED}*.")
                 return step
-            problems.append(f"Checkpoint {self.path(step)} cannot be read: {problem}.")
+            problems[step] = f"Checkpoint {self.path(step)} cannot be read: {problem}."
         if problems:
-            raise CheckpointError(" ".join(problems) + " None is left to resume from; start anew in another folder.")
+            reasons = " ".join(problems.values())
+            raise CheckpointError(f"{reasons} None is left to resume from; start anew in another folder.")
         return None
+
+    def _set_aside(self, steps: Iterable[int]) -> None:
+        """Rename what cannot be read: it would stand in the way of this run's own, and count as one of those to keep."""
+        with self._ranks.together("setting damaged checkpoints aside"):
+            if self._ranks.rank == 0:
+                for step in steps:
+                    shutil.rmtree(self.folder / f"{_DAMAGED}{step:08d}", ignore_errors=True)  # one from before
+                    self.path(step).rename(self.folder / f"{_DAMAGED}{step:08d}")
 
     def _steps_of_rank_zero(self) -> Iterator[int]:
         # Rank 0's listing decides: on a network file system the ranks may see different ones for a while.
