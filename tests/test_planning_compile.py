@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -37,7 +39,7 @@ class Model(nn.Module):
 
 
 def _run(budget: str | None, backend: str | None, dropout: float):
-    """Gradients of a step, and the bytes that autograd was given to keep for the layers."""
+    """Gradients of a step, the bytes of activations that autograd was given to keep, and the plan."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Model(dropout), torch.randn(2, 16, HIDDEN, requires_grad=True)
@@ -52,10 +54,12 @@ def _run(budget: str | None, backend: str | None, dropout: float):
         for layer in model.layers:
             layer.compile(backend=backend)
     torch.manual_seed(1)
-    kept = {}
+    params = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        if t.untyped_storage().data_ptr() not in params:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
@@ -64,20 +68,27 @@ def _run(budget: str | None, backend: str | None, dropout: float):
     return [p.grad for p in [x, *model.parameters()]], sum(kept.values()), plan
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"], ids=["eager", "aot_eager", "inductor"])
-def test_dropout_is_right_at_every_budget(backend):
+@pytest.mark.parametrize(
+    ("backend", "budgets"),
+    [(None, ("25%", "50%", "75%")), ("aot_eager", ("25%", "50%", "75%")), ("inductor", ("50%",))],
+    ids=["eager", "aot_eager", "inductor"],
+)
+def test_dropout_is_right_at_every_budget(backend, budgets):
     """Known failure 26: PyTorch's memory-budget partitioner recomputes random ops without their state (#190758)."""
-    if backend == "inductor" and not _has_compiler():
+    if backend == "inductor" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         pytest.skip("Inductor needs a C++ compiler here")
     wanted, _, _ = _run(None, backend, 0.2)
-    for budget in ("25%", "50%", "75%"):
+    for budget in budgets:
         got, _, plan = _run(budget, backend, 0.2)
-        assert plan.replay_flops >= 0 and any(layer.decisions is not None for layer in plan.layers)
+        assert any(layer.decisions is not None for layer in plan.layers)
         for a, b in zip(got, wanted, strict=True):
             assert torch.equal(a, b), (budget, backend)
 
 
-def _has_compiler() -> bool:
-    import shutil
-
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+def test_compiled_layers_keep_what_was_planned():
+    """The partitioner follows the tables; besides, it keeps what costs it nothing: statistics of norms."""
+    output = 2 * 16 * HIDDEN * 4  # the loss keeps the last layer's output
+    statistics = 2 * 2 * 2 * 16 * 4  # mean and rstd of each layer's norm
+    for budget in ("25%", "50%", "75%"):
+        _, kept, plan = _run(budget, "aot_eager", 0.0)
+        assert plan.held_bytes <= kept - output <= plan.held_bytes + statistics, budget

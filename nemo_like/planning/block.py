@@ -85,8 +85,10 @@ class BlockProblem:
 
     def choice(self, point: solver.Point, label: str = "plan") -> Choice:
         """A solver's point as a choice: its bytes with the inputs, its replay in FLOPs and seconds."""
-        words = point.decisions(len(self.records))
         reachable = self.reachable
+        words = tuple(  # behind the early stop nothing runs, so there is nothing to decide
+            word if k < reachable else "recompute" for k, word in enumerate(point.decisions(len(self.records)))
+        )
         run = [k for k, word in enumerate(words) if word == "recompute" and k < reachable]
         held = sum(self.records[k].bytes for k, word in enumerate(words) if word == "save")
         return Choice(

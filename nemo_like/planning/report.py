@@ -14,6 +14,7 @@ from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import AUTO_MARGIN, BudgetError, Planner
 
 MODES = ("none", "full", "selective")
+_MARKS = {"none": "none", "full": "full", "selective": "selective (every second matmul)"}
 FRACTIONS = (0.75, 0.5, 0.25, 0.125)
 
 
@@ -144,7 +145,7 @@ def plot(planner: Planner, report: Report, path: str | Path, points: int = 24) -
     axes.plot([p.step_time for p in curve], [p.peak_bytes / 2**30 for p in curve], ".-", label="best plans")
     for row in report.rows:
         if row.name in MODES:
-            axes.plot(row.plan.step_time, row.plan.peak_bytes / 2**30, "o", label=row.name)
+            axes.plot(row.plan.step_time, row.plan.peak_bytes / 2**30, "o", label=_MARKS[row.name])
     axes.axhline(report.limit / 2**30, linestyle="--", color="grey", label=f"limit on {planner.device.name}")
     axes.set_xlabel("step time, 1 = no checkpointing (roofline)")
     axes.set_ylabel("predicted peak per rank, GiB")
