@@ -21,7 +21,7 @@ from nemo_like.integrations import (
 )
 from nemo_like.integrations.activation_offloading import output_head
 from nemo_like.offload.backends import CopyingBackend
-from nemo_like.offload.offloader import LAST_LAYER
+from nemo_like.offload.packing import LAST_LAYER
 from tests import decoders
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")

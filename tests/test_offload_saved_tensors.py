@@ -11,7 +11,7 @@ from torch import nn
 
 from nemo_like.offload import offload_activations
 from nemo_like.offload.backends import CopyingBackend
-from nemo_like.offload.offloader import LAST_LAYER
+from nemo_like.offload.packing import LAST_LAYER
 from tests.offload_cases import MODES, Stack, assert_same, config, gradients, journaled, no_hazards, offloaded, stack_of
 
 WIDTH = 16

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nemo_like.log import warn_once
 from nemo_like.offload.journal import HOST, Entry, Journal, Region
 
 
@@ -266,4 +267,8 @@ def default_backend(*, pin_memory: bool = True, use_streams: bool = True) -> Bac
         assert accelerator is not None  # is_available() says so
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         return AcceleratorBackend(device, pin_memory=pin_memory, use_streams=use_streams)
+    warn_once(
+        "Offloading was asked for and there is no accelerator: tensors are copied within host memory, which saves none. "
+        "That is of use for tests only."
+    )
     return CopyingBackend()

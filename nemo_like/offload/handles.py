@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_like.offload.mover import Mover, Reader
+from nemo_like.offload.copies import Reader
+from nemo_like.offload.mover import Mover
 from nemo_like.offload.torch_private import version_of
 
 

@@ -11,93 +11,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nemo_like.log import warn_once
 from nemo_like.offload.backends import Backend
+from nemo_like.offload.copies import Event, Group, Reader, Segment, Span, StorageCopy, at_version, bytes_of
 from nemo_like.offload.journal import Region
 from nemo_like.offload.pool import ALIGNMENT, Block, HostPool
 from nemo_like.offload.ranges import gaps, overlap, round_down
 from nemo_like.offload.stats import OffloadStats
 from nemo_like.offload.torch_private import version_of
-
-Event = Any
-"""As `Backend.record` returns it."""
-
-
-@dataclass(eq=False)
-class Segment:
-    """Bytes [lo, hi) of a storage, on the host."""
-
-    lo: int
-    hi: int
-    block: Block
-    written: Event
-    last_read: Event | None = None
-
-
-@dataclass(eq=False)
-class Span:
-    """Bytes [lo, hi) of a storage that come back together, because saved tensors in it overlap.
-
-    `unread` counts the saved tensors that have not asked for it in this round; when none is left, `buffer` goes and the
-    next round (a second backward through a retained graph) starts.
-    """
-
-    lo: int
-    hi: int
-    tensors: int = 0
-    unread: int = 0
-    round: int = 0
-    buffer: torch.Tensor | None = None  # (hi - lo,) uint8 on the device
-    buffer_version: int | None = None
-    buffer_space: str = ""
-    ready: Event = None
-    stream: Any = None
-    waiting: bool = False
-    """Prefetched, and nobody has read it yet."""
-    last_buffer: weakref.ref[torch.Tensor] | None = None
-    """The buffer of an earlier reading: some tensor may still hold it."""
-
-
-class Group:
-    """What was offloaded together (one layer), so that it is prefetched together."""
-
-    def __init__(self, previous: Group | None) -> None:
-        self.previous = None if previous is None else weakref.ref(previous)
-        self.copies: list[weakref.ref[StorageCopy]] = []
-        self.nbytes = 0
-
-
-class StorageCopy:
-    """What is on the host of one device storage, at one version of its contents. Dies with its last saved tensor."""
-
-    def __init__(self, mover: Mover, storage: torch.UntypedStorage, version: int) -> None:
-        self.mover = mover
-        self.version = version
-        self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
-        self.nbytes = storage.nbytes()
-        self.segments: list[Segment] = []
-        self.spans: list[Span] = []
-        self.group: Group | None = None
-        self.space = mover.backend.note_allocation(storage, mover.backend.current_stream(), produced=True)
-
-    def original(self) -> torch.UntypedStorage | None:
-        """The device storage, where somebody still keeps it alive and full."""
-        storage = self.storage()
-        return storage if storage is not None and storage.nbytes() == self.nbytes else None
-
-    def span_of(self, lo: int, hi: int) -> Span:
-        """The span that holds [lo, hi)."""
-        return next(span for span in self.spans if span.lo <= lo and hi <= span.hi)
-
-    def __del__(self) -> None:
-        # Any thread, any time, the collector's included: leave a note and touch nothing.
-        self.mover.dead_copies.append((self.segments, self.spans))
 
 
 class Mover:
@@ -265,7 +190,7 @@ class Mover:
                 self.stats.still_on_device += 1
                 self._read(copy.span_of(lo, hi), reader)
                 self._look_ahead(copy)
-                return _at_version(bytes_of(original, 0, copy.nbytes), copy.version), 0
+                return at_version(bytes_of(original, 0, copy.nbytes), copy.version), 0
             span = copy.span_of(lo, hi)
             buffer = self._buffer_of(copy, span)
             backend, stream = self.backend, self.backend.current_stream()
@@ -334,7 +259,7 @@ class Mover:
         for segment in copy.segments:
             if overlap((segment.lo, segment.hi), (span.lo, span.hi)):
                 segment.last_read = span.ready
-        _at_version(buffer, copy.version)
+        at_version(buffer, copy.version)
         span.buffer, span.stream = buffer, stream
         span.buffer_version = version_of(buffer)
         span.last_buffer = weakref.ref(buffer)
@@ -450,42 +375,9 @@ class Mover:
         self.stats.host_peak_reserved_bytes = self.pool.peak_reserved_bytes
 
 
-class Reader:
-    """One saved tensor's place among those that share a copy; its end is noticed by itself."""
-
-    __slots__ = ("copy", "hi", "last_round", "lo")
-
-    def __init__(self, copy: StorageCopy, lo: int, hi: int) -> None:
-        self.copy = copy
-        self.lo = lo
-        self.hi = hi
-        self.last_round = -1
-
-    def fetch(self) -> tuple[torch.Tensor, int]:
-        """See `Mover.fetch`."""
-        return self.copy.mover.fetch(self.copy, self.lo, self.hi, self)
-
-    def __del__(self) -> None:
-        # As for `StorageCopy.__del__`: any thread, any time.
-        self.copy.mover.dead_readers.append((weakref.ref(self.copy), self.lo, self.hi, self.last_round))
-
-
 def _nothing() -> None:
     """A dead weak reference."""
     return None
-
-
-def bytes_of(storage: torch.UntypedStorage, lo: int, hi: int) -> torch.Tensor:
-    """Bytes [lo, hi) of a storage as a (hi - lo,) uint8 tensor on it."""
-    # `.data` starts a version counter of its own, which setting the storage has not moved.
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, lo, (hi - lo,), (1,)).data
-
-
-def _at_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """`tensor`, whose version counter is at 0, with the counter at `version`."""
-    for _ in range(version):
-        torch.autograd.graph.increment_version(tensor)
-    return tensor
 
 
 def _host_region(block: Block, start: int, end: int) -> Region:
