@@ -101,6 +101,57 @@ def test_fsdp2_gradients_are_bitwise_and_no_weight_moves(ac: str, mode: str, dty
             assert ac != "none" or stats["kept_bytes"]["a parameter, or a view of one"] > 0
 
 
+def _fsdp_in_a_context(rank: int, world: int, offload: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    model = decoders.build("llama")
+    layers = [layer.module for layer in find_layers(model)]
+    watching = Watching(model)
+    config = OffloadConfig(mode="all" if offload else "none", max_inflight_bytes=1, **ANY_SIZE)
+    offloader = offload_activations(config, backend=watching)  # it is told nothing of the model
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    shard_layers(model, layers, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    torch.manual_seed(7 + rank)
+    with offloader:
+        decoders.loss_of(model, torch.randint(decoders.VOCAB, (2, 12))).backward()
+    return _local_gradients(model), offloader.collect().as_dict() | {"weights": watching.weight_bytes}
+
+
+def test_fsdp2_inside_a_context_that_knows_no_model() -> None:
+    plain = run_ranks(2, _fsdp_in_a_context, False)
+    for (expected, _), (actual, stats) in zip(plain, run_ranks(2, _fsdp_in_a_context, True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert stats["weights"] == 0 and stats["moved_bytes"] > 0
+
+
+def _collectives(rank: int, world: int) -> dict[str, Any]:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
+
+    x = torch.full((4, 8), float(rank + 1))
+    weight = torch.randn(8, 8, requires_grad=True)
+    offloader = offload_activations(OffloadConfig(mode="all", **ANY_SIZE), backend=CopyingBackend())
+    gathered = all_gather_tensor(x, 0, torch.distributed.group.WORLD)
+    was_pending = isinstance(gathered, AsyncCollectiveTensor)
+    handle = offloader.pack(gathered)
+    del gathered
+    back = handle.get()
+    gathered = all_gather_tensor(x, 0, torch.distributed.group.WORLD)
+    with offloader:
+        loss = (gathered @ weight).sum()
+    del gathered
+    (grad,) = torch.autograd.grad(loss, weight)
+    expected = torch.cat([torch.full((4, 8), float(r + 1)) for r in range(world)])
+    return {
+        "pending": was_pending,
+        "back": torch.equal(back, expected) and type(back) is torch.Tensor,
+        "grad": torch.equal(grad, expected.t() @ torch.ones(4 * world, 8)),
+        "moved": offloader.stats.moved_bytes,
+    }
+
+
+def test_asynchronous_collectives_are_resolved_first() -> None:
+    for result in run_ranks(2, _collectives):
+        assert result["pending"] and result["back"] and result["grad"] and result["moved"] > 0
+
+
 def test_fsdp2_accumulates_gradients() -> None:
     plain = run_ranks(2, _fsdp_step, "llama", "selective", None, "none", 3)
     moved = run_ranks(2, _fsdp_step, "llama", "selective", None, "all", 3)
