@@ -6,13 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_like.activation_checkpointing.engine_modes import (
-    ForwardMode,
-    ReplayMode,
-    kinds_for,
-    map_tensors,
-    private_copy,
-)
+from nemo_like.activation_checkpointing.engine_kept import map_tensors, private_copy
+from nemo_like.activation_checkpointing.engine_modes import ForwardMode, ReplayMode, kinds_for
 from nemo_like.activation_checkpointing.policy import SAVE, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer
 

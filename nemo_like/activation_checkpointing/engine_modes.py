@@ -9,15 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing.engine_kept import (
+    Kept,
+    OnHost,
+    Skipped,
+    from_host,
+    map_kept,
+    map_tensors,
+    on_host,
+    private_copy,
+    storages,
+    tensors_in,
+    versions,
+)
 from nemo_like.activation_checkpointing.errors import RegionError
-from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, Decision
+from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.activation_checkpointing.save_ops import Op
-from nemo_like.activation_checkpointing.transfer import HostHandle, Transfer
+from nemo_like.activation_checkpointing.transfer import Transfer
 
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.policy import Policy
@@ -67,101 +79,6 @@ def kinds_for(policy: Policy) -> Kinds:
     if key not in _kinds:
         _kinds[key] = Kinds(key)
     return _kinds[key]
-
-
-class Kept:
-    """One tracked call of forward: what it was, what was decided, and its output where that was kept."""
-
-    __slots__ = ("decision", "handle", "op", "packs_before", "private", "value", "version")
-
-    def __init__(self, op: Op, decision: Decision, packs_before: int) -> None:
-        self.op = op
-        self.decision = decision
-        self.packs_before = packs_before
-        self.value: Any = None
-        self.version: Any = None
-        self.handle: Any = None
-        self.private = False
-        """The value is a copy of our own, made because the original was about to be changed in place."""
-
-
-class OnHost:
-    """A tensor of an output that waits in host memory."""
-
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: HostHandle) -> None:
-        self.handle = handle
-
-
-class Skipped:
-    """What is known of the output of a skipped call: enough for a `meta` placeholder."""
-
-    __slots__ = ("dtype", "size", "stride")
-
-    def __init__(self, like: Tensor) -> None:
-        self.size, self.stride, self.dtype = like.size(), like.stride(), like.dtype
-
-    def placeholder(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-
-
-def _from_host(item: OnHost) -> Tensor:
-    return item.handle.get()
-
-
-def private_copy(tensor: Tensor) -> Tensor:
-    """A copy of our own, which may be changed in place."""
-    return tensor.detach().clone(memory_format=torch.preserve_format)
-
-
-def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """`function` on each tensor of an operator's output (a tensor, or a tuple or list of tensors and others)."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(function, item) for item in value)
-    return value
-
-
-def map_kept(function: Callable[[Any], Any], value: Any) -> Any:
-    """As `map_tensors`, also on tensors that are on the host or skipped."""
-    if isinstance(value, OnHost | Skipped):
-        return function(value)
-    if isinstance(value, tuple | list):
-        return type(value)(map_kept(function, item) for item in value)
-    return function(value) if isinstance(value, Tensor) else value
-
-
-def on_host(value: Any) -> list[OnHost]:
-    """The parts of a kept output that wait in host memory."""
-    if isinstance(value, OnHost):
-        return [value]
-    return [item for part in value for item in on_host(part)] if isinstance(value, tuple | list) else []
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of an operator's arguments or output."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return []
-
-
-def versions(value: Any) -> Any:
-    """How often the tensors of an operator's output were changed in place."""
-    return value._version if isinstance(value, Tensor) else [tensor._version for tensor in tensors_in(value)]
-
-
-def storages(tensor: Tensor) -> set[int]:
-    """What identifies the memory behind `tensor`, through wrapper subclasses (DTensor, quantised types)."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        return {key for name in flatten()[0] for key in storages(getattr(tensor, name))}
-    return {tensor.untyped_storage()._cdata}
 
 
 class _Mode(TorchDispatchMode):
@@ -300,7 +217,7 @@ class ReplayMode(_Mode):
         if entry.decision is SKIP:
             value = map_kept(Skipped.placeholder, value)
         elif entry.decision is HOST:
-            value = map_kept(_from_host, value)
+            value = map_kept(from_host, value)
         return entry, value
 
     def finish(self) -> None:

@@ -14,17 +14,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like.activation_checkpointing import engine_inputs, engine_watch, torch_private
 from nemo_like.activation_checkpointing.ambient import Ambient
-from nemo_like.activation_checkpointing.engine_modes import (
-    ForwardMode,
+from nemo_like.activation_checkpointing.engine_kept import (
     Kept,
-    ReplayMode,
-    kinds_for,
     map_tensors,
     on_host,
     private_copy,
     tensors_in,
     versions,
 )
+from nemo_like.activation_checkpointing.engine_modes import ForwardMode, ReplayMode, kinds_for
 from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, PlanMismatchError, Policy
