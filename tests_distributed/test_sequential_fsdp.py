@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from nemo_like import parallelize
 from nemo_like.activation_checkpointing.sequential import apply_sequential_checkpointing
 from tests_distributed.spawn import run_ranks
 
@@ -70,3 +71,24 @@ def _compare(rank: int, world_size: int, segments: int, reshard: bool, low_preci
 )
 def test_segments_over_fsdp2_give_bitwise_gradients(segments, reshard, low_precision):
     assert run_ranks(2, _compare, segments, reshard, low_precision) == [4 * 6 + 2] * 2
+
+
+def _through_the_door(rank: int, world_size: int, strategy: str) -> int:
+    gradients = []
+    for ac in ("none", "sequential"):
+        torch.manual_seed(0)
+        model = parallelize(Decoder(4), strategy=strategy, ac=ac, device="cpu")
+        torch.manual_seed(rank)
+        for _ in range(2):
+            model(torch.randn(4, 16)).square().mean().backward()
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients.append({name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()})
+    wanted, got = gradients
+    assert wanted.keys() == got.keys()
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    return len(wanted)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_the_front_door_makes_segments_too(strategy):
+    assert run_ranks(2, _through_the_door, strategy) == [4 * 6 + 2] * 2

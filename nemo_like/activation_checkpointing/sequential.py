@@ -250,8 +250,8 @@ class _SegmentRegion(Region):
 
     def record(self, run: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
         """Make one call, with autograd keeping handles in the place of tensors."""
-        marked = _map(lambda tensor: self._earlier(tensor) or tensor, (args, kwargs))
-        call = _Call(run, *marked, self._preserve_rng_state)
+        marked_args, marked_kwargs = _map(lambda tensor: self._earlier(tensor) or tensor, (args, kwargs))
+        call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
