@@ -20,7 +20,7 @@ from nemo_like.activation_checkpointing.regions import (
 from nemo_like.activation_checkpointing.sequential import apply_sequential_checkpointing
 from nemo_like.cells import checkpoint_timestep_cells
 from nemo_like.choice import choose_layers
-from nemo_like.config import CheckpointConfig, MemoryBudget, parse_ac
+from nemo_like.config import CheckpointConfig, MemoryBudget, parse_ac, resolve_op
 from nemo_like.layers import Layer
 from nemo_like.log import warn_once
 
@@ -40,7 +40,9 @@ def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:
         return config, ac
     if config.mode != "selective":
         return config, None
-    return config, SelectivePolicy() if config.ops_to_save is None else named_ops_policy(config.ops_to_save)
+    if config.ops_to_save is None:
+        return config, SelectivePolicy()
+    return config, named_ops_policy([resolve_op(name) for name in config.ops_to_save])
 
 
 def refuse_checkpointed(model: nn.Module) -> None:

@@ -321,7 +321,7 @@ def field_names(cls: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
-def resolve_op(name: str, *, field: str = "ops_to_save") -> torch._ops.OpOverload:
+def resolve_op(name: str, *, field: str = "ops_to_save") -> Any:
     """The operator that a name under ``torch.ops`` means, looked up attribute by attribute and never evaluated.
 
     ``"torch.ops.aten.mm.default"``, ``"aten.mm.default"`` and ``"aten::mm"`` are one op; a name without an overload
@@ -345,6 +345,8 @@ def resolve_op(name: str, *, field: str = "ops_to_save") -> torch._ops.OpOverloa
             "If a library brings it, import that library first."
         )
     packet = getattr(getattr(torch.ops, namespace), packet_name)
+    if not hasattr(packet, "overloads"):
+        return packet  # a higher-order operator, such as higher_order.flex_attention: it has no overloads
     # Overloads without a tensor (TorchScript's `aten.add.default` adds two numbers) have nothing to keep.
     overloads = [name for name in packet.overloads() if "Tensor" in str(getattr(packet, name)._schema)]
     overload = parts[2] if len(parts) == 3 else "default" if "default" in overloads or not overloads else overloads[0]

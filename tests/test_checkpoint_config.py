@@ -103,5 +103,6 @@ def test_ops_are_looked_up_by_name():
     for name in ("torch.ops.aten.mm.default", "aten.mm.default", "aten.mm", "aten::mm"):
         assert resolve_op(name) is MM
     assert resolve_op("aten.add.Tensor") is ADD
+    assert resolve_op("higher_order.flex_attention") is torch.ops.higher_order.flex_attention
     with pytest.raises(ValueError, match="overloads"):
         resolve_op("aten.add")  # its default takes no tensor, and it has several others: the caller has to say which

@@ -226,6 +226,28 @@ def test_a_config_is_an_ac_argument():
         SelectiveCheckpointer(config()).apply(model)
 
 
+@pytest.mark.parametrize("name", ["aten.addmm", "torch.ops.aten.addmm.default"])
+def test_ops_to_save_are_kept_and_only_they(name):
+    plain = Stack(32, 32)
+    kept = copy.deepcopy(plain)
+    nothing = copy.deepcopy(plain)
+    apply_activation_checkpointing(kept, config(strategy="selective", ops_to_save=[name]))
+    apply_activation_checkpointing(nothing, config(strategy="selective", ops_to_save=["aten.bmm"]))
+    held = {}
+    for model in (kept, nothing):
+        registry = StorageRegistry()
+        x = torch.randn(8, 16)
+        registry.ignore([*model.parameters(), x])
+        with CpuMeter(registry) as meter:
+            loss = model(x).sum()
+            held[model] = meter.live
+        loss.backward()
+    # Of each layer, the first matmul's output, (8, 32); the second one's is reached by no replay.
+    assert held[kept] - held[nothing] == 2 * 8 * 32 * 4
+    (_, wanted), (_, got) = train_step(plain, torch.ones(8, 16)), train_step(kept, torch.ones(8, 16))
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
 def test_the_transform_takes_the_outermost_of_nested_classes():
     plain = Stack(32, 32)
     model = copy.deepcopy(plain)
