@@ -21,6 +21,7 @@ from nemo_like.activation_checkpointing.policy import (
     PlanMismatchError,
     SelectivePolicy,
 )
+from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from tests.engine_blocks import LlamaBlock, NewBytes, RouterBlock, assert_bitwise, gradients, region
 
 POLICIES = {
@@ -58,6 +59,30 @@ def test_dropout_draws_the_same_numbers_in_replay(policy):
     y = checkpoint_region(block, x, policy=policy)
     y.sum().backward()
     assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize("decisions", [[SAVE, RECOMPUTE, SAVE], [HOST, HOST, RECOMPUTE], [RECOMPUTE, SAVE, RECOMPUTE]])
+def test_a_kept_draw_does_not_shift_the_later_ones(decisions):
+    w = nn.Linear(8, 8, bias=False)
+
+    def fn(x):
+        for _ in range(3):
+            x = (w(x) * torch.rand_like(x)).tanh() * torch.bernoulli(torch.full_like(x, 0.5))
+        return x.sin()
+
+    x = torch.randn(4, 8)
+    wanted = gradients(fn, w, x)
+    for rows in ({"aten.rand_like.default": decisions}, {"aten.bernoulli.default": decisions}):
+        assert_bitwise(gradients(region(fn, DecisionTable(rows)), w, x), wanted)
+
+
+def test_attention_without_dropout_draws_nothing():
+    from nemo_like.activation_checkpointing.save_ops import draws
+
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert not draws(op, (0, 0, 0), {}) and not draws(op, (0, 0, 0, 0.0), {})
+    assert draws(op, (0, 0, 0, 0.1), {}) and draws(op, (0, 0, 0), {"dropout_p": 0.1})
+    assert draws(torch.ops.aten.native_dropout.default, (), {})
 
 
 def test_without_preserved_random_state_dropout_differs():
@@ -191,6 +216,22 @@ def test_a_matmul_output_changed_in_place_within_the_region_works():
     for decisions in ([SAVE, SAVE], [HOST, SAVE], [SAVE, RECOMPUTE], [RECOMPUTE, HOST]):
         policy = DecisionTable({"aten.mm.default": decisions})
         assert_bitwise(gradients(region(fn, policy), w, x), gradients(fn, w, x))
+
+
+def test_an_output_and_its_views_are_kept_once():
+    # A linear on (B, T, D) is a matmul and a view of its result that the schema does not call one.
+    w, x = nn.Linear(16, 16, bias=False), torch.randn(2, 4, 16)
+    everything = TorchPolicy(lambda context, op, *args, **kwargs: True)
+
+    def fn(t):
+        h = w(t)
+        h += t
+        return (h.transpose(0, 1).flatten(1).tanh() * 2).sum(-1).exp()
+
+    assert_bitwise(gradients(region(fn, everything), w, x), gradients(fn, w, x))
+    x.requires_grad_()
+    held = held_after(lambda: checkpoint_region(lambda t: w(t).tanh().exp(), x, policy=everything), w, x)
+    assert held == 2 * x.numel() * 4  # matmul and tanh; exp is the output
 
 
 def test_a_kept_output_changed_in_place_after_the_region_raises():

@@ -84,6 +84,20 @@ def accelerator_type() -> str | None:
     return current.type if getattr(module, "is_initialized", lambda: False)() else None
 
 
+def rng_state() -> tuple[torch.Tensor, str | None, torch.Tensor | None]:
+    """The random-number state of the CPU and of the accelerator in use."""
+    device = accelerator_type()
+    return torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state() if device else None
+
+
+def set_rng_state(state: tuple[torch.Tensor, str | None, torch.Tensor | None]) -> None:
+    """Go back, or on, to what `rng_state` returned."""
+    cpu, device, on_device = state
+    torch.set_rng_state(cpu)
+    if device is not None and on_device is not None:
+        torch.get_device_module(device).set_rng_state(on_device)
+
+
 class Ambient:
     """One snapshot of it all, of the moment of its creation.
 

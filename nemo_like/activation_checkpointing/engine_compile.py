@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nemo_like.activation_checkpointing import save_ops
-from nemo_like.activation_checkpointing.engine_modes import COPY, TRACKED, kinds_for
+from nemo_like.activation_checkpointing.engine_modes import COPY, RANDOM, TRACKED, kinds_for
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision, Policy, SelectivePolicy
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -40,7 +40,7 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
         kind = kinds.of(op)
         if kind == COPY and save_ops.is_device_to_host_copy(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
-        if kind != TRACKED or getattr(context, "is_recompute", False):
+        if kind not in (TRACKED, RANDOM) or getattr(context, "is_recompute", False):
             return CheckpointPolicy.PREFER_RECOMPUTE
         index = counts.get(op, 0)
         counts[op] = index + 1

@@ -16,7 +16,7 @@ from nemo_like.activation_checkpointing.transfer import HostHandle
 class Kept:
     """One tracked call of forward: what it was, what was decided, and its output where that was kept."""
 
-    __slots__ = ("decision", "handle", "op", "packs_before", "private", "value", "version")
+    __slots__ = ("decision", "handle", "op", "packs_before", "private", "rng_after", "value", "version")
 
     def __init__(self, op: Op, decision: Decision, packs_before: int) -> None:
         self.op = op
@@ -25,6 +25,8 @@ class Kept:
         self.value: Any = None
         self.version: Any = None
         self.handle: Any = None
+        self.rng_after: Any = None
+        """The random-number state after a call that drew and is kept."""
         self.private = False
         """The value is a copy of our own, made because the original was about to be changed in place."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing.ambient import rng_state, set_rng_state
 from nemo_like.activation_checkpointing.engine_kept import (
     Kept,
     OnHost,
@@ -34,7 +35,8 @@ from nemo_like.activation_checkpointing.transfer import Transfer
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.policy import Policy
 
-TRACKED, COPY, MUTABLE, PASS = 1, 2, 3, 0
+TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0
+"""RANDOM: tracked, and draws random numbers."""
 
 
 class Kinds(dict[int, int]):
@@ -59,14 +61,18 @@ class Kinds(dict[int, int]):
         if save_ops.is_mutable(op):
             kind = MUTABLE
         elif self._all:
-            kind = TRACKED if save_ops.can_be_tracked(op) else PASS
+            kind = self._tracked_kind(op) if save_ops.can_be_tracked(op) else PASS
         elif op in self._tracked:
-            kind = TRACKED
+            kind = self._tracked_kind(op)
         else:
             kind = COPY if op in save_ops.COPY_OPS else PASS
         self._seen.append(op)
         self[id(op)] = kind
         return kind
+
+    @staticmethod
+    def _tracked_kind(op: Op) -> int:
+        return RANDOM if save_ops.is_random(op) else TRACKED
 
 
 _kinds: dict[Any, Kinds] = {}
@@ -110,6 +116,7 @@ class ForwardMode(_Mode):
         self.kept: list[Kept] = []
         self.counts: dict[Op, int] = {}
         self.paused = False
+        self.keeps_rng = True
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = self.kinds.get(id(func))
@@ -123,10 +130,12 @@ class ForwardMode(_Mode):
         if kind == COPY and not save_ops.is_device_to_host_copy(func, args, kwargs):
             return func(*args, **kwargs) if kwargs else func(*args)
         out = func(*args, **kwargs) if kwargs else func(*args)
-        self.keep(func, out, kind, args, kwargs)
+        entry = self.keep(func, out, kind, args, kwargs)
+        if kind == RANDOM and self.keeps_rng and entry.decision in (SAVE, HOST) and save_ops.draws(func, args, kwargs):
+            entry.rng_after = rng_state()  # replay won't draw these numbers, and later calls must get the same ones
         return out
 
-    def keep(self, func: Op, out: Any, kind: int, args: Any, kwargs: Any) -> None:
+    def keep(self, func: Op, out: Any, kind: int, args: Any, kwargs: Any) -> Kept:
         """Take a decision on `out` and carry it out."""
         counts = self.counts
         index = counts.get(func, 0)
@@ -149,6 +158,7 @@ class ForwardMode(_Mode):
             entry.value = map_tensors(Skipped, out)
             if not tensors_in(out):
                 raise RegionError(f"Region {self.region_name!r}: {func} returns no tensor and can't be skipped.")
+        return entry
 
     def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
         """`func` is about to write: give whatever is kept of the written storages a copy of its own."""
@@ -195,7 +205,7 @@ class ReplayMode(_Mode):
         kind = self.kinds.get(id(func))
         if kind is None:
             kind = self.kinds.of(func)
-        if kind == TRACKED or (kind == COPY and save_ops.is_device_to_host_copy(func, args, kwargs)):
+        if kind in (TRACKED, RANDOM) or (kind == COPY and save_ops.is_device_to_host_copy(func, args, kwargs)):
             entry, value = self.next(func)
             if entry.decision is not RECOMPUTE:
                 return value
@@ -214,6 +224,8 @@ class ReplayMode(_Mode):
         value = self.values[position]
         self.values[position] = None
         entry = self.kept[position]
+        if entry.rng_after is not None:
+            set_rng_state(entry.rng_after)
         if entry.decision is SKIP:
             value = map_kept(Skipped.placeholder, value)
         elif entry.decision is HOST:

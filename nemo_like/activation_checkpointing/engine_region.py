@@ -92,6 +92,7 @@ class Region:
             decide = self.policy.start()
             self.kinds = kinds_for(self.policy)
             self.forward_mode = ForwardMode(self.kinds, decide, self.handles, self.transfer, self.name)
+            self.forward_mode.keeps_rng = preserve_rng_state
             self.kept = self.forward_mode.kept
         watcher: Any = None
         pack: Callable[[Tensor], _Handle] = self.pack

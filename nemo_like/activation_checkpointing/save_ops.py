@@ -230,6 +230,20 @@ def is_random(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
+@functools.cache
+def _dropout_position(op: Op) -> int | None:
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+def draws(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether this call of a random operator may draw: attention without dropout, though tagged, does not."""
+    position = _dropout_position(op)
+    if position is None:
+        return True
+    return bool(args[position] if position < len(args) else (kwargs or {}).get("dropout_p", 0.0))
+
+
 def is_mutable(op: Op) -> bool:
     """Whether `op` changes one of its arguments (in-place and ``out=`` forms)."""
     schema = getattr(op, "_schema", None)
@@ -273,10 +287,16 @@ _METADATA = frozenset(
 )
 
 
+_UNDECLARED_ALIASES = _named(
+    ("aten._unsafe_view.default", "aten._reshape_alias.default", "_c10d_functional.wait_tensor.default")
+)
+"""They return their input's storage, which their schemas don't say: keeping the input keeps the output."""
+
+
 @functools.cache
 def can_be_tracked(op: Op) -> bool:
     """Whether a decision on `op` has a meaning: not for views, metadata calls, profiler ranges and in-place forms."""
-    if op in _METADATA or is_mutable(op) or returns_alias(op):
+    if op in _METADATA or op in _UNDECLARED_ALIASES or is_mutable(op) or returns_alias(op):
         return False
     return getattr(op, "namespace", "") not in ("profiler", "fsdp", "c10d", "prim", "record_function")
 
