@@ -62,9 +62,11 @@ def test_decoders_are_bitwise(name: str, ac: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ac", "mode"), [("none", "all"), ("full", "boundary"), ("selective", "boundary"), ("selective", "saved")]
+    ("ac", "mode", "copies"),
+    # For two of three layers. What a compiled graph saves inside is the compiler's choice: at least four tensors each.
+    [("none", "all", None), ("full", "boundary", 2), ("selective", "boundary", 2), ("selective", "saved", None)],
 )
-def test_compiled_layers(ac: str, mode: str) -> None:
+def test_compiled_layers(ac: str, mode: str, copies: int | None) -> None:
     torch._dynamo.reset()
     plain = decoders.build("plain")
     for block in plain.blocks:
@@ -78,10 +80,8 @@ def test_compiled_layers(ac: str, mode: str) -> None:
     compile_layers(model, "aot_eager", _layers(model))
     offloader = apply_offloading(model, _layers(model), config(mode), backend=journaled())
     assert_same(_gradients(model), expected)
-    assert offloader.stats.moved_bytes > 0
-    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert offloader.stats.copies == copies if copies is not None else offloader.stats.copies >= 2 + 2 * 4
     assert offloader.stats.kept_bytes["a parameter, or a view of one"] > 0 or ac == "full"
-    assert offloader.stats.moved_bytes < weights * 10
     no_hazards(offloader)
 
 
@@ -311,3 +311,14 @@ def test_prefetch_brings_the_previous_layers_back_before_they_are_asked_for() ->
         stalls[prefetch] = offloader.stats.reload_stalls
         assert offloader.stats.reloads + offloader.stats.still_on_device >= 5 * 3
     assert stalls[1] <= 2 < stalls[0]
+
+
+def test_saved_moves_what_checkpointing_in_pieces_keeps() -> None:
+    counts = {}
+    for mode in ("boundary", "saved", "all"):
+        model = decoders.build("llama")
+        apply_activation_checkpointing(model, "submodule")
+        offloader = apply_offloading(model, _layers(model), config(mode), backend=journaled())
+        _gradients(model)
+        counts[mode] = offloader.stats.copies
+    assert 0 < counts["boundary"] < counts["saved"] == counts["all"]

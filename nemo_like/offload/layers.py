@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadW
 from nemo_like.config import OffloadConfig
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.offloader import Offloader, parse_offload
-from nemo_like.offload.regions import is_compiled, keep_on_host
+from nemo_like.offload.regions import keep_on_host, moves_everything
 
 
 class OffloadWrapper(TorchOffloadWrapper):
@@ -33,7 +33,7 @@ class OffloadWrapper(TorchOffloadWrapper):
             return layer(*args, **kwargs)
         offloader = self.offloader
         offloader.refuse_inside_checkpointing()
-        offloader.enter_layer(layer, args, kwargs, everything=offloader.config.mode == "all" or is_compiled(layer))
+        offloader.enter_layer(layer, args, kwargs, everything=moves_everything(layer, offloader.config.mode))
         try:
             with offloader.hooks():
                 return layer(*args, **kwargs)

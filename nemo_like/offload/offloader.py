@@ -20,7 +20,7 @@ from torch import nn
 from nemo_like.config import OffloadConfig, normalise
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.packing import Packer, storages_in
-from nemo_like.offload.regions import is_compiled, keep_as_before, keep_on_host
+from nemo_like.offload.regions import keep_as_before, keep_on_host, moves_everything
 from nemo_like.offload.stats import OffloadStats
 from nemo_like.offload.torch_private import innermost_saved_tensor_hooks
 
@@ -132,7 +132,7 @@ class Offloader(Packer):
         def before_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.compiler.is_compiling():
                 self._resting = len(self.layers) > 1 and layer is self.layers[-1]
-                self.enter_layer(layer, args, kwargs, everything=self.config.mode == "all" or is_compiled(layer))
+                self.enter_layer(layer, args, kwargs, everything=moves_everything(layer, self.config.mode))
 
         def rest(resting: bool) -> Any:
             def before(module: nn.Module, args: Any) -> None:

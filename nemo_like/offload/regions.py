@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper
@@ -60,6 +61,17 @@ def keep_as_before(changed: Iterable[tuple[CheckpointWrapper, Policy, Any]]) -> 
     """Undo `keep_on_host`."""
     for region, policy, transfer in changed:
         region.policy, region.transfer = policy, transfer
+
+
+def moves_everything(layer: nn.Module, mode: str) -> bool:
+    """Whether all that `layer` saves outside of regions is to move in `mode`, and not only what it was called with.
+
+    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: that is what is kept of it. A
+    layer that is one region saves nothing outside but its inputs.
+    """
+    if mode != "saved" or is_compiled(layer):
+        return mode != "boundary"
+    return not isinstance(layer, ActivationWrapper) and any(isinstance(m, ActivationWrapper) for m in layer.modules())
 
 
 def is_compiled(module: nn.Module) -> bool:
