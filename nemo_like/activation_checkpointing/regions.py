@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
 
 from nemo_like.activation_checkpointing.engine import run_region
+from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.config import normalise
@@ -24,7 +25,7 @@ SELECTIVE_AC_WRAPPER_FLAG = "_nemo_like_selective_ac"
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
-class CheckpointWrapper(TorchCheckpointWrapper):
+class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
     """A module whose activations are replayed in backward. Subclass of PyTorch's wrapper, so tools recognise it.
 
     Parameter, buffer, module and state-dict names are those of the bare module: the wrapper adds no name of its own.
@@ -123,18 +124,6 @@ class CheckpointWrapper(TorchCheckpointWrapper):
             use_reentrant=True,
             preserve_rng_state=self.preserve_rng_state,
         )
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As `nn.Module.named_modules`, with the wrapper and the module inside under one and the same name."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
 
 def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
