@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 
 import pytest
 import torch
 from torch import nn
 
+from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper
 from nemo_like.activation_checkpointing.timesteps import UnrolledCell
 from nemo_like.config import CheckpointConfig
@@ -116,6 +118,29 @@ def test_recommended_layers_applied_meet_the_budget_as_predicted(share):
     predicted = report.predict_peak_bytes(names)
     assert abs(measured - predicted) <= 0.02 * measured
     assert predicted <= budget * 1e6
+
+
+@pytest.mark.parametrize("preset", ["llama-tiny", "mixtral"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_predictions_hold_for_transformers(preset, share, tmp_path):
+    if preset == "mixtral":
+        fields = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+        fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        preset = str(tmp_path)
+    source = resolve_model(preset)
+    torch.manual_seed(0)
+    model = source.build()
+    disable_cache(model)
+    sample = source.sample_input(2, 64)
+    profiler = MemoryProfiler(model, "cpu")
+    report = profiler.profile(sample, num_runs=2)
+    assert all(row.bytes_spread == 0 for row in report)
+    lowest = report.predict_peak_bytes(report.call_names)
+    names = profiler.recommend_layers((lowest + share * (report.peak_bytes - lowest)) / 1e6 + 1e-6)
+    SelectiveCheckpointer(config(include_patterns=names, exclude_patterns=["model.layers.*"])).apply(model)
+    measured, _ = train_step(model, sample)
+    assert abs(measured - report.predict_peak_bytes(names)) <= 0.02 * measured
 
 
 def test_the_profile_chooses_layers_above_the_threshold():
