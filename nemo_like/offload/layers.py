@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper as TorchOffloadWrapper
 
+from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.config import OffloadConfig
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.offloader import Offloader, parse_offload
 from nemo_like.offload.regions import keep_on_host, moves_everything
 
 
-class OffloadWrapper(TorchOffloadWrapper):
+class OffloadWrapper(Nameless, TorchOffloadWrapper):
     """A layer whose saved activations wait on the host. Adds no name to parameters, modules or state dicts.
 
     It stands outside activation checkpointing and outside `torch.compile`, and inside FSDP2's unit.
@@ -39,18 +40,6 @@ class OffloadWrapper(TorchOffloadWrapper):
                 return layer(*args, **kwargs)
         finally:
             offloader.leave_layer()
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As `nn.Module.named_modules`, with the wrapper and the layer inside under one and the same name."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
 
 def apply_offloading(
