@@ -35,6 +35,7 @@ STEPS = (
     "branch", "residual", "dropout", "add_inplace", "mul_inplace", "relu_inplace", "view_inplace", "slice_inplace",
     "transpose", "strided", "split", "cat", "gather", "moe", "max", "detached", "no_grad", "checkpoint_again",
     "out_variant", "nan_free_div", "expand", "cumsum", "einsum", "conv", "item",
+    "noise", "coin",
 )  # fmt: skip
 
 
@@ -139,6 +140,8 @@ _POINTWISE = {
     "exp": lambda x: (x * 0.1).exp(),
     "softmax": lambda x: x.softmax(-1),
     "dropout": lambda x: F.dropout(x, 0.3),
+    "noise": lambda x: x * torch.rand_like(x.detach()),
+    "coin": lambda x: x * torch.bernoulli(torch.full_like(x.detach(), 0.5)),
     "transpose": lambda x: x.t().contiguous().t(),
     "cat": lambda x: torch.cat([x[1:], x[:1]]),
     "detached": lambda x: x + x.detach().tanh(),
