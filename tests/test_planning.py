@@ -181,16 +181,35 @@ def test_budgets_that_cannot_be_met_name_the_smallest(tiny):
     assert tiny.plan(MemoryBudget(peak_bytes=peak.value.smallest_bytes)).peak_bytes <= peak.value.smallest_bytes
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-8b"])
+def _gemma3(seq: int) -> Planner:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        hidden_size=2560, intermediate_size=10240, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=256, vocab_size=1024, sliding_window=1024,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config).train()
+    ids = torch.zeros(2, seq, dtype=torch.long)
+    setup = Setup(param_dtype=torch.bfloat16)
+    return Planner(model, {"input_ids": ids, "labels": ids}, device=resolve_device("h100-80gb"), setup=setup)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-8b", "gemma3"])
 def test_dense_decoders_beat_the_parity_rule(name):
-    planner = _planner(name, seq=4096, param_dtype=torch.bfloat16)
-    problem = planner.problems[0]
+    planner = _gemma3(4096) if name == "gemma3" else _planner(name, seq=4096, param_dtype=torch.bfloat16)
+    for problem in planner.problems:
+        # Gemma 3 normalises what its last matmul makes, so that one is no waste there, and the rule can be an optimum.
+        _beats_the_parity_rule(problem, strictly=name != "gemma3")
+
+
+def _beats_the_parity_rule(problem: BlockProblem, strictly: bool) -> None:
     ops = problem.ops(by="flops")
     keep = _parity(problem)
     kept, flops = sum(op.bytes for k, op in enumerate(ops) if keep >> k & 1), solver.linear_replay_cost(ops, keep)
     points = solver.linear_frontier(ops)
-    assert solver.at_budget(points, kept).cost < flops
-    assert min(p.bytes for p in points if p.cost <= flops) < kept
+    best, least = solver.at_budget(points, kept).cost, min(p.bytes for p in points if p.cost <= flops)
+    assert best <= flops and least <= kept
+    assert not strictly or (best < flops and least < kept)
 
 
 def test_layers_of_one_kind_are_traced_once_and_sharding_lowers_the_peak():
@@ -222,6 +241,15 @@ def test_host_placement_is_chosen_where_the_link_is_free():
     assert sum(layer.host_bytes for layer in plan.layers) > 0
     assert plan.replay_seconds < _planner().plan(MemoryBudget(fraction=0.3)).replay_seconds
     assert any("host" in row for layer in plan.layers for row in (layer.decisions or {}).values())
+    gradients = []
+    for wanted in (None, plan):
+        torch.manual_seed(0)
+        model = source.build("cpu")
+        if wanted is not None:
+            apply_plan(model, wanted, device_type="cpu")
+        model(**source.sample_input(1, 64)).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_plan_for_says_what_it_needs():

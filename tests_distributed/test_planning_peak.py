@@ -47,6 +47,9 @@ MODELS = {
     "qwen3": lambda: _decoder("Qwen3Config", tie_word_embeddings=True),
     "gemma3": lambda: _decoder("Gemma3TextConfig", sliding_window=32),
     "gpt2": lambda: _gpt2(),
+    "mixtral": lambda: _decoder(
+        "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, experts_implementation="grouped_mm"
+    ),
     "plain": lambda: Plain(),
 }
 
@@ -129,8 +132,56 @@ def _compare(rank, world_size, name, modes):
     return rows
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "plain"])
 def test_predicted_peak_is_within_one_per_cent(name):
     for rows in run_ranks(2, _compare, name, ("none", "full", "selective", "35%", "70%"), timeout=240):
         for mode, predicted, measured, where, parts in rows:
             assert abs(predicted - measured) <= 0.01 * measured, (mode, predicted, measured, where, parts)
+
+
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+SETTINGS = (
+    ("llama", BF16, BF16, {}),
+    ("llama", {"reshard_after_forward": False}, {}, {"reshard_after_forward": False}),
+    ("llama", {"prefetch": (2, 2)}, {}, {"forward_prefetch": 2, "backward_prefetch": 2}),
+    ("mixtral", BF16, BF16, {}),
+)
+
+
+def _settings(rank, world_size, cases, mode):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from nemo_like.distributed.mesh import build_mesh
+    from nemo_like.distributed.shard import shard_layers
+    from nemo_like.layers import find_layers
+    from nemo_like.planning.apply import apply_plan
+    from nemo_like.planning.devices import resolve_device
+    from nemo_like.planning.planner import Planner, Setup
+
+    rows = []
+    ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(rank))
+    batch = {"input_ids": ids, "labels": ids}
+    for name, setup, precision, sharding in cases:
+        torch.manual_seed(0)
+        model = MODELS[name]().train()
+        planner = Planner(model, batch, device=resolve_device("cpu"), setup=Setup(shard_ranks=world_size, **setup))
+        plan = planner.describe(planner.uniform(mode), mode)
+        apply_plan(model, plan, device_type="cpu")
+        if world_size > 1:
+            mesh = build_mesh(device_type="cpu")
+            shard_layers(model, find_layers(model), mesh, mp_policy=MixedPrecisionPolicy(**precision), **sharding)
+        rows.append((name, plan.peak_bytes, _measured(model, batch), plan.peak_at))
+    return rows
+
+
+def test_settings_of_fsdp_are_followed():
+    """Mixed precision, kept layers, deeper prefetch, and a mixture of experts."""
+    for rows in run_ranks(2, _settings, SETTINGS, "full", timeout=240):
+        for name, predicted, measured, where in rows:
+            assert abs(predicted - measured) <= 0.01 * measured, (name, predicted, measured, where)
+
+
+def test_one_rank_has_whole_parameters_and_gradients():
+    for mode in ("none", "full"):
+        ((_, predicted, measured, where),) = _settings(0, 1, [("llama", {}, {}, {})], mode)
+        assert abs(predicted - measured) <= 0.01 * measured, (mode, predicted, measured, where)
