@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.best is not None else 1
 
 
-def _say(args: argparse.Namespace, planner, result, seconds: float, model: torch.nn.Module) -> None:  # noqa: ANN001
+def _say(args: argparse.Namespace, planner, result, seconds: float, model: torch.nn.Module) -> None:
     from nemo_like.planning import report
 
     size = sum(p.numel() for p in model.parameters())
