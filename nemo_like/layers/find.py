@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nemo_like.layers.groups import group_of
+from nemo_like.layers.groups import groups_of
 from nemo_like.layers.named import LayersNotFoundError, named_by_caller
 from nemo_like.layers.names import bare, bare_children, bare_modules, join
 from nemo_like.layers.structure import (
@@ -71,7 +71,8 @@ def find_layers(
         found = _Finder(model).find()
         if not found:
             raise LayersNotFoundError(_nothing_found(model))
-    return tuple(Layer(fqn, module, group_of(model, fqn)) for fqn, module in found)
+    groups = groups_of(model, [fqn for fqn, _ in found])
+    return tuple(Layer(fqn, module, group) for (fqn, module), group in zip(found, groups))
 
 
 def layer_groups(

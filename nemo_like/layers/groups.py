@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -29,17 +30,30 @@ _MAIN_INPUTS = {
 _TOKEN_EMBEDDING = re.compile(r"embed_tokens|wte|tok(en)?_emb.*|word_embeddings|shared")
 
 
-def group_of(root: nn.Module, fqn: str) -> str:
-    """The group of the layer `fqn` of `root`.
+def groups_of(root: nn.Module, fqns: Iterable[str]) -> list[str]:
+    """The group of each of the layers `fqns` of `root`.
 
     The ancestor nearest to the layer that says something decides: by the words in its name (``vision_tower``), by
     owning a token embedding (language: this tells a speech model's text decoder from its encoder), by what a Hugging
     Face tower declares to take, or by the words in its class name. Where nothing says anything, a model that
     convolves in two dimensions and embeds nothing is ``vision``, any other ``language``: a decoder need not say so.
     """
+    verdicts = [_nearest_verdict(root, fqn) for fqn in fqns]
+    default = _default_group(root) if None in verdicts else ""  # it looks through the whole model: once, and if needed
+    return [verdict or default for verdict in verdicts]
+
+
+def group_of(root: nn.Module, fqn: str) -> str:
+    """`groups_of` for one layer."""
+    return groups_of(root, [fqn])[0]
+
+
+def _nearest_verdict(root: nn.Module, fqn: str) -> str | None:
     path: list[tuple[str, nn.Module]] = [("", root)]
     for name in fqn.split("."):
-        path.append((name, dict(bare_children(path[-1][1]))[name]))
+        child = bare(path[-1][1])._modules[name]
+        assert child is not None  # the FQN was found on a walk over registered children
+        path.append((name, child))
     for name, module in reversed(path):
         inner = bare(module)
         verdict = (
@@ -50,6 +64,10 @@ def group_of(root: nn.Module, fqn: str) -> str:
         )
         if verdict:
             return verdict
+    return None
+
+
+def _default_group(root: nn.Module) -> str:
     parts = list(root.modules())
     convolves = any(isinstance(part, nn.Conv2d) for part in parts)
     return "vision" if convolves and not any(isinstance(part, nn.Embedding) for part in parts) else "language"
