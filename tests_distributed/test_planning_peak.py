@@ -108,9 +108,9 @@ def _compare(rank, world_size, name, modes):
     from nemo_like.distributed.shard import shard_layers
     from nemo_like.layers import find_layers
     from nemo_like.planning.apply import apply_plan
+    from nemo_like.planning.budget import parse_budget as parse
     from nemo_like.planning.devices import resolve_device
     from nemo_like.planning.planner import Planner, Setup
-    from nemo_like.planning.planner import _parse as parse
 
     rows = []
     ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(rank))

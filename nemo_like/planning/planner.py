@@ -20,6 +20,7 @@ from nemo_like.layers.names import bare, bare_modules
 from nemo_like.log import warn_once
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
+from nemo_like.planning.budget import AUTO_MARGIN, BudgetError, gib, parse_budget, spell
 from nemo_like.planning.capture import ModelTrace, trace_model
 from nemo_like.planning.devices import Device, device_at_hand, resolve_device
 from nemo_like.planning.measure import measured_seconds
@@ -27,24 +28,11 @@ from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan import LayerPlan, Plan, layer_signature
 from nemo_like.planning.profile import BlockMemory, block_memory
+from nemo_like.planning.ranks import axis, same_on_all_ranks, shard_ranks
 from nemo_like.planning.sharding import OPTIMIZERS, Sharding, optimizer_bytes, sharding_of
 from nemo_like.planning.tensor_parallel import local_twin
 
-AUTO_MARGIN = 0.1
-"""Share of the device's memory that ``"auto"`` leaves free: CUDA context, communication buffers, fragmentation."""
-
 _RNG_STATE = torch.get_rng_state().numel()
-
-
-class BudgetError(ValueError):
-    """No plan fits the budget. `smallest_bytes` is the least that one does fit."""
-
-    def __init__(self, message: str, smallest_bytes: int) -> None:
-        super().__init__(message)
-        self.smallest_bytes = smallest_bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.smallest_bytes)  # it travels from rank 0 to the others
 
 
 @dataclass(frozen=True)
@@ -251,7 +239,7 @@ class Planner:
         Raises:
             BudgetError: none fits.
         """
-        asked = asked or _spell(budget)
+        asked = asked or spell(budget)
         if budget.fraction is not None:
             mix = self._within_held(int(budget.fraction * self.held(self.uniform("none"))), asked)
         else:
@@ -274,8 +262,8 @@ class Planner:
             least = self.mixes[0].bytes + self.traced.shared_bytes
             none = self.held(self.uniform("none"))
             raise BudgetError(
-                f"Budget {asked!r} allows {_gib(held)} of activations, and the layers' inputs alone take {_gib(least)} "
-                f"({least / none:.1%} of the {_gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
+                f"Budget {asked!r} allows {gib(held)} of activations, and the layers' inputs alone take {gib(least)} "
+                f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
                 "use a smaller batch or sequence" + ("." if self.host else ", or move them to the host (offload=)."),
                 least,
             )
@@ -295,9 +283,9 @@ class Planner:
                 high = middle
         if low < 0:
             peak = self.peak(self.proved_all(self.assignment(mixes[0])))
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
+            parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
             raise BudgetError(
-                f"Budget {asked!r} is {_gib(limit)} per rank, and the least that any plan peaks at is {_gib(peak.total)} "
+                f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
                 f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
                 f"to shard over (now {self.setup.shard_ranks})" + ("." if self.host else ", or host offload (offload=)."),
                 peak.total,
@@ -395,11 +383,11 @@ def plan_for(
             "what one step of one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
         )
     target = device_at_hand() if device is None else resolve_device(device)
-    asked = budget if isinstance(budget, str) else _spell(budget)
-    parsed = _parse(budget, target)
+    asked = budget if isinstance(budget, str) else spell(budget)
+    parsed = parse_budget(budget, target)
     setup = Setup(
-        shard_ranks=_shard_ranks(mesh, world_size), optimizer=optimizer, param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, prefetch=prefetch, tp=_axis(mesh, "tp"),
+        shard_ranks=shard_ranks(mesh, world_size), optimizer=optimizer, param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, prefetch=prefetch, tp=axis(mesh, "tp"),
     )  # fmt: skip
 
     def make() -> Plan:
@@ -409,7 +397,7 @@ def plan_for(
         )  # fmt: skip
         return planner.plan(parsed, asked)
 
-    return _same_on_all_ranks(make)
+    return same_on_all_ranks(make)
 
 
 def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, ...], frozenset[str]]:
@@ -421,56 +409,6 @@ def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, 
     except find.LayersNotFoundError:
         return asked, names  # only the caller knows the layers
     return (found if names <= {layer.fqn for layer in found} else asked), names
-
-
-def _parse(budget: MemoryBudget | str, device: Device) -> MemoryBudget:
-    if isinstance(budget, MemoryBudget):
-        return budget
-    if budget.strip().lower() == "auto":
-        return MemoryBudget(peak_bytes=int(device.memory_bytes * (1 - AUTO_MARGIN)))
-    return MemoryBudget.parse(budget)
-
-
-def _spell(budget: MemoryBudget) -> str:
-    return f"{budget.fraction:.0%}" if budget.fraction is not None else _gib(budget.peak_bytes or 0)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}GiB" if size >= 2**28 else f"{size / 2**20:.2f}MiB"
-
-
-def _shard_ranks(mesh: Any, world_size: int | None) -> int:
-    if mesh is not None:
-        return _axis(mesh, "dp_shard") * _axis(mesh, "cp") if mesh.mesh_dim_names else mesh.size()
-    if world_size is not None:
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}; it must be >= 1.")
-        return world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1
-
-
-def _axis(mesh: Any, name: str) -> int:
-    return mesh[name].size() if mesh is not None and name in (mesh.mesh_dim_names or ()) else 1
-
-
-def _same_on_all_ranks(make: Callable[[], Plan]) -> Plan:
-    """Rank 0 plans; its plan, or its error, is everybody's."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return make()
-    if torch.distributed.get_world_size() == 1:
-        return make()
-    box: list[Any] = [None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            box = [make()]
-        except Exception as error:  # noqa: BLE001 - handed on to every rank, where it is raised
-            box = [error]
-    torch.distributed.broadcast_object_list(box, src=0)
-    if isinstance(box[0], Exception):
-        raise box[0]
-    return box[0]
 
 
 def _can_skip() -> bool:
@@ -488,4 +426,4 @@ def _as_choice(problem: BlockProblem, words: tuple[str, ...], label: str) -> Cho
     return replace(problem.choice(solver.Point(0, 0.0, keep, skip)), label=label)
 
 
-__all__ = ["BudgetError", "Planner", "Setup", "plan_for"]
+__all__ = ["AUTO_MARGIN", "BudgetError", "Planner", "Setup", "plan_for"]
