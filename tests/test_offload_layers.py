@@ -153,6 +153,17 @@ def test_host_decisions_survive_changes_in_place() -> None:
         no_hazards(offloader)
 
 
+def test_what_the_engine_drops_at_the_end_of_a_region_is_not_copied() -> None:
+    # The last matmul of a block is kept when it runs, and dropped when the block ends: no replay gets that far.
+    model = stack_of(lambda x, scale: x, count=3)
+    apply_activation_checkpointing(model, SelectivePolicy(every_nth_matmul=None), layers=["layers.*"])
+    offloader = apply_offloading(model, list(model.layers), config("saved"), backend=journaled())
+    loss = model(torch.randn(4, 16, requires_grad=True) * 1).sum()
+    assert (offloader.stats.copies, offloader.stats.moved_bytes) == (2, 2 * 4 * 16 * 4)  # two inputs
+    loss.backward()
+    no_hazards(offloader)
+
+
 @pytest.mark.parametrize("moved", [True, False])
 def test_changing_a_kept_output_after_its_region_raises(moved: bool) -> None:
     class Last(nn.Module):

@@ -6,7 +6,7 @@ So a graph may be walked twice, two graphs may be alive at once in any order, an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -134,17 +134,28 @@ class SubclassHandle:
 class ChosenHandle:
     """An operator's output that an engine chose, before autograd has seen it.
 
-    Unlike a saved tensor it may be changed in place later, if `settle` is called first; what was chosen stays.
+    Unlike a saved tensor it may be changed in place later, if `settle` is called first; what was chosen stays. It
+    stays on the device until `start`: an engine drops what turns out to be needless, and that need not be copied.
     """
 
-    __slots__ = ("_inner", "_settled", "_source", "_version")
+    __slots__ = ("__weakref__", "_alias", "_inner", "_move", "_settled", "_source", "_version")
 
-    def __init__(self, source: torch.Tensor, inner: Handle) -> None:
-        self._inner = inner
+    def __init__(self, source: torch.Tensor, move: Callable[[torch.Tensor], Handle]) -> None:
+        # Not the output itself, which is about to get a graph: that would be a reference cycle.
+        self._alias: torch.Tensor | None = source.detach()
+        self._move = move
+        self._inner: Handle | None = None
         self._settled = False
         # Below autograd no probe can share the version counter; the tensor itself lives as long as one of its views.
         self._source = weakref.ref(source)
         self._version = version_of(source)
+
+    def start(self) -> Handle:
+        """Move it now."""
+        if self._inner is None:
+            assert self._alias is not None
+            self._inner, self._alias = self._move(self._alias), None
+        return self._inner
 
     def get(self) -> torch.Tensor:
         source = self._source()
@@ -154,13 +165,14 @@ class ChosenHandle:
                 f"[{source.dtype} {list(source.shape)}], kept by activation checkpointing, was changed after its "
                 "region had ended. Change a copy instead (tensor.clone()), or use the out-of-place operator."
             )
-        tensor = self._inner.get()
+        inner = self.start()
+        tensor = inner.get()
         # Whoever settled it writes into it, in replay too: the next replay must find it as it was.
-        return tensor.clone() if self._settled and isinstance(self._inner, KeptHandle) else tensor
+        return tensor.clone() if self._settled and isinstance(inner, KeptHandle) else tensor
 
     def prefetch(self) -> None:
         """Start the way back."""
-        for handle in _host_handles(self._inner):
+        for handle in _host_handles(self.start()):
             handle.reader.copy.mover.prefetch_copy(handle.reader.copy, handle.reader.lo, handle.reader.hi)
 
     def settle(self) -> None:
@@ -168,9 +180,10 @@ class ChosenHandle:
         if self._settled:
             return
         self._settled = True
-        if isinstance(self._inner, KeptHandle):
-            self._inner = KeptHandle(self._inner.get().clone())
-        for handle in _host_handles(self._inner):
+        inner = self.start()
+        if isinstance(inner, KeptHandle):
+            self._inner = KeptHandle(inner.get().clone())
+        for handle in _host_handles(inner):
             handle.reader.copy.mover.settle(handle.reader.copy)
 
 

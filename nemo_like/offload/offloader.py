@@ -119,6 +119,8 @@ class Offloader(Packer):
     def __exit__(self, *error: Any) -> None:
         self._contexts.pop().close()
         self._inputs = None
+        with torch.no_grad():
+            self.start_chosen()
         if self._mover is not None:
             self._mover.collect()
 
@@ -160,6 +162,8 @@ class Offloader(Packer):
 
     def leave_layer(self) -> None:
         """What is saved from here on belongs to no layer."""
+        with torch.no_grad():
+            self.start_chosen()
         self._inputs = None if self.config.mode == "all" else {}
 
     def refuse_inside_checkpointing(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +61,7 @@ class Packer:
         """The storages that may move; None: any."""
         self._resting = False
         """True: backward will start with what is saved now."""
+        self._chosen: weakref.ref[ChosenHandle] | None = None
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """A handle that stands for `tensor` in the graph: on the host where it may go there, else as it is.
@@ -67,16 +70,25 @@ class Packer:
             RuntimeError: the tensor cannot be moved and the configuration says ``on_unsupported="raise"``.
         """
         with torch.no_grad():
+            self.start_chosen()
             return self._pack(tensor)
 
     def to_host(self, tensor: torch.Tensor) -> ChosenHandle:
         """As `pack`, for an operator's output that an engine chose (`nemo_like.activation_checkpointing.transfer`)."""
         with torch.no_grad():
-            # Not the output itself, which is about to get a graph: that would be a reference cycle.
-            alias = tensor.detach()
+            self.start_chosen()
             if self._resting:
-                return ChosenHandle(tensor, self._keep(alias, LAST_LAYER))
-            return ChosenHandle(tensor, self._move_any(alias, version_of(tensor), guarded=False))
+                return ChosenHandle(tensor, partial(self._keep, reason=LAST_LAYER))
+            handle = ChosenHandle(tensor, partial(self._move_any, version=version_of(tensor), guarded=False))
+            self._chosen = weakref.ref(handle)
+            return handle
+
+    def start_chosen(self) -> None:
+        """Move what was last chosen, if it is still wanted."""
+        chosen = self._chosen() if self._chosen is not None else None
+        self._chosen = None
+        if chosen is not None:
+            chosen.start()
 
     def prefetch(self, handle: Any) -> None:
         """Start the way back of a tensor that `to_host` took."""
