@@ -475,6 +475,29 @@ def test_command_refuses_bad_words(words, match, capsys):
     assert match in capsys.readouterr().err
 
 
+class Picture(nn.Module):
+    """A model of no library that takes floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_command_plans_a_model_of_ones_own(capsys):
+    words = ["plan", "--model", "tests.test_planning:Picture", "--gpu", "cpu", "--json", "-"]
+    assert cli.main([*words, "--input-shape", "2,8,16"]) == 0
+    assert json.loads(capsys.readouterr().out)["recommended"] == "none"
+    assert cli.main(words) == 2
+    assert "--vocab-size" in capsys.readouterr().err
+    assert cli.main([*words, "--input-shape", "2xz"]) == 2
+    assert "2,3,224,224" in capsys.readouterr().err
+
+
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "pareto.png"

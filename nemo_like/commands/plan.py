@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nemo_like.config import parse_bytes, parse_dtype
-from nemo_like.models import resolve_model
+from nemo_like.models import ModelSource, resolve_model
 
 HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
 
@@ -28,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
     add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
     add("--batch-size", type=int, default=1, help="sequences per rank and microbatch (default: %(default)s)")
+    add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
+    add("--vocab-size", type=int, help="for a module:function that takes token ids and states no vocab_size")
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
     add("--param-dtype", default="bf16", help="parameters in forward (default: %(default)s)")
     add("--reduce-dtype", default="fp32", help="gradients while they are reduced (default: %(default)s)")
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         model = source.build("meta", parse_dtype("--dtype", args.dtype))
         planner = Planner(
             model,
-            source.sample_input(args.batch_size, args.seq_len),
+            _sample_input(args, source),
             device=device,
             setup=Setup(
                 shard_ranks=shard_ranks,
@@ -96,7 +99,7 @@ def _say(args: argparse.Namespace, planner, result, seconds: float, model: torch
     size = sum(p.numel() for p in model.parameters())
     print(
         f"{args.model}: {size / 1e9:.2f} B parameters, {len(planner.traced.calls)} layers of {len(planner.problems)} "
-        f"kind(s), {args.batch_size} x {args.seq_len} tokens per rank on {args.world_size} x {planner.device.name}, "
+        f"kind(s), {_described(args)} per rank on {args.world_size} x {planner.device.name}, "
         f"{args.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB.\n"
     )
     print(report.table(result))
@@ -105,6 +108,27 @@ def _say(args: argparse.Namespace, planner, result, seconds: float, model: torch
         print(f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{report.breakdown(result.best.plan)}\n")
     print(report.advice(result, "batch"))
     print(f"\nPlanned in {seconds:.1f} s.")
+
+
+def _described(args: argparse.Namespace) -> str:
+    return f"an input of {args.input_shape}" if args.input_shape else f"{args.batch_size} x {args.seq_len} tokens"
+
+
+def _sample_input(args: argparse.Namespace, source: ModelSource) -> Any:
+    """What one step of one rank gives to the model."""
+    if args.input_shape:
+        try:
+            shape = tuple(int(size) for size in args.input_shape.split(","))
+        except ValueError as error:
+            raise ValueError(f"--input-shape is {args.input_shape!r}; write sizes like 2,3,224,224.") from error
+        return torch.empty(shape, device="meta")
+    if args.vocab_size is not None:
+        return torch.zeros(args.batch_size, args.seq_len, dtype=torch.long)
+    if source.vocab_size is None:
+        raise ValueError(
+            f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape."
+        )
+    return source.sample_input(args.batch_size, args.seq_len)
 
 
 def _shard_ranks(args: argparse.Namespace) -> int:
