@@ -22,7 +22,7 @@ def test_bytes_of_the_modes() -> None:
     assert rows["full + boundary"]["moved_mb"] < rows["selective + saved"]["moved_mb"] < rows["all"]["moved_mb"]
     for offloaded, plain in (("full + boundary", "full"), ("selective + saved", "selective"), ("all", "none")):
         less = rows[plain]["held_mb"] - rows[offloaded]["held_mb"]
-        assert less == pytest.approx(rows[offloaded]["moved_mb"], rel=0.15)  # what is moved is what the device lacks
+        assert less == pytest.approx(rows[offloaded]["moved_mb"], rel=0.02)  # what is moved is what the device lacks
     # Each storage once, and no weights: far less than each saved tensor by itself.
     assert rows["all"]["moved_mb"] < 0.6 * rows["x torch: save_on_cpu"]["moved_mb"]
     assert "save_on_cpu" in table.table()
