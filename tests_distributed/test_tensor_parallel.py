@@ -18,6 +18,8 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.layers import find_layers
+from nemo_like.log import logger
+from tests.families import FAMILIES
 from tests_distributed.spawn import run_ranks
 
 MODES = ("none", "full", "selective", "submodule")
@@ -353,3 +355,64 @@ def _placements(rank: int, world_size: int) -> list[str]:
 
 def test_dtensor_activations_inside_a_region_are_bitwise() -> None:
     assert run_ranks(2, _placements) == [[], []]
+
+
+WITH_A_PLAN = (
+    "gemma3_text", "phi3", "olmo2", "gpt_neox", "qwen3_moe", "olmoe", "deepseek_v3", "jamba", "qwen3_next", "llava",
+    "gemma3", "mistral3", "smolvlm", "qwen2_vl",
+)  # fmt: skip
+
+
+def _own_plans(rank: int, world_size: int) -> dict[str, int]:
+    """How many weights each family's own plan cuts; its step is that of one rank."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    cut = {}
+    for name in WITH_A_PLAN:
+        family = FAMILIES[name]
+        # eval(): ranks would draw dropout masks for their own heads.
+        reference, model = family.build().eval(), apply_tensor_parallel(family.build().eval(), mesh)
+        expected, loss = family.step(reference), family.step(model)
+        expected.backward()
+        loss.backward()
+        assert_same_step(model, loss.detach(), reference, expected.detach(), name)
+        cut[name] = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return cut
+
+
+def test_the_own_plan_of_every_family_that_has_one() -> None:
+    cut = run_ranks(2, _own_plans, timeout=200)[0]
+    # Jamba's plan names its experts and embeddings alone; all others cut attention and MLP in both layers.
+    assert cut.pop("jamba") == 4
+    assert all(count >= 10 for count in cut.values()), cut
+
+
+def _head_alone(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    said: list[str] = []
+    logger.addFilter(lambda record: said.append(record.getMessage()) or True)
+    apply_tensor_parallel(FAMILIES["qwen3_vl"].build(), mesh)
+    return said
+
+
+def test_a_plan_for_the_head_alone_is_announced() -> None:
+    if set(FAMILIES["qwen3_vl"].build().tp_plan) != {"lm_head"}:
+        pytest.skip("this transformers has a plan for Qwen3-VL's layers")
+    said, silent = run_ranks(2, _head_alone)
+    assert len(said) == 1 and "cuts lm_head and nothing in its layers" in said[0] and silent == []
+
+
+def _meta(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    shapes = []
+    for name in ("llama", "mixtral"):
+        with torch.device("meta"):
+            model = build(name)
+        apply_tensor_parallel(model, mesh)
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        assert all(parameter.is_meta for parameter in model.parameters()) and weight.shape == (DIM, DIM)
+        shapes.append(tuple(weight.to_local().shape))
+    return shapes
+
+
+def test_models_on_the_meta_device_stay_there() -> None:
+    assert run_ranks(2, _meta) == [[(DIM // 2, DIM)] * 2] * 2

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients
 from nemo_like.layers import Layer, find_layers
+from nemo_like.log import warn_once
 
 _MARK = "_nemo_like_tensor_parallel"
 # Styles whose form under sequence parallelism is known.
@@ -59,6 +60,8 @@ def apply_tensor_parallel(
         raise ValueError("The model is tensor-parallel or sharded already; apply tensor parallelism first, and once.")
     rules = resolve_plan(model, plan, mesh.size())
     layers = find_layers(model) if sequence_parallel else ()
+    if plan is None:
+        _warn_of_whole_layers(model, rules)
     if sequence_parallel:
         _check_sequence_parallel(layers, rules)
     if loss_parallel:
@@ -74,6 +77,15 @@ def apply_tensor_parallel(
     _tie_again(model, ties)
     setattr(model, _MARK, True)
     return model
+
+
+def _warn_of_whole_layers(model: nn.Module, rules: list[Rule]) -> None:
+    """Some models bring a plan for their head alone: with it every rank computes every layer, whatever ``tp`` is."""
+    if all("." not in rule.fqn for rule in rules):
+        warn_once(
+            f"The tensor-parallel plan that {type(model).__name__} brings cuts {', '.join(rule.fqn for rule in rules)} and "
+            "nothing in its layers, which every rank then computes whole. Give a plan= (tp_plan=) that names their linears."
+        )
 
 
 def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
