@@ -49,6 +49,8 @@ class Span:
     stream: Any = None
     waiting: bool = False
     """Prefetched, and nobody has read it yet."""
+    was_read: bool = False
+    """Every reader has had it once; whoever still holds on to it is not prefetched for."""
     last_buffer: weakref.ref[torch.Tensor] | None = None
     """The buffer of an earlier reading: some tensor may still hold it."""
 

@@ -158,6 +158,7 @@ class Mover:
             copy.spans = [s for s in copy.spans if s not in inside] + [span]
         span.tensors += 1
         span.unread += 1
+        span.was_read = False
 
     # -------------------------------------------------------------------------------------------------------- groups
     def open_group(self) -> None:
@@ -279,6 +280,7 @@ class Mover:
     def _end_round(self, span: Span) -> None:
         if span.unread <= 0:
             self._drop_buffer(span)
+            span.was_read = True
             span.round += 1
             span.unread = span.tensors
 
@@ -305,7 +307,7 @@ class Mover:
             wanted = self._wanted.popleft()()
             if wanted is not None and wanted.original() is None:
                 for span in wanted.spans:
-                    if not self._prefetch(wanted, span):
+                    if not span.was_read and not self._prefetch(wanted, span):
                         self._wanted.clear()
                         return
 
