@@ -352,6 +352,20 @@ def test_looped_layer_gets_one_choice():
     assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
 
 
+def test_encoder_decoder_is_planned_without_its_cache():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, decoder_start_token_id=0, pad_token_id=0
+    )
+    model, ids = transformers.T5ForConditionalGeneration(config).train(), torch.ones(2, 12, dtype=torch.long)
+    planner = Planner(model, {"input_ids": ids, "labels": ids}, device=resolve_device("cpu"), setup=Setup())
+    assert planner.traced.counts() == (1, 1, 1, 1)  # first layers of both stacks make the position biases
+    plan = planner.plan(MemoryBudget(fraction=0.6))
+    assert model.decoder.config.use_cache, "planning changes nothing"
+    apply_plan(model, plan, device_type="cpu")
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
 def test_layers_out_of_scope_are_left_alone_and_still_count():
     source = resolve_model("llama-tiny")
     model, sample = source.build("meta"), source.sample_input(2, 64)

@@ -123,8 +123,12 @@ def cache_off(model: nn.Module) -> Iterator[None]:
     """
     from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing  # local: planning.fake stays light
 
-    config = getattr(model, "config", None)
-    found = [] if config is None or has_kv_sharing(model) else list(_configs(config, set()))
+    seen: set[int] = set()
+    found: list[Any] = []
+    if not has_kv_sharing(model):
+        for module in model.modules():  # an encoder-decoder's stacks have configs of their own
+            config = getattr(module, "config", None)
+            found += [] if config is None else list(_configs(config, seen))
     before = [(c, c.use_cache) for c in found if hasattr(c, "use_cache")]
     try:
         for each, _ in before:
