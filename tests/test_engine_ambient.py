@@ -269,6 +269,44 @@ def test_buffers_that_forward_changes_are_not_changed_again_by_replay(policy, mo
             assert torch.equal(buffer, ours.get_buffer(name)), (step, name)
 
 
+class Late(nn.Module):
+    """Starts to change its buffer some forwards later, as quantisation observers and FP8 recipes with a warm-up do."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.register_buffer("shift", torch.zeros(size, 8))
+        self.on = False
+
+    def forward(self, x):
+        if self.on:
+            self.shift.add_(0.1)
+        return (self.linear(x) + self.shift[:4]).tanh() * x
+
+
+@each_policy
+def test_a_buffer_that_begins_to_change_later_is_not_changed_again_by_replay(policy):
+    plain, ours = Late(4), Late(4)
+    ours.load_state_dict(plain.state_dict())
+    for on in (False, True, True):
+        plain.on = ours.on = on
+        x = torch.randn(4, 8)
+        assert_bitwise(gradients(region(ours, policy), ours, x), gradients(plain, plain, x))
+        assert torch.equal(plain.shift, ours.shift)
+
+
+def test_a_large_buffer_that_begins_to_change_later_is_an_error_once():
+    plain, ours, x = Late(4096), Late(4096), torch.randn(4, 8)
+    ours.load_state_dict(plain.state_dict())
+    gradients(region(ours, FullPolicy()), ours, x)
+    plain.on = ours.on = True
+    with pytest.raises(RegionError, match=r"Buffer .shift., of 131072 bytes.*Run this step again"):
+        gradients(region(ours, FullPolicy()), ours, x)
+    ours.load_state_dict(plain.state_dict())
+    assert_bitwise(gradients(region(ours, FullPolicy()), ours, x), gradients(plain, plain, x))
+    assert torch.equal(plain.shift, ours.shift)
+
+
 def test_batch_norm_learned_in_evaluation_mode_first():
     torch.manual_seed(0)
     plain, ours = nn.BatchNorm1d(8), nn.BatchNorm1d(8)

@@ -13,42 +13,79 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-_Place = tuple[dict[str, Tensor | None], str]
-"""The `_buffers` dict of a sub-module, and a name in it."""
+from nemo_like.activation_checkpointing.errors import RegionError
 
-_changed: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[_Place, ...]]] = weakref.WeakKeyDictionary()
+_SMALL = 1 << 16
+"""Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
+histories, running statistics); what is large (masks, position tables) hardly ever changes."""
+
+_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[_Known, ...]]] = weakref.WeakKeyDictionary()
 
 
-def _all_buffers(module: nn.Module) -> tuple[_Place, ...]:
-    return tuple((child._buffers, name) for child in module.modules() for name in child._buffers)
+class _Known:
+    """One buffer of a module, and whether a forward has been seen to change it."""
+
+    __slots__ = ("changes", "name", "owner")
+
+    def __init__(self, owner: dict[str, Tensor | None], name: str) -> None:
+        self.owner, self.name, self.changes = owner, name, False
+
+
+def _buffers_of(module: nn.Module) -> tuple[_Known, ...]:
+    return tuple(_Known(child._buffers, name) for child in module.modules() for name in child._buffers)
+
+
+def _version(buffer: Tensor) -> int:
+    """How often `buffer` was changed in place; made in inference mode (a cached table), it cannot be."""
+    return 0 if buffer.is_inference() else buffer._version
 
 
 class BufferSnapshot:
     """The buffers that `module` changes in its forward, as they were before it.
 
-    Which ones those are is learned: the first forward of a module (once for training, once for evaluation mode)
-    copies all its buffers and compares; later ones copy only what that found. Modules without buffers, as most
-    transformer layers are, cost nothing.
+    The first forward of a module (once for training, once for evaluation mode) copies all its buffers and compares.
+    Later ones copy the small buffers and those that were seen to change, and drop the copies of what did not change by
+    identity and version. Modules without buffers, as most transformer layers are, cost nothing.
     """
 
-    __slots__ = ("_copies", "_learning", "_module")
+    __slots__ = ("_before", "_copies", "_first", "_mode", "_module")
 
     def __init__(self, module: nn.Module) -> None:
-        known = _changed.get(module, {}).get(module.training)
-        self._learning = known is None
-        self._module = module
-        self._copies = [
-            (owner, name, buffer.detach().clone())
-            for owner, name in (_all_buffers(module) if known is None else known)
-            if (buffer := owner.get(name)) is not None
-        ]
+        self._module, self._mode = module, module.training
+        known_buffers = _known.get(module, {}).get(self._mode)
+        self._first = _buffers_of(module) if known_buffers is None else None
+        self._before: list[tuple[_Known, Tensor, int, Tensor | None]] = []
+        for known in known_buffers or self._first or ():
+            buffer = known.owner.get(known.name)
+            if buffer is not None:
+                copied = self._first or known.changes or buffer.nbytes <= _SMALL
+                self._before.append((known, buffer, _version(buffer), buffer.detach().clone() if copied else None))
+        self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
 
     def forward_done(self) -> bool:
-        """Call after forward. Returns whether there is state to put back for a replay."""
-        if self._learning:
-            self._copies = [item for item in self._copies if _differs(item[0].get(item[1]), item[2])]
-            places = tuple((owner, name) for owner, name, _ in self._copies)
-            _changed.setdefault(self._module, {})[self._module.training] = places
+        """Call after forward. Returns whether there is state to put back for a replay.
+
+        Raises RegionError for a large buffer that changes for the first time after forwards that left it alone: there
+        is no copy of it to replay from.
+        """
+        if self._first is not None:
+            _known.setdefault(self._module, {})[self._mode] = self._first
+        for known, buffer, version, copy in self._before:
+            now = known.owner.get(known.name)
+            changed = known.changes or now is not buffer or _version(buffer) != version
+            # Writes through `.data` count no version, the values tell; once only, because the host waits for the device.
+            changed = changed or (self._first is not None and copy is not None and _differs(now, copy))
+            if not changed:
+                continue
+            known.changes = True
+            if copy is None and _version(buffer) != version:
+                raise RegionError(
+                    f"Buffer {known.name!r}, of {buffer.nbytes} bytes, was changed in place inside a checkpointed region, "
+                    "and earlier forwards had left it alone, so no copy was made to replay from. Run this step again "
+                    "(the buffer is copied from now on), or change the buffer outside of the layer."
+                )
+            self._copies.append((known.owner, known.name, buffer.detach() if copy is None else copy))
+        self._before = []
         return bool(self._copies)
 
     @contextlib.contextmanager
