@@ -24,7 +24,8 @@ from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once, warn_once
 from nemo_like.offload import apply_offloading, parse_offload
-from nemo_like.precision import autocast_forward, read_precision
+from nemo_like.planning.sharding import OPTIMIZERS
+from nemo_like.precision import autocast_forward, check_autocast, read_precision
 from nemo_like.request import CheckpointRequest, read_checkpointing
 
 _MARK = "_nemo_like_parallelized"
@@ -123,7 +124,7 @@ def parallelize(
         loss_parallel: with `tp`: the logits stay split by vocabulary.
         sample_input: what one step of one rank gives to the model, as keywords, positions or one tensor; needed by
             budgets, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first.
-        optimizer: the optimizer whose state a budget counts: ``"adamw"``, ``"adamw8bit"``, ``"sgd"``, ...
+        optimizer: the optimizer whose state a budget counts: ``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ...
         device: where the model goes; default: this rank's accelerator if there is one, else the CPU.
 
     Raises:
@@ -143,10 +144,15 @@ def parallelize(
         frozen_sharding=frozen_sharding,
     )
     check_options(**options)
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer is {optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
+    _check_device(device)
     mesh = _mesh(strategy, mesh, dp_replicate, tp, device)
     shard_mesh = mesh if strategy == "fsdp2" else None
     if shard_mesh is not None:
         check_sharding(model, request.found, shard_mesh, **options)
+    else:
+        check_autocast(model, precision.param_dtype)
     planning = dict(
         mesh=shard_mesh,
         world_size=1 if shard_mesh is None else None,
@@ -241,6 +247,20 @@ def _check_tensor_parallel(
             raise ValueError(f"{name}=True splits tensors over the ranks of tp, and there is one; pass tp= as well.")
     if tp_plan is not None and not split:
         warn_once("tp_plan was given, and tp is one rank: no weight is split.")
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    if device is None:
+        return
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; write it like 'cpu', 'cuda' or 'cuda:1'.") from error
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device is {device!r}, and torch sees {torch.cuda.device_count()} CUDA device(s) here. Leave device out to "
+            "take what there is, or install a CUDA build of torch."
+        )
 
 
 def _mesh(

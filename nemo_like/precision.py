@@ -41,6 +41,22 @@ def read_precision(
     return mp_policy
 
 
+def check_autocast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Raise ValueError where autocast cannot make `model` compute in `param_dtype`, as FSDP2's cast could.
+
+    Autocast lowers to bfloat16 or float16 and nothing else; it would leave the model as it is, silently.
+    """
+    if param_dtype in (None, torch.bfloat16, torch.float16):
+        return
+    stored = {p.dtype for p in model.parameters() if p.is_floating_point()} - {param_dtype}
+    if param_dtype is not torch.float32 or stored:
+        raise ValueError(
+            f"param_dtype is {param_dtype}, and without FSDP2 the model computes under autocast, which lowers float32 to "
+            f"bfloat16 or float16 only; parameters are {', '.join(sorted(map(str, stored))) or param_dtype}. Leave "
+            f"param_dtype out and convert the model first: model.to({param_dtype})."
+        )
+
+
 def autocast_forward(
     model: nn.Module, device_type: str, param_dtype: torch.dtype | None, output_dtype: torch.dtype | None
 ) -> None:

@@ -50,6 +50,10 @@ BAD = {
     "replicas on one rank": (dict(dp_replicate=2), "dp_replicate is 2, but this job has one rank"),
     "offload without fsdp2": (dict(strategy="single", cpu_offload=True), "cpu_offload=True keeps FSDP2's shards"),
     "mesh": (dict(mesh="dp"), "must be a torch DeviceMesh"),
+    "device": (dict(device="tpu"), "device is 'tpu'; write it like 'cpu'"),
+    "device that is not there": (dict(device="cuda:99"), r"device is 'cuda:99', and torch sees \d+ CUDA device"),
+    "optimizer": (dict(optimizer="adamm"), "optimizer is 'adamm'; it must be one of adamw, "),
+    "dtype that autocast has not": (dict(param_dtype=torch.float64), "param_dtype is torch.float64, and without FSDP2"),
 }
 
 
@@ -135,6 +139,12 @@ def test_output_dtype_and_param_dtype_on_one_device() -> None:
     assert all(p.dtype is torch.float32 for p in model.parameters())
     plain = parallelize(PlainDecoder(), "single", "none", param_dtype=torch.bfloat16)
     assert plain(batch(2)).dtype is torch.bfloat16
+
+
+def test_a_dtype_that_autocast_would_ignore_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"parameters are torch\.bfloat16.*model\.to\(torch\.float32\)"):
+        parallelize(PlainDecoder().bfloat16(), "single", param_dtype="fp32")
+    parallelize(PlainDecoder(), "single", param_dtype="fp32")
 
 
 def test_config_objects_and_policies_are_modes_too() -> None:
