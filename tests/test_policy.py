@@ -1,6 +1,7 @@
 """Policies as objects: what they decide, what they refuse."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -100,6 +101,16 @@ def test_a_table_survives_json():
     assert again == table and hash(again) == hash(table)
     assert again != DecisionTable({"aten.mm.default": [SAVE]})
     assert table.to_json() == {"aten.mm.default": ["save", "recompute", "host", "skip"], "aten.topk.default": ["save"]}
+
+
+def test_policies_can_be_pickled():
+    extra = (op for op in [aten.gelu.default, "aten.exp.default"])
+    policy = SelectivePolicy(every_nth_matmul=3, extra=extra, drop=[aten.topk])
+    again = pickle.loads(pickle.dumps(policy))
+    assert again.every_nth_matmul == 3 and set(again.tracked_ops()) == set(policy.tracked_ops())
+    assert {aten.gelu.default, aten.exp.default} <= set(again.tracked_ops()) and aten.topk.default not in again.tracked_ops()
+    table = DecisionTable({"aten.mm.default": [SAVE, RECOMPUTE]})
+    assert pickle.loads(pickle.dumps(table)) == table
 
 
 def test_a_table_keeps_routing_without_being_asked():

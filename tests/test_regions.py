@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
 
+from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing import (
     SELECTIVE_AC_WRAPPER_FLAG,
     CheckpointWrapper,
@@ -141,6 +143,48 @@ def test_bad_layers_are_refused_and_nothing_changes() -> None:
         CheckpointWrapper(3)
     with pytest.raises(ValueError, match="use_reentrant=True keeps nothing"):
         CheckpointWrapper(nn.Linear(2, 2), True, policy=SelectivePolicy())
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_is_set_on_a_wrapped_layer_is_what_runs(mode: str) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.gain, self.policy = nn.Linear(2, 2), 1.0, "of the layer itself"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(x) * self.gain
+
+    model = nn.ModuleList([Layer()])
+    layers = list(model)
+    if mode == "full":
+        apply_full_layer_checkpointing_to_layers(model, layers)
+    else:
+        apply_selective_checkpointing_to_layers(model, layers, False)
+    wrapper, bare, new = model[0], unwrap_checkpoint_wrapper(model[0]), nn.Linear(2, 2)
+    wrapper.gain, wrapper.inside = 3.0, new  # as somebody does who finds the layer by its name, an adapter library say
+    assert bare.gain == 3.0 and bare.inside is new
+    assert list(model.state_dict()) == ["0.inside.weight", "0.inside.bias"]
+    x = torch.ones(1, 2)
+    assert torch.equal(wrapper(x), new(x) * 3.0)
+    wrapper.train(False)
+    assert not wrapper.training and not bare.training
+    assert bare.policy == "of the layer itself" and wrapper.policy is not bare.policy
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
+def test_a_model_can_be_pickled_before_and_after_a_step(ac: str) -> None:
+    model = apply_activation_checkpointing(PlainDecoder(), ac)
+    for _ in range(2):
+        again = pickle.loads(pickle.dumps(model))
+        grads = []
+        for m in (model, again):
+            m.zero_grad()
+            torch.manual_seed(0)
+            loss_of(m, batch(2)).backward()
+            grads.append([p.grad for p in m.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        assert [type(m) for m in model.modules()] == [type(m) for m in again.modules()]
 
 
 def test_a_cache_in_training_is_refused_and_allowed_without_gradients() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -24,3 +25,15 @@ class Nameless(nn.Module):
             memo.add(self)
         yield prefix, self
         yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)  # type: ignore[union-attr]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the module inside has (a flag, a child, a weight) there, from where it is read, too.
+
+        On the wrapper it would change nothing: ``model.layers[0].mlp = adapted`` must be what runs from then on.
+        """
+        mine = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
+        inner = None if mine else self.__dict__.get("_modules", {}).get("_checkpoint_wrapped_module")
+        if inner is not None and hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)

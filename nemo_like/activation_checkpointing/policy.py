@@ -10,7 +10,7 @@ import enum
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from nemo_like.activation_checkpointing import save_ops
 from nemo_like.activation_checkpointing.save_ops import Op
@@ -126,6 +126,9 @@ class SelectivePolicy:
         n = self.every_nth_matmul
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
             raise ValueError(f"SelectivePolicy.every_nth_matmul is {n!r}; it must be a whole number >= 1, or None.")
+        for name in ("save_ops", "extra", "drop"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(given))  # once and for all, if it is an iterator
         ops = self.get_save_ops()
         refused = sorted(str(op) for op in ops if not save_ops.can_be_tracked(op))
         if refused:
@@ -135,6 +138,19 @@ class SelectivePolicy:
             )
         alternate = save_ops.plain_matmuls() if n is not None else frozenset()
         self._kinds.update({op: op in alternate for op in ops})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Operators by name: they cannot be pickled themselves, and a model is saved and sent to ranks with its policy."""
+        names = {
+            name: tuple(str(op) for op in ops)
+            for name in ("save_ops", "extra", "drop")
+            if (ops := getattr(self, name)) is not None
+        }
+        return self.__dict__ | names | {"_kinds": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
 
     def get_save_ops(self) -> frozenset[Op]:
         """The operators to keep. The hook to override."""
@@ -218,6 +234,9 @@ class DecisionTable:
     def from_json(cls, data: Mapping[str, Sequence[str]]) -> DecisionTable:
         """The inverse of `to_json`."""
         return cls({name: [_as_decision(item) for item in row] for name, row in data.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_json, (self.to_json(),)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DecisionTable) and self.decisions == other.decisions

@@ -29,12 +29,20 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
     """A module whose activations are replayed in backward. Subclass of PyTorch's wrapper, so tools recognise it.
 
     Parameter, buffer, module and state-dict names are those of the bare module: the wrapper adds no name of its own.
-    Attributes of the bare module are read through it.
+    Attributes of the bare module are read and set through it.
 
     >>> wrapped = CheckpointWrapper(nn.Linear(2, 3))
     >>> [name for name, _ in nn.Sequential(wrapped).named_parameters()], wrapped.out_features
     (['0.weight', '0.bias'], 3)
     """
+
+    # On the class, so that they are the wrapper's own where the module inside has attributes of the same names.
+    policy: Policy = FullPolicy()
+    region_name: str = ""
+    use_reentrant: bool = False
+    preserve_rng_state: bool = True
+    early_stop: bool | None = None
+    transfer: Transfer | None = None
 
     def __init__(
         self,

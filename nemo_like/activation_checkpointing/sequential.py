@@ -115,6 +115,10 @@ class Segment:
         self._preserve_rng_state = preserve_rng_state
         self._open: weakref.ref[_SegmentRegion] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the region that may be open: it belongs to this segment's graph, not to a copy's."""
+        return self.__dict__ | {"_open": None}
+
     def call(self, run: Callable[..., Any], position: int, name: str, args: Any, kwargs: Any) -> Any:
         """Run one member's call as part of the region that is open, or of a new one."""
         region = self._open() if self._open is not None else None
