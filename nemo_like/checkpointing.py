@@ -32,6 +32,11 @@ def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:
         ValueError, TypeError: as `parse_ac`; and for a memory budget, which needs `parallelize` and a sample input.
     """
     config = parse_ac("selective" if isinstance(ac, SelectivePolicy) else ac)
+    if isinstance(ac, CheckpointConfig) and not ac.enabled and ac != CheckpointConfig():
+        warn_once(
+            "A CheckpointConfig with settings was given, but its field enabled is False, the default: nothing is "
+            "checkpointed. Set enabled=True."
+        )
     if isinstance(config, MemoryBudget):
         raise ValueError(
             f"ac is {ac!r}, a memory budget: only nemo_like.parallelize and apply_activation_checkpointing can make a plan."

@@ -291,7 +291,8 @@ def parse_ac(ac: Any) -> CheckpointConfig | MemoryBudget:
     if not isinstance(ac, str):
         raise TypeError(
             f"ac is {ac!r}, a {type(ac).__name__}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
-            "a budget such as '40GiB' or '50%', a MemoryBudget or a CheckpointConfig."
+            "a budget such as '40GiB' or '50%', a MemoryBudget or a CheckpointConfig (CheckpointConfig.from_dict makes one "
+            "of a mapping)."
         )
     word = normalise(ac)
     if word in AC_STRATEGIES:

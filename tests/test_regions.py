@@ -209,6 +209,10 @@ def test_reentrant_gives_the_same_gradients_and_refuses_tensors_by_keyword() -> 
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
     with pytest.raises(TypeError, match=r"tensors by keyword \(x\)"):
         CheckpointWrapper(nn.Linear(2, 2), use_reentrant=True)(x=torch.ones(1, 2))
+    # Known failure 7: torch would warn and train nothing.
+    with pytest.raises(RuntimeError, match=r"layers\.0 has weights to train and no input that requires a gradient"):
+        CheckpointWrapper(nn.Linear(2, 2), use_reentrant=True, name="layers.0")(torch.ones(1, 2))
+    CheckpointWrapper(nn.Linear(2, 2).requires_grad_(False), use_reentrant=True)(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,15 @@ def test_segments_are_balanced_by_measured_bytes():
     assert all(torch.equal(wanted[name], got[name]) and torch.equal(wanted[name], other[name]) for name in wanted)
 
 
-def test_disabled_changes_nothing():
+def test_disabled_changes_nothing(caplog):
+    forget_announcements()
     model = Stack(32, 32)
+    with caplog.at_level(logging.WARNING, logger="nemo_like"):
+        apply_activation_checkpointing(model, CheckpointConfig())
+        assert not caplog.messages
+        for _ in range(2):  # a strategy without `enabled` is no doubt forgotten: said once
+            apply_activation_checkpointing(model, CheckpointConfig(strategy="full"))
+    assert len(caplog.messages) == 1 and "Set enabled=True" in caplog.messages[0]
     for off in (CheckpointConfig(), config(enabled=False, strategy="full")):
         checkpointer = SelectiveCheckpointer(off)
         assert checkpointer.apply(model) is model and checkpointer.get_checkpointed_layers() == []

@@ -126,6 +126,12 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
                 f"{self.region_name} was called with tensors by keyword ({', '.join(tensors)}), whose gradients "
                 "use_reentrant=True loses; use use_reentrant=False."
             )
+        takes_gradients = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+        if not takes_gradients and any(p.requires_grad for p in self._checkpoint_wrapped_module.parameters()):
+            raise RuntimeError(
+                f"{self.region_name} has weights to train and no input that requires a gradient, as behind a frozen "
+                "embedding: use_reentrant=True would leave them without gradients. Use use_reentrant=False."
+            )
         return torch.utils.checkpoint.checkpoint(
             lambda *positional: self._checkpoint_wrapped_module(*positional, **kwargs),
             *args,
