@@ -201,6 +201,8 @@ def _check_model_and_strategy(
         raise ValueError(
             f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}." + did_you_mean(str(word), STRATEGIES)
         )
+    if not isinstance(cpu_offload, bool):
+        raise TypeError(f"cpu_offload is {cpu_offload!r}; it must be True or False.")
     if word != "fsdp2" and cpu_offload:
         raise ValueError(f"cpu_offload=True keeps FSDP2's shards in host memory; strategy {word!r} has none.")
     if word != "fsdp2" and (tp not in (None, 1) or tp_plan is not None):
@@ -285,12 +287,16 @@ def _mesh(
     if strategy == "single":
         if mesh is not None:
             raise ValueError("strategy='single' uses no process group, but a mesh was given; use 'fsdp2' or 'ddp'.")
+        if dp_replicate != 1:
+            raise ValueError(f"dp_replicate is {dp_replicate!r}, and strategy='single' has no replicas; use 'fsdp2'.")
         warn_once(f"strategy='single' in a job of {ranks} ranks: every rank trains a model of its own.")
         return None
     if strategy == "ddp" and dp_replicate not in (1, ranks):
         raise ValueError(f"dp_replicate is {dp_replicate}, but 'ddp' replicates over all {ranks} ranks; use 'fsdp2'.")
     device_type = None if device is None else torch.device(device).type
-    return mesh if mesh is not None else build_mesh(dp_replicate=dp_replicate, tp=tp or 1, device_type=device_type)
+    return mesh if mesh is not None else build_mesh(
+        dp_replicate=dp_replicate, tp=1 if tp is None else tp, device_type=device_type
+    )
 
 
 def _replicate(

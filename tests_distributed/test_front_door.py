@@ -97,6 +97,10 @@ def _refused(rank: int, world_size: int, arguments: dict, message: str) -> None:
         (dict(frozen_sharding="nowhere"), "frozen_sharding"),
         (dict(strategy="nccl"), "strategy is 'nccl'"),
         (dict(strategy="ddp", cpu_offload=True), "cpu_offload"),
+        (dict(cpu_offload="yes"), "cpu_offload is 'yes'"),
+        (dict(tp=0), "tp is 0"),
+        (dict(strategy="single", dp_replicate=2), "strategy='single' has no replicas"),
+        (dict(device="cuda:99"), "device is 'cuda:99'"),
     ],
 )
 def test_bad_input_is_an_error_on_every_rank_and_nobody_hangs(arguments: dict, message: str) -> None:
