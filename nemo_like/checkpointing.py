@@ -26,12 +26,13 @@ from nemo_like.log import warn_once
 
 
 def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:
-    """``ac=`` as a config and, where single ops are kept, the policy.
+    """``ac=`` as a config and, where single ops are kept, the policy. A `Policy` object means ``selective`` with it.
 
     Raises:
         ValueError, TypeError: as `parse_ac`; and for a memory budget, which needs `parallelize` and a sample input.
     """
-    config = parse_ac("selective" if isinstance(ac, SelectivePolicy) else ac)
+    own = ac if isinstance(ac, Policy) else None
+    config = parse_ac("selective" if own is not None else ac)
     if isinstance(ac, CheckpointConfig) and not ac.enabled and ac != CheckpointConfig():
         warn_once(
             "A CheckpointConfig with settings was given, but its field enabled is False, the default: nothing is "
@@ -41,8 +42,8 @@ def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:
         raise ValueError(
             f"ac is {ac!r}, a memory budget: only nemo_like.parallelize and apply_activation_checkpointing can make a plan."
         )
-    if isinstance(ac, SelectivePolicy):
-        return config, ac
+    if own is not None:
+        return config, own
     if config.mode != "selective":
         return config, None
     if config.ops_to_save is None:

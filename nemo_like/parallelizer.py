@@ -97,7 +97,8 @@ def parallelize(
         ac: ``None``/``False``/``"none"``, ``True``/``"full"`` (replay whole layers), ``"selective"`` (keep the
             expensive ops), ``"submodule"``, ``"sequential"`` (replay segments of layers); ``"40GiB"`` (the best plan
             for that peak per rank), ``"50%"`` (of the activation bytes of ``"none"``), ``"auto"`` (this device's memory)
-            or a `MemoryBudget`, all with `sample_input`; a `Plan`, a `CheckpointConfig`, or a `SelectivePolicy`.
+            or a `MemoryBudget`, all with
+            `sample_input`; a `Plan`, a `CheckpointConfig`, or a policy object (`SelectivePolicy`, `TorchPolicy`).
         mesh: a mesh that a framework built, with axes out of ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``; default:
             made from the launcher's environment.
         ac_scope: the groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
