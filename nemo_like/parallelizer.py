@@ -52,6 +52,7 @@ def apply_activation_checkpointing(
         ValueError, TypeError: as `parallelize`. The model is unchanged then.
     """
     request = read_checkpointing(model, ac, scope, layers, sample_input)
+    _check_compile(compile, request)
     request.carry_out(model, compile=compile)
     return model
 

@@ -184,6 +184,15 @@ def test_a_users_own_policy_function_is_a_mode() -> None:
     assert backward_flops("full")[0] > plain_flops
 
 
+def test_a_reentrant_layer_cannot_be_compiled() -> None:
+    config = CheckpointConfig(enabled=True, strategy="full", use_reentrant=True, profile_before_apply=False)
+    for apply in (apply_activation_checkpointing, parallelize):
+        model = PlainDecoder()
+        with pytest.raises(ValueError, match="use_reentrant is True and compile is on"):
+            apply(model, ac=config, compile=True)
+        assert not any(isinstance(m, CheckpointWrapper) for m in model.modules())
+
+
 def test_layers_can_be_named() -> None:
     model = parallelize(PlainDecoder(), "single", "full", layers=["blocks.1"])
     assert [isinstance(b, CheckpointWrapper) for b in model.blocks] == [False, True, False]
