@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from nemo_like import parallelize
 from tests.decoders import batch, build, loss_of
