@@ -29,6 +29,7 @@ from nemo_like.precision import autocast_forward, check_autocast, read_precision
 from nemo_like.request import CheckpointRequest, read_checkpointing
 
 _MARK = "_nemo_like_parallelized"
+_FSDP2_DEFAULTS = dict(reshard_after_forward=None, forward_prefetch=1, backward_prefetch=1, frozen_sharding="root")
 
 
 def apply_activation_checkpointing(
@@ -53,7 +54,7 @@ def apply_activation_checkpointing(
     """
     request = read_checkpointing(model, ac, scope, layers, sample_input)
     _check_compile(compile, request)
-    request.carry_out(model, compile=compile)
+    request.settle(model).carry_out(model, compile=compile)
     return model
 
 
@@ -111,7 +112,8 @@ def parallelize(
         reduce_dtype: the dtype to reduce gradients in (FSDP2); default: float32 where `param_dtype` is given.
         output_dtype: the dtype of the model's floating-point outputs.
         cpu_offload: FSDP2 only: keep parameters, gradients and optimizer state in host memory.
-        reshard_after_forward: FSDP2: free a layer's parameters after its forward; None: all but the last layer.
+        reshard_after_forward: FSDP2: free a layer's parameters after its forward; None: all but the last layer. A number:
+            shard layers over that many ranks in between; the last layer and the tail stay whole.
         forward_prefetch: FSDP2: how many layers ahead forward gathers.
         backward_prefetch: FSDP2: how many layers ahead backward gathers.
         dp_replicate: FSDP2: replicas of the sharded model (HSDP); must divide the number of ranks.
@@ -146,6 +148,8 @@ def parallelize(
         frozen_sharding=frozen_sharding,
     )
     check_options(**options)
+    if strategy == "ddp" and options != _FSDP2_DEFAULTS:
+        warn_once(f"Options of FSDP2 were given ({', '.join(options)}), and strategy is 'ddp': they change nothing.")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
     _check_device(device)
@@ -167,12 +171,13 @@ def parallelize(
     names = [layer.fqn for layer in request.found]
     split = axis_size(shard_mesh, "tp") > 1
     _check_tensor_parallel(split, request, tp_plan, sequence_parallel, loss_parallel)
+    request = request.settle(model, planning)
 
     if shard_mesh is not None and split:
         apply_tensor_parallel(
             model, shard_mesh["tp"], tp_plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
         )
-    request.carry_out(model, compile=backend is not None, planning=planning)
+    request.carry_out(model, compile=backend is not None)
     if backend is not None:
         compile_layers(model, backend, _modules(model, names))
     if offload_config.mode != "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from nemo_like.checkpointing import checkpoint_found, parse_checkpointing, refus
 from nemo_like.choice import choose_layers
 from nemo_like.config import CheckpointConfig, MemoryBudget, normalise, parse_ac
 from nemo_like.layers import Layer, find_layers, select_layers
-from nemo_like.log import is_rank_zero, logger
+from nemo_like.log import is_rank_zero, logger, warn_once
 from nemo_like.planning.apply import apply_plan
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import plan_for
@@ -35,26 +35,37 @@ class CheckpointRequest:
     policy: Policy | None = None
     budget: MemoryBudget | str | None = None
     plan: Plan | None = None
+    saved_bytes: dict[str, int] | None = None
+    """Measured activation bytes by layer name, once settled."""
 
-    def carry_out(self, model: nn.Module, *, compile: bool = False, planning: dict[str, Any] | None = None) -> None:
-        """Checkpoint `model`, the one that was checked, in place. `planning`: what `plan_for` needs to know besides."""
+    def settle(self, model: nn.Module, planning: dict[str, Any] | None = None) -> CheckpointRequest:
+        """This request with all that has to be found out by running or tracing `model`, which is not changed.
+
+        `planning` is what `plan_for` needs to know besides. Raises what a bad sample input or budget raises.
+        """
+        if self.config is not None:
+            return replace(self, saved_bytes=self._measured(model))
+        if self.budget is None:
+            return self
+        names = [layer.fqn for layer in self.chosen]
+        plan = plan_for(model, self.budget, self.sample_input, layers=names, **(planning or {}))
+        if is_rank_zero():
+            logger.info(
+                f"ac={plan.budget!r}: predicted peak {plan.peak_bytes / 2**30:.2f} GiB per rank, replay "
+                f"{plan.replay_share:.0%} of a forward pass."
+            )
+        return replace(self, plan=plan, budget=None)
+
+    def carry_out(self, model: nn.Module, *, compile: bool = False) -> None:
+        """Checkpoint `model`, the one that this settled request was made for, in place."""
         if self.config is not None:
             checkpoint_found(
-                model, self.chosen, self.config, self.policy, compile=compile, saved_bytes=self._measured(model)
+                model, self.chosen, self.config, self.policy, compile=compile, saved_bytes=self.saved_bytes
             )
             return
-        plan = self.plan
-        if plan is None:
-            assert self.budget is not None
-            names = [layer.fqn for layer in self.chosen]
-            plan = plan_for(model, self.budget, self.sample_input, layers=names, **(planning or {}))
-            if is_rank_zero():
-                logger.info(
-                    f"ac={plan.budget!r}: predicted peak {plan.peak_bytes / 2**30:.2f} GiB per rank, replay "
-                    f"{plan.replay_share:.0%} of a forward pass."
-                )
+        assert self.plan is not None, "settle() comes first"
         kv_sharing.disable_cache(model)
-        apply_plan(model, plan)
+        apply_plan(model, self.plan)
         for module in model.modules():
             if isinstance(module, CheckpointWrapper) and not isinstance(module.policy, FullPolicy):
                 setattr(module, SELECTIVE_AC_WRAPPER_FLAG, True)
@@ -65,6 +76,12 @@ class CheckpointRequest:
         assert config is not None
         wanted = config.profile_before_apply or config.mode == "sequential"
         if config.mode == "none" or not wanted or self.sample_input is None:
+            return None
+        if any(parameter.is_meta for parameter in model.parameters()):
+            warn_once(
+                "A measurement of each layer was asked for, but the model is on the meta device and cannot run: all layers "
+                "count alike. Pass a model with weights, or no sample_input."
+            )
             return None
         report = MemoryProfiler(model).profile(self.sample_input, config.profile_num_runs)
         return {row.name: row.activation_bytes for row in report}

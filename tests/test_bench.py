@@ -135,4 +135,12 @@ def test_the_scale_suite_sets_up_without_memory():
     measured = _measure("llama3-1b", 8)
     assert measured["parameters"] == 1_235_814_400 and measured["layers"] == 16
     assert not torch.distributed.is_initialized()
-    assert set(SUITES) == {"memory", "overhead", "offload", "scale"}
+    assert set(SUITES) == {"memory", "overhead", "offload", "planning", "scale"}
+
+
+def test_the_planning_suite_plans_every_layer_from_one_block():
+    from nemo_like.bench.planning import measure
+
+    row = measure("llama3-1b", 8, tokens=256)
+    assert row["layers"] == 16 and row["kinds"] == 1
+    assert row["total_s"] == pytest.approx(sum(row[key] for key in ("build_s", "trace_s", "choose_s", "plan_s")))

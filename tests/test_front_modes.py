@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like import CheckpointConfig, CheckpointWrapper, MemoryBudget, apply_activation_checkpointing, parallelize
+from nemo_like.log import forget_announcements
 from nemo_like.offload import offloader_of
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import BudgetError, plan_for
@@ -121,3 +122,26 @@ def test_sharding_options_are_checked_on_one_rank_too() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             parallelize(build("plain"), **arguments)
+
+
+def test_a_bad_sample_input_leaves_the_model_alone() -> None:
+    for ac in ("sequential", "50%", CheckpointConfig(enabled=True)):
+        model = build("llama")
+        before = dict(model.named_modules())
+        with pytest.raises((TypeError, ValueError)):
+            parallelize(model, ac=ac, sample_input={"no_such_argument": IDS})
+        assert dict(model.named_modules()) == before
+
+
+def test_a_meta_model_is_not_measured_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    forget_announcements()
+    with torch.device("meta"):
+        model = build("llama")
+    parallelize(model, ac="sequential", sample_input=SAMPLE)
+    assert "is on the meta device and cannot run" in caplog.text
+
+
+def test_options_of_fsdp2_under_ddp_are_announced(caplog: pytest.LogCaptureFixture) -> None:
+    forget_announcements()
+    parallelize(build("plain"), "ddp", forward_prefetch=2)
+    assert "strategy is 'ddp': they change nothing" in caplog.text

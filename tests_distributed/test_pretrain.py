@@ -119,6 +119,13 @@ def test_every_strategy_and_number_of_ranks_is_the_same_run(base: list[str], tmp
     _assert_close(_run(2, [*arguments, "--cpu-offload"], tmp_path / "found"), single)
 
 
+def test_fifty_steps_of_the_default_job_beat_byte_frequencies(tmp_path: Path):
+    """The README's command, a quarter of it: real text, two ranks, every default."""
+    run = _run(2, ["--steps", "50", "--eval-every", "0", "--plain"], tmp_path / "run.json")
+    assert run["losses"][-1] < run["losses"][0] - 2
+    assert run["eval_losses"][-1]["loss"] < run["unigram_entropy"] - 0.2
+
+
 def test_resume_is_bitwise_on_the_same_ranks_and_correct_on_others(base: list[str], tmp_path: Path):
     def keep_up_to(step: int, folder: Path) -> list[str]:
         """A copy of the checkpoints up to `step`, as a run killed before the next one leaves them."""

@@ -16,7 +16,7 @@ from nemo_like.activation_checkpointing.transfer import HostHandle
 class Kept:
     """One tracked call of forward: what it was, what was decided, and its output where that was kept."""
 
-    __slots__ = ("decision", "handle", "op", "packs_before", "private", "rng_after", "value", "version")
+    __slots__ = ("decision", "op", "packs_before", "private", "rng_after", "value", "version")
 
     def __init__(self, op: Op, decision: Decision, packs_before: int) -> None:
         self.op = op
@@ -24,7 +24,6 @@ class Kept:
         self.packs_before = packs_before
         self.value: Any = None
         self.version: Any = None
-        self.handle: Any = None
         self.rng_after: Any = None
         """The random-number state after a call that drew and is kept."""
         self.private = False

@@ -7,7 +7,7 @@ A suite is a module of this package with ``HELP: str`` and ``run(options: BenchO
 from nemo_like.bench.options import BenchOptions
 from nemo_like.bench.report import Results, Table
 
-SUITES = ("memory", "overhead", "offload", "scale")
+SUITES = ("memory", "overhead", "offload", "planning", "scale")
 """The names of the suites; each is the module of that name in this package."""
 
 __all__ = ["SUITES", "BenchOptions", "Results", "Table"]

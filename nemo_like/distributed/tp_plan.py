@@ -61,7 +61,7 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str | ParallelStyle] | Non
     if not wanted:
         raise ValueError(
             f"This {type(model).__name__} brings no tensor-parallel plan (tp_plan, config.base_model_tp_plan). Give "
-            "one: plan={'layers.*.q_proj': 'colwise', 'layers.*.o_proj': 'rowwise', ...}."
+            "one: tp_plan={'layers.*.q_proj': 'colwise', 'layers.*.o_proj': 'rowwise', ...}."
         )
     rules = [rule for pattern, style in wanted.items() for rule in _rules(model, pattern, style, own)]
     if not rules:

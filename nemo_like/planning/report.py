@@ -58,7 +58,8 @@ def make_report(planner: Planner, budgets: Sequence[str] = (), limit: int | None
     problem = ""
     try:
         text = _gib(limit)  # rounded down, so that whoever writes it stays within the limit
-        rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit))
+        if text not in asked:
+            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit))
     except BudgetError as error:
         problem = str(error)
     fitting = [row for row in rows if row.fits]
