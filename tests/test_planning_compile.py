@@ -68,6 +68,11 @@ def _run(budget: str | None, backend: str | None, dropout: float):
     return [p.grad for p in [x, *model.parameters()]], sum(kept.values()), plan
 
 
+def _skip_without_a_compiler(backend: str | None) -> None:
+    if backend == "inductor" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        pytest.skip("Inductor needs a C++ compiler here")
+
+
 @pytest.mark.parametrize(
     ("backend", "budgets"),
     [(None, ("25%", "50%", "75%")), ("aot_eager", ("25%", "50%", "75%")), ("inductor", ("50%",))],
@@ -75,8 +80,7 @@ def _run(budget: str | None, backend: str | None, dropout: float):
 )
 def test_dropout_is_right_at_every_budget(backend, budgets):
     """Known failure 26: PyTorch's memory-budget partitioner recomputes random ops without their state (#190758)."""
-    if backend == "inductor" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        pytest.skip("Inductor needs a C++ compiler here")
+    _skip_without_a_compiler(backend)
     wanted, _, _ = _run(None, backend, 0.2)
     for budget in budgets:
         got, _, plan = _run(budget, backend, 0.2)
@@ -85,10 +89,14 @@ def test_dropout_is_right_at_every_budget(backend, budgets):
             assert torch.equal(a, b), (budget, backend)
 
 
-def test_compiled_layers_keep_what_was_planned():
+@pytest.mark.parametrize(("backend", "budgets"), [("aot_eager", ("25%", "50%", "75%")), ("inductor", ("25%", "75%"))])
+def test_compiled_layers_keep_what_was_planned(backend, budgets):
     """The partitioner follows the tables; besides, it keeps what costs it nothing: statistics of norms."""
     output = 2 * 16 * HIDDEN * 4  # the loss keeps the last layer's output
     statistics = 2 * 2 * 2 * 16 * 4  # mean and rstd of each layer's norm
-    for budget in ("25%", "50%", "75%"):
-        _, kept, plan = _run(budget, "aot_eager", 0.0)
-        assert plan.held_bytes <= kept - output <= plan.held_bytes + statistics, budget
+    _skip_without_a_compiler(backend)
+    for budget in budgets:
+        _, kept, plan = _run(budget, backend, 0.0)
+        # Inductor fuses a norm with its neighbours, and may also drop statistics that the plan counted.
+        fewest = plan.held_bytes - (statistics if backend == "inductor" else 0)
+        assert fewest <= kept - output <= plan.held_bytes + statistics, budget
