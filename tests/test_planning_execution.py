@@ -72,7 +72,8 @@ MODELS = {
         "Gemma3TextConfig", sliding_window=8, attention_dropout=0.1, layer_types=["sliding_attention", "full_attention"]
     ),
     "mixtral": lambda: _decoder(
-        "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, experts_implementation="grouped_mm"
+        "MixtralConfig", attention_dropout=0.1, num_local_experts=4, num_experts_per_tok=2,
+        experts_implementation="grouped_mm",
     ),
     "gpt2": lambda: (
         transformers.GPT2LMHeadModel(
