@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from nemo_like.models import PRESETS
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,8 @@ class BenchOptions:
                 raise ValueError(f"BenchOptions.{name} is {value!r}; it must be a whole number >= {least}.")
         if self.strategy not in ("single", "fsdp2", "ddp"):
             raise ValueError(f"BenchOptions.strategy is {self.strategy!r}; it must be single, fsdp2 or ddp.")
+
+    def shapes(self, large: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """The (preset, ranks) of a suite over `large` models; another preset in `model` is run alone, on 8 ranks."""
+        usual = {name for name, _ in large} | {type(self).model}
+        return ((self.model, 8),) if self.model in PRESETS and self.model not in usual else large

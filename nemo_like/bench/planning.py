@@ -10,7 +10,7 @@ import torch
 from nemo_like.bench.options import BenchOptions
 from nemo_like.bench.report import Column, Table, surroundings
 from nemo_like.config import MemoryBudget
-from nemo_like.models import PRESETS, resolve_model
+from nemo_like.models import resolve_model
 from nemo_like.planning import Planner, Setup
 from nemo_like.planning.devices import resolve_device
 
@@ -36,10 +36,9 @@ COLUMNS = (
 
 def run(options: BenchOptions) -> Table:
     """Plan each shape once (or, for another preset in `options.model`, that one on 8 ranks)."""
-    big = {name for name, _ in SHAPES}
-    shapes = ((options.model, 8),) if options.model in PRESETS and options.model not in big | {"llama-tiny"} else SHAPES
     about = {"seq_len": TOKENS, "batch_size": 1, "gpu": "h100-80gb"} | surroundings(torch.device("cpu"))
-    return Table("Time to plan", COLUMNS, [measure(name, ranks) for name, ranks in shapes], about, x="layers", y="total_s")
+    rows = [measure(*shape) for shape in options.shapes(SHAPES)]
+    return Table("Time to plan", COLUMNS, rows, about, x="layers", y="total_s")
 
 
 def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:

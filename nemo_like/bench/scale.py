@@ -14,7 +14,7 @@ import torch.distributed as dist
 from nemo_like.bench.options import BenchOptions
 from nemo_like.bench.report import Column, Table, surroundings
 from nemo_like.layers import find_layers
-from nemo_like.models import PRESETS, resolve_model
+from nemo_like.models import resolve_model
 from nemo_like.parallelizer import parallelize
 
 HELP = "set-up time of parallelize() for 8B, 70B and 405B shapes, on meta, with a fake process group"
@@ -35,9 +35,7 @@ COLUMNS = (
 
 def run(options: BenchOptions) -> Table:
     """Set up each shape once (or, for another preset in `options.model`, that one with 8 ranks)."""
-    big = {name for name, _ in SHAPES}
-    shapes = ((options.model, 8),) if options.model in PRESETS and options.model not in big | {"llama-tiny"} else SHAPES
-    rows = [_measure(name, ranks) for name, ranks in shapes]
+    rows = [_measure(*shape) for shape in options.shapes(SHAPES)]
     about = {"strategy": "fsdp2", "ac": "selective"} | surroundings(torch.device("cpu"))
     return Table("Set-up time", COLUMNS, rows, about, x="parameters", y="parallelize_s")
 
