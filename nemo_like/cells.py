@@ -7,9 +7,9 @@ from torch import nn
 from nemo_like.activation_checkpointing.sequential import checkpoint_cell_calls
 from nemo_like.activation_checkpointing.timesteps import UnrolledCell
 from nemo_like.choice import class_names, layers_of_classes
-from nemo_like.config import CheckpointConfig
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.names import bare_modules
+from nemo_like.options import CheckpointConfig
 
 
 def checkpoint_timestep_cells(model: nn.Module, config: CheckpointConfig) -> list[str]:

@@ -20,9 +20,9 @@ from nemo_like.activation_checkpointing.regions import (
 from nemo_like.activation_checkpointing.sequential import apply_sequential_checkpointing
 from nemo_like.cells import checkpoint_timestep_cells
 from nemo_like.choice import choose_layers
-from nemo_like.config import CheckpointConfig, MemoryBudget, parse_ac, resolve_op
 from nemo_like.layers import Layer
 from nemo_like.log import warn_once
+from nemo_like.options import CheckpointConfig, MemoryBudget, parse_ac, resolve_op
 
 
 def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:

@@ -13,9 +13,9 @@ from nemo_like.activation_checkpointing.regions import (
     CheckpointWrapper,
     unwrap_checkpoint_wrapper,
 )
-from nemo_like.config import did_you_mean, normalise
 from nemo_like.layers import find_layers
 from nemo_like.log import warn_once
+from nemo_like.options import did_you_mean, normalise
 
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
 

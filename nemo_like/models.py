@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.config import did_you_mean
 from nemo_like.extras import require
+from nemo_like.options import did_you_mean
 
 
 def _llama(

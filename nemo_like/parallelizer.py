@@ -16,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.compile import compile_layers, parse_compile
-from nemo_like.config import STRATEGIES, OffloadConfig, did_you_mean, normalise
 from nemo_like.distributed.launch import local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
 from nemo_like.distributed.shard import check_options, check_sharding, shard_layers
@@ -24,6 +23,7 @@ from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once, warn_once
 from nemo_like.offload import apply_offloading, parse_offload
+from nemo_like.options import STRATEGIES, OffloadConfig, did_you_mean, normalise
 from nemo_like.planning.sharding import OPTIMIZERS
 from nemo_like.precision import autocast_forward, check_autocast, read_precision
 from nemo_like.request import CheckpointRequest, read_checkpointing

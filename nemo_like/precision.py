@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from nemo_like.config import parse_dtype
+from nemo_like.options import parse_dtype
 
 
 def read_precision(

@@ -13,9 +13,9 @@ from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
 from nemo_like.activation_checkpointing.regions import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper
 from nemo_like.checkpointing import checkpoint_found, parse_checkpointing, refuse_checkpointed
 from nemo_like.choice import choose_layers
-from nemo_like.config import CheckpointConfig, MemoryBudget, normalise, parse_ac
 from nemo_like.layers import Layer, find_layers, select_layers
 from nemo_like.log import is_rank_zero, logger, warn_once
+from nemo_like.options import CheckpointConfig, MemoryBudget, normalise, parse_ac
 from nemo_like.planning.apply import apply_plan
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import plan_for

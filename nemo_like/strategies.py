@@ -11,9 +11,9 @@ from torch import nn
 from nemo_like.cells import checkpoint_timestep_cells
 from nemo_like.checkpointing import checkpoint_found, parse_checkpointing, refuse_checkpointed
 from nemo_like.choice import choose_layers, class_names, layers_of_classes
-from nemo_like.config import CheckpointConfig
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.log import warn_once
+from nemo_like.options import CheckpointConfig
 from nemo_like.profiling import MemoryProfiler, ProfileReport
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.activation_checkpointing.regions import apply_selective_checkpointing_to_layers
-from nemo_like.config import OffloadConfig
 from nemo_like.offload import Offloader, apply_offloading, offload_activations
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.journal import Journal, find_hazards
+from nemo_like.options import OffloadConfig
 
 MODES = ("boundary", "saved", "all", "context-all", "context-boundary", "context-saved")
 """`apply_offloading` in its three modes, and the context manager."""

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from nemo_like.config import CheckpointConfig, parse_ac, resolve_op
+from nemo_like.options import CheckpointConfig, parse_ac, resolve_op
 
 ADD = torch.ops.aten.add.Tensor
 MM = torch.ops.aten.mm.default

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper
-from nemo_like.config import MemoryBudget, OffloadConfig
 from nemo_like.integrations import (
     ActivationOffloadingMixin,
     NoOpManager,
@@ -22,6 +21,7 @@ from nemo_like.integrations import (
 from nemo_like.integrations.activation_offloading import output_head
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.packing import LAST_LAYER
+from nemo_like.options import MemoryBudget, OffloadConfig
 from tests import decoders
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")

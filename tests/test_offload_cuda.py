@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_like.config import OffloadConfig
 from nemo_like.offload import apply_offloading, offload_activations
 from nemo_like.offload.backends import AcceleratorBackend
 from nemo_like.offload.journal import Journal, find_hazards
+from nemo_like.options import OffloadConfig
 from tests.offload_cases import assert_same, gradients, stack_of
 
 pytestmark = [

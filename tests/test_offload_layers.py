@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper
 from nemo_like.compile import compile_layers
-from nemo_like.config import OffloadConfig
 from nemo_like.layers import find_layers
 from nemo_like.offload import OffloadWrapper, apply_offloading, offload_activations, offloader_of
 from nemo_like.offload.backends import CopyingBackend
+from nemo_like.options import OffloadConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
 from tests import decoders
 from tests.offload_cases import Stack, assert_same, config, gradients, journaled, no_hazards, stack_of

@@ -18,12 +18,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from nemo_like.config import OffloadConfig
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.layers import find_layers
 from nemo_like.offload import apply_offloading, offload_activations
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.journal import Journal, find_hazards
+from nemo_like.options import OffloadConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
 from tests import decoders
 from tests_distributed.spawn import run_ranks

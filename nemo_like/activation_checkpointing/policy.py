@@ -14,8 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from nemo_like.activation_checkpointing import save_ops
 from nemo_like.activation_checkpointing.save_ops import Op
-from nemo_like.config import normalise
 from nemo_like.log import logger, say_once
+from nemo_like.options import normalise
 
 
 class Decision(enum.Enum):

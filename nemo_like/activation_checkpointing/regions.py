@@ -16,8 +16,8 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.transfer import Transfer
-from nemo_like.config import normalise
 from nemo_like.log import warn_once
+from nemo_like.options import normalise
 
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_like_selective_ac"
 """Set on whole-layer selective wrappers: compile the wrapper itself, so that the partitioner reads the recompute tags."""

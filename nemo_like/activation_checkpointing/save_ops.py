@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from nemo_like.config import did_you_mean
 from nemo_like.log import say_once, warn_once
+from nemo_like.options import did_you_mean
 
 Op = Any
 """A `torch._ops.OpOverload` or a higher-order operator: what a dispatch mode is called with."""

@@ -24,12 +24,12 @@ from nemo_like.bench.measure import (
 from nemo_like.bench.modes import Mode, compiler_budget_modes, our_modes, peer_modes
 from nemo_like.bench.options import BenchOptions
 from nemo_like.bench.report import Column, Table, surroundings
-from nemo_like.config import did_you_mean, normalise
 from nemo_like.distributed.launch import local_device, world_size
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.layers import find_layers
 from nemo_like.models import ModelSource, resolve_model
+from nemo_like.options import did_you_mean, normalise
 
 HELP = "all modes on one model: step time, peak and held bytes, recompute FLOPs, tokens/s, gradient equality"
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.compile import compile_layers
-from nemo_like.config import AC_STRATEGIES
 from nemo_like.layers import find_layers
+from nemo_like.options import AC_STRATEGIES
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 Apply = Callable[[nn.Module, Any], None]

@@ -21,11 +21,11 @@ from nemo_like.bench.measure import compare_gradients, gradients_of, measure_byt
 from nemo_like.bench.memory import sample_of
 from nemo_like.bench.options import BenchOptions
 from nemo_like.bench.report import Column, Table, surroundings
-from nemo_like.config import OffloadConfig, did_you_mean, normalise
 from nemo_like.distributed.launch import local_device, world_size
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.offload import Offloader, apply_offloading
+from nemo_like.options import OffloadConfig, did_you_mean, normalise
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 HELP = "offloading modes on one model: bytes moved, device and host peaks, step time, beside save_on_cpu and TRL"

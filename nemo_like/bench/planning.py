@@ -9,8 +9,8 @@ import torch
 
 from nemo_like.bench.options import BenchOptions
 from nemo_like.bench.report import Column, Table, surroundings
-from nemo_like.config import MemoryBudget
 from nemo_like.models import resolve_model
+from nemo_like.options import MemoryBudget
 from nemo_like.planning import Planner, Setup
 from nemo_like.planning.devices import resolve_device
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from nemo_like.bench import SUITES, BenchOptions
-from nemo_like.config import parse_dtype
 from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
+from nemo_like.options import parse_dtype
 
 HELP = "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients"
 

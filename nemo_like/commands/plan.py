@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from nemo_like.config import parse_bytes, parse_dtype
 from nemo_like.models import ModelSource, resolve_model
+from nemo_like.options import parse_bytes, parse_dtype
 
 HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
-from nemo_like.config import parse_bytes, parse_dtype
 from nemo_like.models import ModelSource, resolve_model
+from nemo_like.options import parse_bytes, parse_dtype
 from nemo_like.profiling import MemoryProfiler, recommend
 
 HELP = "measure what each layer of a model saves for backward and how long it takes, and what to replay for a budget"

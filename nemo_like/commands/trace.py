@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from nemo_like.activation_checkpointing.trace import table_of, trace_regions
-from nemo_like.config import parse_dtype
 from nemo_like.models import resolve_model
+from nemo_like.options import parse_dtype
 from nemo_like.parallelizer import parallelize
 
 HELP = "print what a policy keeps and computes again, operator by operator, beside keeping all and keeping nothing"

@@ -19,8 +19,8 @@ import math
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nemo_like.config import did_you_mean
 from nemo_like.distributed import launch
+from nemo_like.options import did_you_mean
 
 AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
 """Every axis name that a mesh may have, in this order."""

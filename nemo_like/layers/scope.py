@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from nemo_like.config import did_you_mean, normalise
 from nemo_like.layers.find import Layer
 from nemo_like.layers.groups import GROUPS
+from nemo_like.options import did_you_mean, normalise
 
 # "multimodal" is what multimodal users call everything that is not the language model.
 _SCOPES = {"all": GROUPS, "multimodal": ("vision", "audio"), **{group: (group,) for group in GROUPS}}

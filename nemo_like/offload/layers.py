@@ -11,10 +11,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper as TorchOffloadWrapper
 
 from nemo_like.activation_checkpointing.nameless import Nameless
-from nemo_like.config import OffloadConfig
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.offloader import Offloader, parse_offload
 from nemo_like.offload.regions import keep_on_host, moves_everything
+from nemo_like.options import OffloadConfig
 
 
 class OffloadWrapper(Nameless, TorchOffloadWrapper):

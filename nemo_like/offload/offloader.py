@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.config import OffloadConfig, normalise
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.packing import Packer, storages_in
 from nemo_like.offload.regions import keep_as_before, keep_on_host, moves_everything
 from nemo_like.offload.stats import OffloadStats
 from nemo_like.offload.torch_private import innermost_saved_tensor_hooks
+from nemo_like.options import OffloadConfig, normalise
 
 CHECKPOINTING_MODULES = ("torch.utils.checkpoint", "nemo_like.activation_checkpointing")
 """Where the saved-tensor hooks of checkpointed regions are defined."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from nemo_like.config import OffloadConfig
 from nemo_like.log import warn_once
 from nemo_like.offload import exempt
 from nemo_like.offload.backends import Backend, default_backend
@@ -27,6 +26,7 @@ from nemo_like.offload.mover import Mover
 from nemo_like.offload.pool import HostPool
 from nemo_like.offload.stats import OffloadStats
 from nemo_like.offload.torch_private import version_of
+from nemo_like.options import OffloadConfig
 
 LAST_LAYER = "where backward starts (the last layer, or what is left out, and what follows)"
 NOT_ASKED = "not a layer's input"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_like.config import MemoryBudget
+from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import Device
 
 AUTO_MARGIN = 0.1

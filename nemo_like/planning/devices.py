@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.config import did_you_mean
+from nemo_like.options import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import nn
 from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
-from nemo_like.config import MemoryBudget
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
 from nemo_like.layers.names import bare, bare_modules
 from nemo_like.log import warn_once
+from nemo_like.options import MemoryBudget
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.budget import AUTO_MARGIN, BudgetError, gib, parse_budget, spell

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_like.config import MemoryBudget
 from nemo_like.extras import require
+from nemo_like.options import MemoryBudget
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import AUTO_MARGIN, BudgetError, Planner
 

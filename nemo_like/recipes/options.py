@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.config import STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
+from nemo_like.options import STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
 from nemo_like.recipes.schedule import SCHEDULES
 
 COMPILE_BACKENDS = ("none", "inductor", "aot_eager", "eager")

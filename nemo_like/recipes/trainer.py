@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like.config import parse_dtype
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.materialize import materialize
 from nemo_like.models import ModelSource, resolve_model
+from nemo_like.options import parse_dtype
 from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.checkpoint import CheckpointStore
 from nemo_like.recipes.data import VOCABULARY, Sampler, TextData, load_text
