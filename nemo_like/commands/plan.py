@@ -9,12 +9,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.options import parse_bytes, parse_dtype
+
+if TYPE_CHECKING:  # the command imports the planner only when it runs
+    from nemo_like.planning.planner import Planner
+    from nemo_like.planning.report import Report
 
 HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
 
@@ -93,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.best is not None else 1
 
 
-def _say(args: argparse.Namespace, planner, result, seconds: float, model: torch.nn.Module) -> None:
+def _say(args: argparse.Namespace, planner: Planner, result: Report, seconds: float, model: torch.nn.Module) -> None:
     from nemo_like.planning import report
 
     size = sum(p.numel() for p in model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -43,7 +44,7 @@ def block_memory(kind: Kind, policy: Policy | None, run: FakeRun) -> BlockMemory
     """
     replaced: dict[int, torch.Tensor] = {}
 
-    def stand_in(value):
+    def stand_in(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
         return value
@@ -54,7 +55,7 @@ def block_memory(kind: Kind, policy: Policy | None, run: FakeRun) -> BlockMemory
         for name, t in kind.state.items()
     }
 
-    def call(*a, **k):
+    def call(*a: Any, **k: Any) -> Any:
         return torch.func.functional_call(kind.module, state, a, k)
 
     meter = LiveBytes([*state.values(), *replaced.values()])

@@ -16,7 +16,7 @@ All results are deterministic: ties go to fewer bytes, then to the smaller bit m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -132,7 +132,7 @@ def _thin(states: list[tuple[int, float, int]], limit: int) -> list[tuple[int, f
     return sorted({states[0], *buckets.values()})
 
 
-def _relaxation(ops: Sequence[Op]):
+def _relaxation(ops: Sequence[Op]) -> Callable[[int], float]:
     """The knapsack's linear relaxation: a function from bytes to a cost no choice within those bytes can beat."""
     base = sum(op.bytes for op in ops if op.forced == "save")
     cost = sum(op.cost for op in ops if op.forced != "save")
@@ -313,7 +313,7 @@ def _times(single: list, count: int, width: int, limit: int) -> list:
     return result
 
 
-def _sums(a: list, b: list, symmetric: bool = False):
+def _sums(a: list, b: list, symmetric: bool = False) -> Iterator[tuple]:
     for i, (b1, c1, n1) in enumerate(a):
         for b2, c2, n2 in b[i:] if symmetric else b:
             yield b1 + b2, c1 + c2, (n1, n2)
