@@ -15,6 +15,9 @@ from nemo_like.planning.planner import plan_for
 from nemo_like.profiling import MemoryProfiler, ProfileReport
 from nemo_like.strategies import ActivationCheckpointTransform, SelectiveCheckpointer
 
+__version__ = "0.1.0"
+"""The only place that says it: packaging reads this line, without importing the package."""
+
 __all__ = [
     "ActivationCheckpointTransform",
     "CheckpointConfig",

@@ -9,7 +9,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from nemo_like import commands
+from nemo_like import __version__, commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="nemo-like", description="Fit a model's training into GPU memory with FSDP2, at the least cost in speed."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = next((word for word in argv if not word.startswith("-")), None)
     for name in names:

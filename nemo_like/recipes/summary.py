@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nemo_like import __version__
 from nemo_like.recipes.progress import memory_kind
 from nemo_like.recipes.trainer import Trainer
 
@@ -43,8 +44,9 @@ def write_summary(path: str, summary: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """What the run ran on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    for name in ("nemo_like", "transformers", "numpy"):
+    found = {"nemo_like": __version__, "python": platform.python_version()}
+    found |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for name in ("transformers", "numpy"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
