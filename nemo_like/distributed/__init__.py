@@ -1,7 +1,30 @@
 """Many ranks: mesh, FSDP2 over the layers, materializing, clipping, state dicts, the process group's life."""
 
+from nemo_like.distributed.accumulate import set_gradient_sync
+from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.launch import init_distributed, shutdown, world_size
+from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh, validate_mesh
 from nemo_like.distributed.shard import shard_layers
+from nemo_like.distributed.state_dict import (
+    get_model_state,
+    get_optimizer_state,
+    set_model_state,
+    set_optimizer_state,
+)
 
-__all__ = ["build_mesh", "init_distributed", "shard_layers", "shutdown", "validate_mesh", "world_size"]
+__all__ = [
+    "build_mesh",
+    "clip_grad_norm_",
+    "get_model_state",
+    "get_optimizer_state",
+    "init_distributed",
+    "materialize",
+    "set_gradient_sync",
+    "set_model_state",
+    "set_optimizer_state",
+    "shard_layers",
+    "shutdown",
+    "validate_mesh",
+    "world_size",
+]

@@ -1,0 +1,255 @@
+"""Write docs/api.md from the docstrings of the public names; ``--check`` fails where the file is not current.
+
+    python .ci/api_docs.py [--check]
+
+Public is what `nemo_like.__all__` names, and the `__all__` of each room that users import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import enum
+import functools
+import importlib
+import inspect
+import itertools
+import pkgutil
+import re
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "api.md"
+NOT_PUBLIC = {"bench", "cli", "commands", "recipes"}
+"""Programs, not libraries."""
+
+HEAD = """\
+# The public names
+
+Made from the docstrings by `python .ci/api_docs.py`: change the docstring, then run that. What is not named here may
+change without a word in the [changelog](changelog.md).
+"""
+SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Examples?|Shapes?|Notes?):$")
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+ITEM = re.compile(r"^([\w*`., ]+): (.*)$")
+
+
+def page() -> str:
+    """The whole page."""
+    parts, seen = [HEAD], {}
+    for room in rooms():
+        parts.append(f"\n## `{room.__name__}`\n\n{first_paragraph(room)}\n")
+        for name in room.__all__:
+            value = getattr(room, name)
+            key = id(value) if inspect.isclass(value) or inspect.isroutine(value) else (room.__name__, name)
+            if key in seen:
+                parts.append(f"\n### `{name}`\n\nThe same as `{seen[key]}`.\n")
+                continue
+            seen[key] = f"{room.__name__}.{name}"
+            parts.append(f"\n### `{name}`\n\n{entry(room, name, value)}")
+    return "".join(parts)
+
+
+def rooms() -> list[ModuleType]:
+    """`nemo_like` first, then every room that says what is public in it."""
+    package = importlib.import_module("nemo_like")
+    found = [package]
+    for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
+        if info.name in NOT_PUBLIC or info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"nemo_like.{info.name}")
+        if hasattr(module, "__all__"):
+            found.append(module)
+    return found
+
+
+def entry(room: ModuleType, name: str, value: Any) -> str:
+    """One public name: its signature, its docstring, and of a class the fields and public methods."""
+    if inspect.isclass(value):
+        return class_entry(name, value)
+    if callable(value):
+        return f"{signature(name, value)}\n{markdown(value.__doc__)}"
+    text = attribute_docs(inspect.getsource(defining_module(room, name)), None).get(name, "")
+    return f"```text\n{name} = {value!r}\n```\n\n{markdown(text)}"
+
+
+def class_entry(name: str, cls: type) -> str:
+    """A class, an enumeration or a dataclass."""
+    own = cls.__doc__ or ""
+    if dataclasses.is_dataclass(cls) and own.startswith(f"{cls.__name__}("):
+        own = ""  # the signature, which dataclasses put there where no docstring stands
+    parts = [
+        f"```text\nclass {name}({', '.join(m.name for m in cls)})\n```\n"
+        if issubclass(cls, enum.Enum)
+        else signature(name, cls)
+    ]
+    parts.append("\n" + markdown(own))
+    init = vars(cls).get("__init__")
+    if init is not None and init.__doc__ and not dataclasses.is_dataclass(cls):
+        parts.append("\n" + markdown(init.__doc__))
+    documented = attribute_docs(inspect.getsource(cls), cls.__name__)
+    if documented:
+        parts.append("\n")
+        parts += [f"- `{field}`: {one_line(text)}\n" for field, text in documented.items()]
+    methods = [(n, m) for n, m in vars(cls).items() if not n.startswith("_") and documented_method(m)]
+    for method_name, method in methods:
+        if isinstance(method, property | functools.cached_property):
+            parts.append(f"\n**`{name}.{method_name}`** (property): {markdown(inspect.getdoc(method))}")
+            continue
+        function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
+        call = signature(f"{name}.{method_name}", function, bound=not isinstance(method, staticmethod))
+        parts.append(f"\n{call}\n{markdown(function.__doc__)}")
+    return "".join(parts)
+
+
+def documented_method(member: Any) -> bool:
+    """Whether `member` of a class is a method or property with a docstring of its own."""
+    kinds = property | functools.cached_property | classmethod | staticmethod
+    return (inspect.isfunction(member) or isinstance(member, kinds)) and bool(inspect.getdoc(member))
+
+
+class Annotation(str):
+    """An annotation that `inspect` prints without quotation marks."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def signature(name: str, value: Any, bound: bool = False) -> str:
+    """The call in a block of its own, one argument a line where it is long. `bound`: without ``self`` or ``cls``."""
+    try:
+        found = inspect.signature(value)
+    except (ValueError, TypeError):  # a Protocol, an abstract class without a constructor
+        return f"```text\n{name}\n```\n"
+    parameters = [p.replace(annotation=bare(p.annotation)) for p in found.parameters.values()]
+    found = inspect.Signature(parameters[1:] if bound else parameters, return_annotation=bare(found.return_annotation))
+    text = name + same_everywhere(found)
+    if len(text) > 110:
+        result = "" if found.return_annotation is found.empty else f" -> {found.return_annotation!r}"
+        text = f"{name}(\n{textwrap.indent(arguments(found), '    ')}\n){result}"
+    return f"```text\n{text}\n```\n"
+
+
+def bare(value: Any) -> Any:
+    return Annotation(value) if isinstance(value, str) else value
+
+
+def same_everywhere(value: Any) -> str:
+    """The text of a signature or parameter without what differs between machines: addresses, the torch installed."""
+    return ADDRESS.sub("", str(value)).replace(repr(torch.__version__), "torch.__version__")
+
+
+def arguments(found: inspect.Signature) -> str:
+    """The parameters one a line, with the ``*`` before those that are keywords only."""
+    result: list[str] = []
+    starred = False
+    for parameter in found.parameters.values():
+        starred = starred or parameter.kind is parameter.VAR_POSITIONAL
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            result.append("*,")
+            starred = True
+        result.append(same_everywhere(parameter) + ",")
+    return "\n".join(result)
+
+
+def defining_module(room: ModuleType, name: str) -> ModuleType:
+    """The module that a room took a constant from: the one whose source assigns it."""
+    for node in ast.parse(inspect.getsource(room)).body:
+        if isinstance(node, ast.ImportFrom) and node.module and any(a.name == name for a in node.names):
+            return importlib.import_module(node.module)
+    return room
+
+
+def attribute_docs(source: str, cls: str | None) -> dict[str, str]:
+    """Names with the string that stands below their assignment: at the top level, or in the class `cls`."""
+    body: list[ast.stmt] = ast.parse(textwrap.dedent(source)).body
+    if cls is not None:
+        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == cls)
+    found = {}
+    for node, after in itertools.pairwise(body):
+        target = (
+            node.target
+            if isinstance(node, ast.AnnAssign)
+            else node.targets[0]
+            if isinstance(node, ast.Assign)
+            else None
+        )
+        if isinstance(target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            found[target.id] = str(after.value.value)
+    return found
+
+
+def first_paragraph(module: ModuleType) -> str:
+    return inspect.cleandoc(module.__doc__ or "").split("\n\n")[0]
+
+
+def one_line(text: str) -> str:
+    return " ".join(inspect.cleandoc(text).split()).replace("``", "`")
+
+
+def markdown(doc: str | None) -> str:
+    """A docstring as Markdown: sections become bold words, their items a list, examples a block of code."""
+    out: list[str] = []
+    state = "text"  # text, section (inside Args and the like) or example
+    for line in inspect.cleandoc(doc or "").splitlines():
+        if line.lstrip().startswith(">>>") and state != "example":
+            out += ["", "```pycon"]
+            state = "example"
+        if state == "example":
+            if line.strip():
+                out.append(line.strip())
+                continue
+            out += ["```", ""]
+            state = "text"
+            continue
+        if SECTION.match(line):
+            out += ["", f"**{line[:-1]}**", ""]
+            state = "section"
+        elif state == "section" and line.strip():
+            out.append(section_line(line))
+        elif line.strip():
+            state = "text"
+            out.append(line.replace("``", "`"))
+        else:
+            out.append("")
+    if state == "example":
+        out.append("```")
+    text = "\n".join(out).strip("\n")
+    return re.sub(r"\n{3,}", "\n\n", text) + "\n"
+
+
+def section_line(line: str) -> str:
+    """A line below ``Args:``: the start of an item, or the rest of one."""
+    indent = len(line) - len(line.lstrip())
+    text = line.strip().replace("``", "`")
+    item = ITEM.match(text) if indent == 4 else None
+    if item:
+        return f"- `{item[1]}`: {item[2]}" if "`" not in item[1] else f"- {text}"
+    return f"  {text}"
+
+
+def main() -> int:
+    """Write the page, or with ``--check`` say whether it is current (exit status 1 where it is not)."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where docs/api.md is not current")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    text = page()
+    if not options.check:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print("docs/api.md is not current: the docstrings say something else. Run: python .ci/api_docs.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
