@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
 
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.policy import Policy, SelectivePolicy, named_ops_policy
@@ -23,6 +22,7 @@ from nemo_like.choice import choose_layers
 from nemo_like.layers import Layer
 from nemo_like.log import warn_once
 from nemo_like.options import CheckpointConfig, MemoryBudget, parse_ac, resolve_op
+from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 
 
 def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from nemo_like.extras import require
+from nemo_like.torch_compat import registered_ops
 
 Strategy = Literal["fsdp2", "ddp", "single"]
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
@@ -339,7 +340,7 @@ def resolve_op(name: str, *, field: str = "ops_to_save") -> Any:
         raise ValueError(f"{field} holds {name!r}; write an op as 'torch.ops.<namespace>.<op>.<overload>'.")
     namespace, packet_name = parts[:2]
     if not hasattr(getattr(torch.ops, namespace), packet_name):
-        near = get_close_matches(f"{namespace}::{packet_name}", _registered_ops(), n=3)
+        near = get_close_matches(f"{namespace}::{packet_name}", registered_ops(), n=3)
         hint = f" Near matches: {', '.join(n.replace('::', '.') for n in near)}." if near else ""
         raise ValueError(
             f"{field} holds {name!r}, and no op {namespace}.{packet_name} is registered.{hint} "
@@ -354,9 +355,3 @@ def resolve_op(name: str, *, field: str = "ops_to_save") -> Any:
     if overload not in overloads or (len(parts) == 2 and overload != "default" and len(overloads) > 1):
         raise ValueError(f"{field} holds {name!r}; {namespace}.{packet_name} has the overloads {', '.join(overloads)}.")
     return getattr(packet, overload)
-
-
-def _registered_ops() -> list[str]:
-    """``"aten::mm"`` and so on. Private to torch and used for near matches only: without it, an error has no hint."""
-    schemas = getattr(torch._C, "_jit_get_all_schemas", None)
-    return sorted({schema.name for schema in schemas()}) if schemas is not None else []

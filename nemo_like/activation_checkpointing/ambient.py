@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nemo_like.log import warn_once
+from nemo_like.torch_compat import function_modes, sdp_priority, set_sdp_priority
 
 Restore = Callable[[], AbstractContextManager[Any]]
 Capture = Callable[[], Restore | None]
@@ -51,22 +51,6 @@ _SDPA_FLAGS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = tup
     for kind in ("flash", "mem_efficient", "math", "cudnn")
     if hasattr(_cuda, f"{kind}_sdp_enabled") and hasattr(_cuda, f"enable_{kind}_sdp")
 )
-# Adapter: the priority order that `sdpa_kernel([...], set_priority=True)` sets has no public getter. Without the
-# private one, the order is left alone, and only the on/off flags are put back.
-_get_priority: Callable[[], list[int]] | None = getattr(torch._C, "_get_sdp_priority_order", None)
-_set_priority: Callable[[list[int]], None] | None = getattr(torch._C, "_set_sdp_priority_order", None)
-# Adapter: the stack of function modes is private. Without it only the default device is known to torch itself.
-_mode_stack: Callable[[], list[Any]] | None = getattr(torch.overrides, "_get_current_function_mode_stack", None)
-_mode_depth: Callable[[], int] | None = getattr(torch._C, "_len_torch_function_stack", None)
-
-
-def _function_modes() -> tuple[Any, ...]:
-    if _mode_depth is not None and _mode_depth() == 0:
-        return ()
-    if _mode_stack is None:
-        warn_once("This torch has no list of active function modes: replay runs without those of the forward.")
-        return ()
-    return tuple(_mode_stack())
 
 
 def _autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
@@ -115,9 +99,9 @@ class Ambient:
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._sdpa = F.scaled_dot_product_attention
         self._sdpa_flags = [get() for get, _ in _SDPA_FLAGS]
-        self._sdpa_priority = _get_priority() if _get_priority is not None else None
+        self._sdpa_priority = sdp_priority()
         self._matmul_precision = torch.get_float32_matmul_precision()
-        self._modes = _function_modes()
+        self._modes = function_modes()
         self._extras = [restore for capture in _registered.values() if (restore := capture()) is not None]
         self._cpu_rng: torch.Tensor | None = torch.get_rng_state() if preserve_rng_state else None
         self._device_rng = torch.get_device_module(device).get_rng_state() if preserve_rng_state and device else None
@@ -167,16 +151,15 @@ class Ambient:
             if now != wanted:
                 stack.callback(put, now)
                 put(wanted)
-        if _get_priority is not None and _set_priority is not None and self._sdpa_priority is not None:
-            order = _get_priority()
-            if order != self._sdpa_priority:
-                stack.callback(_set_priority, order)
-                _set_priority(self._sdpa_priority)
+        order = sdp_priority()
+        if order is not None and self._sdpa_priority is not None and order != self._sdpa_priority:
+            stack.callback(set_sdp_priority, order)
+            set_sdp_priority(self._sdpa_priority)
 
     def _restore_modes(self, stack: contextlib.ExitStack) -> None:
         if not self._modes:
             return
-        active = _function_modes()
+        active = function_modes()
         for mode in self._modes:
             if not any(mode is other for other in active):
                 stack.enter_context(mode)

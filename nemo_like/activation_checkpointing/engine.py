@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.activation_checkpointing import torch_private
+from nemo_like import torch_compat
 from nemo_like.activation_checkpointing.engine_compile import compiled_region, make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.engine_region import Region
 from nemo_like.activation_checkpointing.errors import RegionError
@@ -99,7 +99,7 @@ def run_region(
         return compiled_region(fn, args, kwargs, policy=policy, preserve_rng_state=preserve_rng_state)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    if torch_private.in_functorch_transform():
+    if torch_compat.in_functorch_transform():
         raise RuntimeError(
             f"Region {name!r} runs inside a torch.func transform (grad, vmap, jvp, ...), whose levels saved-tensor "
             "hooks can't follow. Apply the transform to the model without activation checkpointing, or use "

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from nemo_like.activation_checkpointing.errors import RegionError
-from nemo_like.activation_checkpointing.torch_private import save_tensor
+from nemo_like.torch_compat import save_tensor
 
 
 class _Place:

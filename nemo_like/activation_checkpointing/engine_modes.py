@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.activation_checkpointing import save_ops
 from nemo_like.activation_checkpointing.ambient import rng_state, set_rng_state
@@ -31,6 +30,7 @@ from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.activation_checkpointing.save_ops import Op
 from nemo_like.activation_checkpointing.transfer import Transfer
+from nemo_like.torch_compat import TorchDispatchMode
 
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.policy import Policy

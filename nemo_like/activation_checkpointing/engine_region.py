@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from nemo_like.activation_checkpointing import engine_inputs, engine_watch, torch_private
+from nemo_like import torch_compat
+from nemo_like.activation_checkpointing import engine_inputs, engine_watch
 from nemo_like.activation_checkpointing.ambient import Ambient
 from nemo_like.activation_checkpointing.engine_kept import (
     Kept,
@@ -174,7 +175,7 @@ class Region:
 
     def replay(self) -> None:
         """Run the function again, and give every live handle its tensor."""
-        self.graph_kept = torch_private.graph_is_kept() is not False
+        self.graph_kept = torch_compat.graph_is_kept() is not False
         keep = self.graph_kept or not self.complete
         if self.consumed:
             raise RegionError(
@@ -185,7 +186,7 @@ class Region:
         self.last = live[-1]
         self.position = 0
         self.lent: list[Tensor] = []
-        self.unwaited = torch_private.unwaited_collectives()
+        self.unwaited = torch_compat.unwaited_collectives()
         args, kwargs = self.inputs.get(self.name)
         values = self.values_for_replay(keep)
         mode = ReplayMode(self.kinds, self.kept, values, self.name) if not self.policy.keeps_nothing else None
@@ -293,7 +294,7 @@ class Region:
         Such a one keeps its buffers for ever, and memory would grow with every step (torchtitan#1467): the replay
         goes on to the next tensor that autograd saves, or to the region's end.
         """
-        if torch_private.unwaited_collectives() <= self.unwaited:
+        if torch_compat.unwaited_collectives() <= self.unwaited:
             raise _Stop(self)
 
     def lend(self, tensor: Tensor) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.nameless import Nameless
@@ -18,6 +17,8 @@ from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, Select
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.log import warn_once
 from nemo_like.options import normalise
+from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
+from nemo_like.torch_compat import disable_dynamo_lru_cache, wrapped_module
 
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_like_selective_ac"
 """Set on whole-layer selective wrappers: compile the wrapper itself, so that the partitioner reads the recompute tags."""
@@ -142,7 +143,7 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
 
 def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
     """The module inside a checkpoint wrapper (ours or PyTorch's), or `module` itself."""
-    return module._checkpoint_wrapped_module if isinstance(module, TorchCheckpointWrapper) else module
+    return wrapped_module(module) if isinstance(module, TorchCheckpointWrapper) else module
 
 
 def is_selective_activation_checkpointing(value: object) -> bool:
@@ -236,7 +237,7 @@ def apply_selective_checkpointing_to_layers(
     for layer in layers:
         setattr(layer, SELECTIVE_AC_WRAPPER_FLAG, True)
     if enable_compile:
-        _disable_dynamo_lru_cache()
+        disable_dynamo_lru_cache()
 
 
 def apply_submodule_checkpointing(
@@ -302,17 +303,3 @@ def _is_attention(name: str, child: nn.Module) -> bool:
 def _is_composite(child: nn.Module) -> bool:
     """Whether it computes with more than one parameter-bearing piece: an MLP or a mixture of experts."""
     return len(list(child.children())) > 0 or len(list(child.parameters(recurse=False))) > 2
-
-
-def _disable_dynamo_lru_cache() -> None:
-    """Make Dynamo try compiled graphs in the order they were made.
-
-    With several microbatches in flight, its most-recently-used order may pick a dynamic-shape graph for a region whose
-    forward ran the static one. The switch is private to PyTorch; where it is missing, that order stays (logged).
-    """
-    try:
-        from torch._C._dynamo.eval_frame import _set_lru_cache  # type: ignore[attr-defined]
-    except ImportError:
-        warn_once("Compiled selective checkpointing asked Dynamo for a stable graph order; this torch has no such switch.")
-        return
-    _set_lru_cache(False)

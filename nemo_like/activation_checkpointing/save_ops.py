@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 
-from nemo_like.log import say_once, warn_once
+from nemo_like.log import say_once
 from nemo_like.options import did_you_mean
+from nemo_like.torch_compat import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    async_tensor_parallel,
+    higher_order_op,
+    partitioner_compute_intensive_ops,
+)
 
 Op = Any
-"""A `torch._ops.OpOverload` or a higher-order operator: what a dispatch mode is called with."""
+"""An `OpOverload` or a higher-order operator: what a dispatch mode is called with."""
 
 _SDPA = (
     "aten._scaled_dot_product_cudnn_attention.default",
@@ -105,19 +113,19 @@ def resolve_op(name: str | Op) -> frozenset[Op]:
         ValueError: no operator has this name; the message lists close ones.
         TypeError: neither a name nor an operator.
     """
-    if isinstance(name, torch._ops.OpOverloadPacket):
+    if isinstance(name, OpOverloadPacket):
         return frozenset(getattr(name, overload) for overload in name.overloads())
-    if isinstance(name, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+    if isinstance(name, OpOverload | HigherOrderOperator):
         return frozenset((name,))
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is no operator: give a name such as 'torch.ops.aten.mm.default', or the operator.")
-    higher_order = _higher_order_op(name.removeprefix("torch.ops.higher_order."))
+    higher_order = higher_order_op(name.removeprefix("torch.ops.higher_order."))
     if higher_order is not None:
         return frozenset((higher_order,))
     parts = name.strip().removeprefix("torch.ops.").replace("::", ".").split(".")
     if len(parts) == 2:  # a packet: "aten.mm"
         packet = getattr(getattr(torch.ops, parts[0]), parts[1], None) if _is_name(parts) else None
-        if isinstance(packet, torch._ops.OpOverloadPacket):
+        if isinstance(packet, OpOverloadPacket):
             return resolve_op(packet)
     found = find_op(name.strip()) if len(parts) == 3 and _is_name(parts) else None
     if found is None:
@@ -146,41 +154,18 @@ def _named(names: Iterable[str]) -> frozenset[Op]:
     return frozenset(op for op in map(find_op, names) if op is not None)
 
 
-def _higher_order_op(name: str) -> Op | None:
-    """Adapter: higher-order operators live in modules of torch that are private; None where one has moved."""
-    try:
-        if name == "flex_attention":
-            from torch._higher_order_ops.flex_attention import flex_attention
-
-            return flex_attention
-        if name == "inductor_compiled_code":
-            from torch._higher_order_ops.wrap import inductor_compiled_code
-
-            return inductor_compiled_code
-    except ImportError:
-        warn_once(f"torch {torch.__version__} has no higher-order operator {name!r} where we know it: it isn't saved.")
-    return None
-
-
 @functools.cache
 def compute_intensive_ops() -> frozenset[Op]:
     """PyTorch's own list of expensive operators, as overloads.
 
-    Adapter for the private `torch._functorch.partitioners.get_default_op_list`: a list of our own where it is absent.
+    Where torch has no such list, one of our own.
     """
-    try:
-        from torch._functorch.partitioners import get_default_op_list
-
-        listed = list(get_default_op_list().compute_intensive_ops)
-    except (ImportError, AttributeError):
-        warn_once(
-            f"torch {torch.__version__} has no partitioners.get_default_op_list: the built-in list of "
-            "compute-intensive operators is used instead."
-        )
+    listed = partitioner_compute_intensive_ops()
+    if listed is None:
         return _named(_COMPUTE_INTENSIVE_FALLBACK)
     found: set[Op] = set()
     for op in listed:
-        if isinstance(op, torch._ops.OpOverloadPacket):
+        if isinstance(op, OpOverloadPacket):
             # Only functional overloads: an out= overload writes into a tensor that the caller owns.
             found |= {o for o in resolve_op(op) if not o._schema.is_mutable}
         else:
@@ -207,22 +192,14 @@ def default_save_ops() -> frozenset[Op]:
 
     Looked up anew at each call, because a package imported later (DeepEP, flash attention) brings new operators.
     """
-    higher_order = frozenset(op for op in map(_higher_order_op, _HIGHER_ORDER) if op is not None)
+    higher_order = frozenset(op for op in map(higher_order_op, _HIGHER_ORDER) if op is not None)
     ops = compute_intensive_ops() | plain_matmuls() | always_saved_ops() | higher_order
     ops |= _named(_SDPA + _VARLEN + _SCALED_MATMULS + _SCALES)
-    if _async_tensor_parallel():
+    if async_tensor_parallel():
         # A kept reduce-scatter can't be fused into its matmul (torchtitan#965).
         ops -= _named((_REDUCE_SCATTER,))
         say_once("Async tensor parallel is on: reduce-scatter is left out of the save-op set, so that it can fuse.")
     return ops
-
-
-def _async_tensor_parallel() -> bool:
-    """Adapter: Inductor's private switch for fusing collectives into matmuls; off where it is absent."""
-    import sys
-
-    config = sys.modules.get("torch._inductor.config")
-    return bool(getattr(config, "_micro_pipeline_tp", False))
 
 
 def is_random(op: Op) -> bool:

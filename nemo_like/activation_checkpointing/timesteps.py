@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import FullPolicy
+from nemo_like.torch_compat import tree_flatten, tree_map, tree_unflatten
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 """(input of one step, state) → (output of that step, new state)."""

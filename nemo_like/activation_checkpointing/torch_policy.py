@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import CheckpointPolicy
 
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision
 from nemo_like.activation_checkpointing.save_ops import Op
+from nemo_like.torch_compat import selective_context
 
 _MEANING = {
     "MUST_SAVE": SAVE,
@@ -56,7 +57,7 @@ class _Ask:
         self._policy_fn = policy_fn
 
     def __call__(self, op: Op, index: int, args: Any = (), kwargs: Any = None, output: Any = None) -> Decision:
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
+        context = selective_context(output)
         answer = self._policy_fn(context, op, *args, **(kwargs or {}))
         if isinstance(answer, bool):
             return SAVE if answer else RECOMPUTE

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from nemo_like.activation_checkpointing import engine_watch, save_ops
 from nemo_like.activation_checkpointing.engine_kept import Kept, tensors_in
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, Decision
 from nemo_like.activation_checkpointing.save_ops import Op
+from nemo_like.torch_compat import TorchDispatchMode
 
 
 @dataclass

@@ -18,6 +18,7 @@ from nemo_like.compile import compile_layers
 from nemo_like.layers import find_layers
 from nemo_like.options import AC_STRATEGIES
 from nemo_like.parallelizer import apply_activation_checkpointing
+from nemo_like.torch_compat import compiler_budget
 
 Apply = Callable[[nn.Module, Any], None]
 """(model, sample input) → None: checkpoint the model in place."""
@@ -96,7 +97,7 @@ def compiler_budget_modes(backend: str) -> list[Mode]:
             _nothing,
             peer=True,
             backend=backend,
-            around=functools.partial(_compiler_budget, share),
+            around=functools.partial(compiler_budget, share),
             isolated=True,  # the setting is in no guard of a compiled graph
         )
         for share in (0.25, 0.5)
@@ -177,12 +178,4 @@ def _transformers_own(model: nn.Module, sample: Any) -> None:
 def _trl_offloader() -> Iterator[None]:
     module = importlib.import_module("trl.models.activation_offloading")
     with module.OffloadActivations(use_pin_memory=torch.cuda.is_available(), use_streams=torch.cuda.is_available()):
-        yield
-
-
-@contextlib.contextmanager
-def _compiler_budget(share: float) -> Iterator[None]:
-    """Adapter: the compiler's budget is a private setting of functorch."""
-    config = importlib.import_module("torch._functorch.config")
-    with config.patch(activation_memory_budget=share):
         yield

@@ -16,6 +16,7 @@ from nemo_like.bench.report import Column, Table, surroundings
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.parallelizer import parallelize
+from nemo_like.torch_compat import fake_store
 
 HELP = "set-up time of parallelize() for 8B, 70B and 405B shapes, on meta, with a fake process group"
 
@@ -72,14 +73,11 @@ def fake_process_group(ranks: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError("The scale suite makes a fake process group of its own: run it without torchrun.")
-    try:  # adapter: the fake back end lives in PyTorch's testing package
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
-        raise RuntimeError(f"torch {torch.__version__} has no fake process group where we know it.") from error
+    store = fake_store()
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     before = {key: os.environ.get(key) for key in variables}
     os.environ.update(variables)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
     try:
         yield
     finally:

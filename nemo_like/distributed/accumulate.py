@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+
+from nemo_like.torch_compat import accumulate_zeros, accumulated_gradient, fsdp_param_groups
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
@@ -30,26 +28,11 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
 
 def _complete_accumulated(model: nn.Module) -> None:
-    for group in _param_groups(model):
-        params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-        accumulated = [p.unsharded_accumulated_grad for p in params if p.unsharded_accumulated_grad is not None]
-        if not accumulated:
-            continue
-        for param in params:
-            if param.unsharded_accumulated_grad is None:
-                # Its storage may be freed by now; shape, device and (under tensor parallelism) DTensor layout are not.
-                like = param._unsharded_param.detach()
-                param.unsharded_accumulated_grad = torch.zeros_like(like, dtype=accumulated[0].dtype)
-
-
-def _param_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's parameter groups (torch 2.11 to 2.13 have no public way to them); none where this torch is different."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = getattr(module, "_get_fsdp_state", lambda: None)()
-            for group in getattr(state, "_fsdp_param_groups", ()):
-                if all(
-                    hasattr(p, "unsharded_accumulated_grad") and hasattr(p, "_unsharded_param")
-                    for p in group.fsdp_params
-                ):
-                    yield group
+            for group in fsdp_param_groups(module):
+                params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+                known = [grad for grad in map(accumulated_gradient, params) if grad is not None]
+                for param in params:
+                    if known and accumulated_gradient(param) is None:
+                        accumulate_zeros(param, known[0].dtype)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from nemo_like.distributed.slots import show_shards
+from nemo_like.torch_compat import foreach_mul
 
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 """A mesh and the dimensions of it over which a gradient is cut up; ``(None, ())``: every rank has all of it."""
@@ -140,8 +141,9 @@ def _scale(grads: list[Tensor], scale: Tensor, foreach: bool | None) -> None:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), same in by_kind.items():
         factor = scale.to(device)
-        if foreach is False or not hasattr(torch, "_foreach_mul_"):  # torch's own fused loop, without a public name
+        multiply = None if foreach is False else foreach_mul()
+        if multiply is None:
             for grad in same:
                 grad.mul_(factor)
         else:
-            torch._foreach_mul_(same, factor)
+            multiply(same, factor)

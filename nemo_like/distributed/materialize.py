@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed import launch
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
 from nemo_like.distributed.sources import CheckpointUnreadableError, Source, check_names, open_source
+from nemo_like.torch_compat import CheckpointWrapper
 
 InitFn = Callable[[nn.Module], Any]
 T = TypeVar("T")

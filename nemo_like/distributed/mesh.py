@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_like.distributed import launch
 from nemo_like.options import did_you_mean
+from nemo_like.torch_compat import RELEASES, flatten_mesh, root_mesh
 
 AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
 """Every axis name that a mesh may have, in this order."""
@@ -125,17 +127,15 @@ def axis_size(mesh: DeviceMesh | None, name: str) -> int:
     return mesh.size((mesh.mesh_dim_names or ()).index(name))
 
 
-# Two adapters to DeviceMesh methods that have no public form in torch 2.11 to 2.13.
-
-
 def _fold_cp(mesh: DeviceMesh) -> DeviceMesh:
     replicated = "dp_replicate" in (mesh.mesh_dim_names or ())
-    if hasattr(mesh, "_flatten") and hasattr(DeviceMesh, "_concatenate"):
-        shard = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-        return DeviceMesh._concatenate([mesh["dp_replicate"], shard]) if replicated else shard
+    folded = flatten_mesh(mesh["dp_shard", "cp"], "dp_shard_cp", mesh["dp_replicate"] if replicated else None)
+    if folded is not None:
+        return folded
     if axis_size(mesh, "tp") > 1:
         raise NotImplementedError(
-            "This torch cannot fold the mesh axis 'cp' into 'dp_shard' beside a 'tp' axis; use torch 2.11 to 2.13."
+            f"torch {torch.__version__} cannot fold the mesh axis 'cp' into 'dp_shard' beside a 'tp' axis; "
+            f"use {RELEASES}."
         )
     # Without tensor parallelism FSDP does not ask for slices of one mesh, so a second one over the same ranks will do.
     shape = (axis_size(mesh, "dp_replicate"), -1)
@@ -146,7 +146,7 @@ def _fold_cp(mesh: DeviceMesh) -> DeviceMesh:
 
 def _root_size(mesh: DeviceMesh) -> int:
     """Ranks of the mesh that `mesh` was sliced from, or of `mesh` itself where this torch does not tell."""
-    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    root = root_mesh(mesh)
     if root.size() == mesh.size() and dist.is_initialized() and mesh.get_coordinate() is None:
         raise ValueError(f"Rank {launch.rank()} is not in the mesh {mesh.mesh.tolist()}; every rank must be in it.")
     return root.size()

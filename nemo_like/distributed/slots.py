@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from nemo_like.torch_compat import CheckpointWrapper
 
 _ADDED_BY_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -67,7 +68,7 @@ def find_slots(model: nn.Module) -> list[Slot]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, CheckpointWrapper):
             continue  # holds nothing itself, and may share its name with the module inside
-        transient = module._non_persistent_buffers_set  # no public form in torch 2.11 to 2.13
+        transient = module._non_persistent_buffers_set
         for local, tensor in (*module._parameters.items(), *module._buffers.items()):
             name = bare_name(f"{prefix}.{local}" if prefix else local)
             if tensor is None or (name, local) in seen:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.distributed.slots import bare_name
+from nemo_like.torch_compat import CheckpointWrapper, wrapped_module
 
 FROZEN_SHARDING: tuple[str, ...] = ("root", "per_layer", "replicate")
 
@@ -119,7 +119,7 @@ def _refuse_sharded(model: nn.Module, names: dict[nn.Module, str]) -> None:
 
 def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module, str]) -> dict[nn.Module, str]:
     """The layers as registered modules (a wrapper in place of what it wraps), once each, with their groups."""
-    wrapper_of = {m._checkpoint_wrapped_module: m for m in names if isinstance(m, CheckpointWrapper)}
+    wrapper_of = {wrapped_module(m): m for m in names if isinstance(m, CheckpointWrapper)}
     groups: dict[nn.Module, str] = {}
     for index, layer in enumerate(layers):
         module = layer if isinstance(layer, nn.Module) else getattr(layer, "module", None)
@@ -256,7 +256,7 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
             m for top in unit.modules for m in top.modules() if any(p in chosen for p in m.parameters(recurse=False))
         ]
         for holder in holders:
-            inner = {m._checkpoint_wrapped_module for m in unit.modules if isinstance(m, CheckpointWrapper)}
+            inner = {wrapped_module(m) for m in unit.modules if isinstance(m, CheckpointWrapper)}
             if holder in unit.modules or holder in inner:
                 own = [name for name, p in holder.named_parameters(recurse=False) if p in chosen]
                 raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nemo_like.offload.handles import is_wrapper_subclass, take_apart
-from nemo_like.offload.torch_private import base_of
+from nemo_like.torch_compat import base_of
 
 PARAMETER = "a parameter, or a view of one"
 BUFFER = "a buffer of the model"

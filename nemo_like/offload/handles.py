@@ -14,7 +14,7 @@ import torch
 
 from nemo_like.offload.copies import Reader
 from nemo_like.offload.mover import Mover
-from nemo_like.offload.torch_private import version_of
+from nemo_like.torch_compat import version_of
 
 
 class Handle(Protocol):

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper as TorchOffloadWrapper
 
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.offloader import Offloader, parse_offload
 from nemo_like.offload.regions import keep_on_host, moves_everything
 from nemo_like.options import OffloadConfig
+from nemo_like.torch_compat import ActivationWrapper
+from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
 
 
 class OffloadWrapper(Nameless, TorchOffloadWrapper):

@@ -22,7 +22,7 @@ from nemo_like.offload.journal import Region
 from nemo_like.offload.pool import ALIGNMENT, Block, HostPool
 from nemo_like.offload.ranges import gaps, overlap, round_down
 from nemo_like.offload.stats import OffloadStats
-from nemo_like.offload.torch_private import version_of
+from nemo_like.torch_compat import version_of
 
 
 class Mover:

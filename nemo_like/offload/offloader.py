@@ -21,8 +21,8 @@ from nemo_like.offload.backends import Backend
 from nemo_like.offload.packing import Packer, storages_in
 from nemo_like.offload.regions import keep_as_before, keep_on_host, moves_everything
 from nemo_like.offload.stats import OffloadStats
-from nemo_like.offload.torch_private import innermost_saved_tensor_hooks
 from nemo_like.options import OffloadConfig, normalise
+from nemo_like.torch_compat import innermost_saved_tensor_hooks
 
 CHECKPOINTING_MODULES = ("torch.utils.checkpoint", "nemo_like.activation_checkpointing")
 """Where the saved-tensor hooks of checkpointed regions are defined."""

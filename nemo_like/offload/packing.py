@@ -25,8 +25,8 @@ from nemo_like.offload.handles import (
 from nemo_like.offload.mover import Mover
 from nemo_like.offload.pool import HostPool
 from nemo_like.offload.stats import OffloadStats
-from nemo_like.offload.torch_private import version_of
 from nemo_like.options import OffloadConfig
+from nemo_like.torch_compat import version_of
 
 LAST_LAYER = "where backward starts (the last layer, or what is left out, and what follows)"
 NOT_ASKED = "not a layer's input"

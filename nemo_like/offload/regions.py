@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper
 from nemo_like.activation_checkpointing.transfer import Transfer
+from nemo_like.torch_compat import ActivationWrapper, is_compiled
 
 
 class HostPolicy:
@@ -72,11 +72,3 @@ def moves_everything(layer: nn.Module, mode: str) -> bool:
     if mode != "saved" or is_compiled(layer):
         return mode != "boundary"
     return not isinstance(layer, ActivationWrapper) and any(isinstance(m, ActivationWrapper) for m in layer.modules())
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph.
-
-    Adapter: PyTorch keeps that under a private name; without it, only what needs no such knowledge is moved.
-    """
-    return getattr(module, "_compiled_call_impl", None) is not None

@@ -1,7 +1,6 @@
 """Running a model without weights, memory or a GPU: the one place that touches PyTorch's fake tensors.
 
-`FakeTensorMode` lives under a private path (``torch._subclasses``), though it is documented and used by exporters; it
-has no public twin. `FakeRun` is the only user of it here, and says what to do where a release has moved it.
+`FakeTensorMode` has no public path; `FakeRun` is its only user here.
 
 CPU fake tensors, not `meta` (attention would be decomposed) and not fake CUDA (which aborts where there is no GPU).
 """
@@ -14,16 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-except ImportError as error:  # pragma: no cover - a torch release that moved it
-    raise ImportError(
-        f"torch {torch.__version__} has no torch._subclasses.fake_tensor, which planning needs to run a model without "
-        "memory. Use torch 2.11 to 2.15."
-    ) from error
+from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types, tree_flatten, tree_map_only
+
+FakeTensor, FakeTensorMode = fake_tensor_types()
 
 SMALL = 1 << 20
 """Integer tensors up to this many elements are really computed, so that models can look at their values."""

@@ -7,11 +7,10 @@ import time
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from nemo_like.planning.capture import Kind
 from nemo_like.planning.trace import TraceMismatchError
+from nemo_like.torch_compat import TorchDispatchMode, tree_map
 
 
 class _Clock(TorchDispatchMode):

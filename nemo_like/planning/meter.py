@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+
+from nemo_like.torch_compat import TorchDispatchMode, tree_flatten
 
 
 class LiveBytes(TorchDispatchMode):

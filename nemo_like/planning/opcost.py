@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
+
+from nemo_like.torch_compat import OpOverload
 
 _ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": 4, "_scaled_dot_product_flash_attention": 4,

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nemo_like.layers.names import bare
 from nemo_like.planning.capture import ModelTrace, replaced_forwards
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.trace import tensors_in
+from nemo_like.torch_compat import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
@@ -14,6 +13,7 @@ from nemo_like.planning.capture import Kind
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.trace import tensors_in
+from nemo_like.torch_compat import tree_map
 
 
 @dataclass(frozen=True)

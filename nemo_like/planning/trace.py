@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from nemo_like.planning import opcost
 from nemo_like.planning.fake import FakeRun
+from nemo_like.torch_compat import OpOverload, TorchDispatchMode, tree_flatten, tree_map
 
 
 class TraceMismatchError(RuntimeError):

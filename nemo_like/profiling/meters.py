@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # documented for users, though the module is underscored
-from torch.utils._pytree import tree_leaves
+
+from nemo_like.torch_compat import TorchDispatchMode, tree_leaves
 
 
 class StorageRegistry:

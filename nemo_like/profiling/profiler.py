@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.log import say_once
@@ -17,6 +16,7 @@ from nemo_like.profiling.recommend import LayerCall, cheapest_layers
 from nemo_like.profiling.report import MB, LayerProfile, ProfileReport
 from nemo_like.profiling.state import preserved_state
 from nemo_like.profiling.trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
+from nemo_like.torch_compat import tree_map
 
 
 class BudgetUnmeetableError(ValueError):

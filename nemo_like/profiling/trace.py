@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from nemo_like.profiling.meters import Clock, CpuMeter, CudaMeter, StorageRegistry, storages_of
 from nemo_like.profiling.recommend import Moment
+from nemo_like.torch_compat import tree_leaves
 
 LossFn = Callable[[Any], torch.Tensor]
 

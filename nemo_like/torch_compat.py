@@ -1,0 +1,333 @@
+"""The private names of PyTorch that this package uses: the only module that imports or reads one, ordered by topic.
+
+Each has a fallback, or an error that says what is missing. "Seen in" names the releases that were looked at: torch
+2.11.0, 2.13.0 and 2.15.0, unless it says otherwise. Whoever adds a release looks here first. Attributes of objects
+that everybody reads (`nn.Module._modules` and its like, `Tensor._version`, an operator's `_schema`) stay where they
+are used; `tests/test_torch_compat.py` has the list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import SelectiveCheckpointContext
+
+from nemo_like.log import warn_once
+
+# --- Documented for users, though the module is underscored: aliases, no fallback. Seen in all. ----------------------
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # isort: skip
+from torch.utils._python_dispatch import TorchDispatchMode  # isort: skip
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten  # isort: skip
+
+# PyTorch's activation wrappers, which others recognise ours by: no fallback, since ours derive from them. Seen in all.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # isort: skip
+    ActivationWrapper,
+    CheckpointWrapper,
+    OffloadWrapper,
+)
+
+__all__ = [
+    "ActivationWrapper",
+    "CheckpointWrapper",
+    "HigherOrderOperator",
+    "OffloadWrapper",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+RELEASES = "torch 2.11 to 2.15"
+"""The releases that error messages recommend."""
+
+
+def wrapped_module(wrapper: nn.Module) -> nn.Module:
+    """The module inside one of PyTorch's activation wrappers, ours among them."""
+    return wrapper._checkpoint_wrapped_module  # type: ignore[return-value]
+
+
+def _private(owner: Any, path: str) -> Any:
+    """The attribute at the dotted `path` of `owner`, None where any part of it is absent."""
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner
+
+
+# --- Autograd ---------------------------------------------------------------------------------------------------------
+
+# Absent in 2.11: an autograd node of our own does the same.
+_make_saved_tensor: Callable[..., Any] | None = _private(torch._C, "_autograd._make_saved_tensor")
+_keep_graph: Callable[[], bool] | None = _private(torch._C, "_autograd._get_current_graph_task_keep_graph")
+_graph_task: Callable[[], int] | None = _private(torch._C, "_current_graph_task_id")
+_functorch_level: Callable[[], Any] | None = _private(torch._C, "_functorch.peek_interpreter_stack")
+_top_hooks: Callable[[bool], Any] | None = _private(torch._C, "_autograd._top_saved_tensors_default_hooks")
+
+
+class _SaveInput(torch.autograd.Function):
+    """A node that does nothing but keep a tensor the way autograd keeps one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        raise AssertionError("no gradient flows through a saved input")
+
+
+def save_tensor(tensor: Tensor) -> Callable[[], Tensor]:
+    """Have autograd save `tensor`, hooks and version check included; the result gives it back."""
+    if _make_saved_tensor is not None:
+        return _make_saved_tensor(tensor, is_output=False).unpack
+    # The output is held, not its node: the node frees what it saved as soon as the output goes.
+    output = _SaveInput.apply(torch.empty(0, requires_grad=True), tensor)
+    return lambda: output.grad_fn.saved_tensors[0]
+
+
+def graph_is_kept() -> bool | None:
+    """Whether the backward that runs now was started with ``retain_graph=True``; None: unknown, or none runs."""
+    if _keep_graph is None or (_graph_task is not None and _graph_task() == -1):
+        return None
+    return _keep_graph()
+
+
+def in_functorch_transform() -> bool:
+    """Whether a `torch.func` transform is active; False where torch does not tell."""
+    return _functorch_level is not None and _functorch_level() is not None
+
+
+def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The (pack, unpack) pair that saved tensors go to at this point; None for none, or where torch cannot tell."""
+    if _top_hooks is None:
+        warn_once("This torch cannot tell which saved-tensor hooks are active: offloading inside a checkpointed region "
+                  "is then refused only where the modules show it.")  # fmt: skip
+        return None
+    return _top_hooks(False)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often `tensor`, or a tensor that shares its version counter, was changed in place.
+
+    None where nothing is counted (inference tensors, or a torch without the name): an in-place change of such a
+    tensor cannot be noticed, as autograd itself does not notice it.
+    """
+    if tensor.is_inference():
+        return None
+    return getattr(tensor, "_version", None)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that `tensor` is a differentiable view of; None for no view."""
+    return getattr(tensor, "_base", None)
+
+
+_context_takes_output = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters  # not in 2.11
+
+
+def selective_context(output: Any) -> SelectiveCheckpointContext:
+    """What a policy function for PyTorch's selective contexts is given in forward, ``op_output`` included."""
+    if _context_takes_output:
+        return SelectiveCheckpointContext(is_recompute=False, op_output=output)
+    context = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = output
+    return context
+
+
+# --- Modes and attention back ends ------------------------------------------------------------------------------------
+
+# The order that `sdpa_kernel([...], set_priority=True)` sets has no public getter. Without the private one, the order
+# is left alone, and only the on/off flags are put back.
+_get_priority: Callable[[], list[int]] | None = _private(torch._C, "_get_sdp_priority_order")
+_set_priority: Callable[[list[int]], None] | None = _private(torch._C, "_set_sdp_priority_order")
+# Without the stack of function modes only the default device is known to torch itself.
+_mode_stack: Callable[[], list[Any]] | None = _private(torch, "overrides._get_current_function_mode_stack")
+_mode_depth: Callable[[], int] | None = _private(torch._C, "_len_torch_function_stack")
+
+
+def sdp_priority() -> list[int] | None:
+    """The order in which attention back ends are tried; None where it can't be read or can't be set."""
+    return _get_priority() if _get_priority is not None and _set_priority is not None else None
+
+
+def set_sdp_priority(order: list[int]) -> None:
+    """Set what `sdp_priority` gave; nothing happens where it gives None."""
+    if _set_priority is not None:
+        _set_priority(order)
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The active `TorchFunctionMode`s, outermost first; none, with one warning, where torch has no list of them."""
+    if _mode_depth is not None and _mode_depth() == 0:
+        return ()
+    if _mode_stack is None:
+        warn_once("This torch has no list of active function modes: replay runs without those of the forward.")
+        return ()
+    return tuple(_mode_stack())
+
+
+# --- Operators --------------------------------------------------------------------------------------------------------
+
+
+def higher_order_op(name: str) -> Any | None:
+    """``flex_attention`` or ``inductor_compiled_code``; None for another name, or, with one warning, where it moved."""
+    module = {"flex_attention": "flex_attention", "inductor_compiled_code": "wrap"}.get(name)
+    if module is None:
+        return None
+    try:
+        return getattr(importlib.import_module(f"torch._higher_order_ops.{module}"), name)
+    except (ImportError, AttributeError):
+        warn_once(f"torch {torch.__version__} has no higher-order operator {name!r} where we know it: it isn't saved.")
+        return None
+
+
+def partitioner_compute_intensive_ops() -> list[Any] | None:
+    """The operators that the compiler's partitioner holds expensive; None, with one warning, where it has no list."""
+    try:
+        partitioners = importlib.import_module("torch._functorch.partitioners")
+        return list(partitioners.get_default_op_list().compute_intensive_ops)
+    except (ImportError, AttributeError):
+        warn_once(
+            f"torch {torch.__version__} has no partitioners.get_default_op_list: the built-in list of "
+            "compute-intensive operators is used instead."
+        )
+        return None
+
+
+def registered_ops() -> list[str]:
+    """``"aten::mm"`` and so on, for near matches in errors; empty where torch has no list, and errors have no hint."""
+    schemas = _private(torch._C, "_jit_get_all_schemas")
+    return sorted({schema.name for schema in schemas()}) if schemas is not None else []
+
+
+def foreach_mul() -> Callable[[list[Tensor], Tensor], None] | None:
+    """The fused loop that multiplies every tensor of a list in place; None where absent: multiply one by one."""
+    return getattr(torch, "_foreach_mul_", None)
+
+
+def fake_tensor_types() -> tuple[type[Any], type[Any]]:
+    """`FakeTensor` and `FakeTensorMode`: private by path, though documented and used by exporters.
+
+    Raises:
+        ImportError: a release that has moved them; planning needs them.
+    """
+    try:
+        module = importlib.import_module("torch._subclasses.fake_tensor")
+        return module.FakeTensor, module.FakeTensorMode
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"torch {torch.__version__} has no torch._subclasses.fake_tensor, which planning needs to run a model "
+            f"without memory. Use {RELEASES}."
+        ) from error
+
+
+# --- The compiler -----------------------------------------------------------------------------------------------------
+
+
+def disable_dynamo_lru_cache() -> None:
+    """Make Dynamo try compiled graphs in the order they were made; where it can't, that stays (one warning).
+
+    With several microbatches in flight, its most-recently-used order may pick a dynamic-shape graph for a region whose
+    forward ran the static one.
+    """
+    try:
+        importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
+    except (ImportError, AttributeError):
+        warn_once(
+            "Compiled selective checkpointing asked Dynamo for a stable graph order; this torch has no such switch."
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph; False if untold."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def async_tensor_parallel() -> bool:
+    """Whether inductor fuses collectives into matmuls; off where it is not imported or has no such switch."""
+    return bool(getattr(sys.modules.get("torch._inductor.config"), "_micro_pipeline_tp", False))
+
+
+def compiler_budget(share: float) -> contextlib.AbstractContextManager[Any]:
+    """Within it, the compiler keeps `share` of a graph's activations. Raises AttributeError where there is no budget."""
+    config = importlib.import_module("torch._functorch.config")
+    if not hasattr(config, "activation_memory_budget"):
+        raise AttributeError(f"torch {torch.__version__} has no activation_memory_budget. Use {RELEASES}.")
+    return config.patch(activation_memory_budget=share)
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+
+def unwaited_collectives() -> int:
+    """How many functional collectives of this process are under way and not yet waited for; 0 where torch can't tell."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0
+    count = _private(torch._C, "_distributed_c10d._get_work_registry_size")
+    return 0 if count is None else count()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was sliced from; `mesh` itself where torch does not tell."""
+    return getattr(mesh, "_get_root_mesh", lambda: mesh)()
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str, before: DeviceMesh | None) -> DeviceMesh | None:
+    """All axes of `mesh` as one, called `name`, behind the axis `before` where there is one; None: torch can't."""
+    if not hasattr(mesh, "_flatten") or not hasattr(DeviceMesh, "_concatenate"):
+        return None
+    flat = mesh._flatten(name)
+    return flat if before is None else DeviceMesh._concatenate([before, flat])
+
+
+def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's parameter groups at `module`; none where this torch is different."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    yield from getattr(state, "_fsdp_param_groups", ())
+
+
+def accumulated_gradient(fsdp_param: Any) -> Tensor | None:
+    """What an FSDP2 parameter has accumulated, whole, without communication; None: nothing, or torch does not tell."""
+    return getattr(fsdp_param, "unsharded_accumulated_grad", None)
+
+
+def accumulate_zeros(fsdp_param: Any, dtype: torch.dtype) -> None:
+    """Give an FSDP2 parameter without an accumulated gradient one of zeros, in the layout of the whole parameter.
+
+    In 2.15 the accumulated gradient is that of the whole parameter; before, an attribute of its own. Nothing happens
+    where torch has no whole parameter: before the first forward, or in a release that names it differently.
+    """
+    whole = getattr(fsdp_param, "_unsharded_param", None)
+    if whole is None:
+        return
+    # Its storage may be freed by now; shape, device and (under tensor parallelism) DTensor layout are not.
+    zeros = torch.zeros_like(whole.detach(), dtype=dtype)
+    if isinstance(getattr(type(fsdp_param), "unsharded_accumulated_grad", None), property):
+        whole.grad = zeros
+    elif hasattr(fsdp_param, "unsharded_accumulated_grad"):
+        fsdp_param.unsharded_accumulated_grad = zeros
+
+
+def fake_store() -> Any:
+    """The store of the process-group back end ``"fake"``, which sends nothing, from PyTorch's testing package.
+
+    Raises:
+        RuntimeError: this torch has none where we know it.
+    """
+    try:
+        return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"torch {torch.__version__} has no fake process group where we know it.") from error

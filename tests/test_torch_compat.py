@@ -1,0 +1,415 @@
+"""Only `torch_compat` uses private names of torch; each of its fallbacks works where the name is absent."""
+
+import ast
+import contextlib
+import gc
+import importlib
+import logging
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import nemo_like
+from nemo_like import torch_compat
+from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE
+from nemo_like.activation_checkpointing.save_ops import compute_intensive_ops, default_save_ops, resolve_op
+from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
+from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.log import forget_announcements
+from nemo_like.options import resolve_op as option_op
+
+PACKAGE = Path(nemo_like.__file__).parent
+
+OF_OBJECTS = {
+    "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set",  # nn.Module
+    "_version", "_cdata",  # a tensor, a storage
+    "_schema", "_overloadpacket",  # an operator
+    "_apply",  # a `ParallelStyle` of ours: the method that PyTorch asks a style for
+    "_make", "_fields",  # Python's named tuples
+}  # fmt: skip
+"""Private attributes of objects that everybody reads, and that may be read anywhere."""
+
+OF_OTHERS = {
+    "_attention_backends",  # Transformer Engine
+    "_init_weights", "_reset_parameters", "_no_split_modules",  # models
+    "_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module",  # parts of names that are cleaned
+}  # fmt: skip
+
+
+def _chain(node):
+    """``torch.a._b`` as a list of names; empty for anything but a plain chain."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
+def _is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(source):
+    """(line, name) of every private name of torch, or of an object that may be torch's, in `source`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, name) for name in names if _is_private(name))
+        elif isinstance(node, ast.Import):
+            parts = [part for alias in node.names if alias.name.startswith("torch.") for part in alias.name.split(".")]
+            yield from ((node.lineno, part) for part in parts if _is_private(part))
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            chain = _chain(node)
+            operator = "ops" in chain[:2]  # torch.ops.aten._grouped_mm: the name of an operator
+            if chain[:1] not in (["self"], ["cls"]) and not operator and node.attr not in OF_OBJECTS:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if _is_private(name) and name not in OF_OBJECTS | OF_OTHERS:
+                yield node.lineno, name
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", str(node.value)):
+            yield node.lineno, node.value  # for importlib, or sys.modules
+
+
+def test_no_other_file_uses_a_private_name_of_torch():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "torch_compat.py"
+        for line, name in private_names(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from torch._C import x", "_C"),
+        ("from torch.nn import _reduction", "_reduction"),
+        ("import torch._dynamo.config", "_dynamo"),
+        ("torch._C._autograd.f()", "_C"),
+        ("getattr(torch, '_foreach_mul_')", "_foreach_mul_"),
+        ("hasattr(mesh, '_flatten')", "_flatten"),
+        ("param._unsharded_param", "_unsharded_param"),
+        ("importlib.import_module('torch._functorch.config')", "torch._functorch.config"),
+    ],
+)
+def test_the_search_sees_every_way_to_a_private_name(source, name):
+    assert name in [found for _, found in private_names(source)]
+
+
+def test_the_search_passes_public_names_and_operators():
+    source = "from torch.fx import a\ntorch.ops.aten._grouped_mm.default\nself._mine\nmodule._modules\nt._version"
+    assert list(private_names(source)) == []
+
+
+@pytest.fixture
+def said(caplog):
+    """The warnings, each of which is said once and hence again here."""
+    forget_announcements()
+    with caplog.at_level(logging.WARNING, logger="nemo_like"):
+        yield caplog
+    forget_announcements()
+
+
+@pytest.fixture
+def no_module(monkeypatch):
+    """Takes a module of torch away: its import fails."""
+
+    def take(name):
+        monkeypatch.setitem(sys.modules, name, None)
+
+    return take
+
+
+# --- Autograd ---------------------------------------------------------------------------------------------------------
+
+
+def test_save_tensor_without_the_name(monkeypatch):
+    monkeypatch.setattr(torch_compat, "_make_saved_tensor", None)
+    tensor = torch.arange(3.0)
+    unpack = torch_compat.save_tensor(tensor)
+    gc.collect()
+    assert torch.equal(unpack(), torch.arange(3.0))
+    assert unpack().data_ptr() == tensor.data_ptr()
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        unpack()
+
+
+def test_save_tensor_without_the_name_goes_through_hooks(monkeypatch):
+    monkeypatch.setattr(torch_compat, "_make_saved_tensor", None)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t.clone()) or len(packed), lambda i: packed[i - 1]
+    ):
+        unpack = torch_compat.save_tensor(torch.ones(2))
+    assert len(packed) == 1 and unpack() is packed[0]
+
+
+def test_a_kept_graph_is_unknown_without_the_names(monkeypatch):
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch_compat.graph_is_kept())
+            return grad
+
+    x = torch.ones(1, requires_grad=True)
+    Look.apply(x).sum().backward(retain_graph=True)
+    Look.apply(x).sum().backward()
+    assert seen == [True, False] and torch_compat.graph_is_kept() is None
+    monkeypatch.setattr(torch_compat, "_keep_graph", None)
+    Look.apply(x).sum().backward()
+    assert seen[2:] == [None]
+
+
+def test_functorch_is_not_seen_without_the_name(monkeypatch):
+    def level(x):
+        levels.append(torch_compat.in_functorch_transform())
+        return x.sum()
+
+    levels = []
+    torch.func.grad(level)(torch.ones(1))
+    monkeypatch.setattr(torch_compat, "_functorch_level", None)
+    torch.func.grad(level)(torch.ones(1))
+    assert levels == [True, False] and not torch_compat.in_functorch_transform()
+
+
+def test_saved_tensor_hooks_are_unknown_without_the_name(monkeypatch, said):
+    def pack(tensor):
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert torch_compat.innermost_saved_tensor_hooks() == (pack, pack)
+        monkeypatch.setattr(torch_compat, "_top_hooks", None)
+        assert torch_compat.innermost_saved_tensor_hooks() is None
+    assert "cannot tell which saved-tensor hooks are active" in said.text
+
+
+def test_version_and_base():
+    tensor = torch.zeros(4)
+    view = tensor[1:]
+    view.add_(1)
+    assert (torch_compat.version_of(tensor), torch_compat.base_of(view) is tensor) == (1, True)
+    with torch.inference_mode():
+        assert torch_compat.version_of(torch.zeros(1)) is None
+    bare = SimpleNamespace(is_inference=lambda: False)
+    assert torch_compat.version_of(bare) is None and torch_compat.base_of(bare) is None
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_policy_function_of_pytorch_sees_the_output(monkeypatch, takes):
+    if takes and not torch_compat._context_takes_output:
+        pytest.skip("this torch's SelectiveCheckpointContext takes no op_output")
+    monkeypatch.setattr(torch_compat, "_context_takes_output", takes)
+    seen = []
+
+    def policy(context, op, *args):
+        seen.append((context.is_recompute, context.op_output is x))
+        return op is torch.ops.aten.mm.default
+
+    decide = TorchPolicy(policy).start()
+    x = torch.ones(1, 1)
+    assert decide(torch.ops.aten.mm.default, 0, (x, x), {}, x) == SAVE
+    assert decide(torch.ops.aten.add.Tensor, 0, (x, x), {}, x) == RECOMPUTE
+    assert seen == [(False, True)] * 2
+
+
+# --- Modes and attention back ends ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["_get_priority", "_set_priority"])
+def test_the_priority_of_attention_is_left_alone_without_a_name(monkeypatch, name):
+    before = torch_compat.sdp_priority()
+    other = list(reversed(before))
+    torch_compat.set_sdp_priority(other)
+    assert torch_compat.sdp_priority() == other
+    torch_compat.set_sdp_priority(before)
+    monkeypatch.setattr(torch_compat, name, None)
+    assert torch_compat.sdp_priority() is None
+    if name == "_set_priority":
+        torch_compat.set_sdp_priority(other)
+        monkeypatch.undo()
+        assert torch_compat.sdp_priority() == before
+
+
+def test_function_modes_without_the_names(monkeypatch, said):
+    assert torch_compat.function_modes() == ()
+    with torch.device("cpu"):
+        (mode,) = torch_compat.function_modes()
+        assert mode.device == torch.device("cpu")
+        monkeypatch.setattr(torch_compat, "_mode_depth", None)
+        assert torch_compat.function_modes() == (mode,) and not said.text
+        monkeypatch.setattr(torch_compat, "_mode_stack", None)
+        assert torch_compat.function_modes() == ()
+    assert "replay runs without those of the forward" in said.text
+
+
+# --- Operators --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "module"), [("flex_attention", "flex_attention"), ("inductor_compiled_code", "wrap")])
+def test_higher_order_operators_that_moved_are_left_out(no_module, said, name, module):
+    assert torch_compat.higher_order_op(name) in default_save_ops()
+    no_module(f"torch._higher_order_ops.{module}")
+    assert torch_compat.higher_order_op(name) is None
+    assert f"no higher-order operator '{name}' where we know it" in said.text
+
+
+def test_the_list_of_the_partitioner_may_be_absent(no_module, said):
+    compute_intensive_ops.cache_clear()
+    no_module("torch._functorch.partitioners")
+    try:
+        assert torch_compat.partitioner_compute_intensive_ops() is None
+        assert resolve_op("aten.mm.default") | resolve_op("aten.convolution.default") <= compute_intensive_ops()
+    finally:
+        compute_intensive_ops.cache_clear()
+    assert "the built-in list of compute-intensive operators is used" in said.text
+
+
+def test_an_unknown_operator_has_no_hint_without_the_list(monkeypatch):
+    with pytest.raises(ValueError, match=r"Near matches: .*aten\.softmax"):
+        option_op("aten.sofmax")
+    monkeypatch.delattr(torch._C, "_jit_get_all_schemas")
+    with pytest.raises(ValueError, match=r"no op aten\.sofmax is registered\. If a library"):
+        option_op("aten.sofmax")
+
+
+def test_gradients_are_clipped_one_by_one_without_the_fused_loop(monkeypatch):
+    def clipped():
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+        for param in params:
+            param.grad = torch.full_like(param, 4.0)
+        clip_grad_norm_(params, 1.0)
+        return [param.grad for param in params]
+
+    fused = clipped()
+    monkeypatch.delattr(torch, "_foreach_mul_")
+    assert torch_compat.foreach_mul() is None
+    assert all(torch.equal(a, b) for a, b in zip(fused, clipped()))
+
+
+def test_planning_names_what_it_misses(no_module):
+    no_module("torch._subclasses.fake_tensor")
+    with pytest.raises(ImportError, match=r"has no torch\._subclasses\.fake_tensor.* Use torch 2\.11 to 2\.15"):
+        torch_compat.fake_tensor_types()
+
+
+# --- The compiler -----------------------------------------------------------------------------------------------------
+
+
+def test_dynamos_order_stays_where_there_is_no_switch(no_module, said):
+    torch_compat.disable_dynamo_lru_cache()
+    assert not said.text
+    no_module("torch._C._dynamo.eval_frame")
+    torch_compat.disable_dynamo_lru_cache()
+    assert "this torch has no such switch" in said.text
+
+
+def test_a_module_is_compiled_or_not():
+    module = nn.Linear(1, 1)
+    assert not torch_compat.is_compiled(module) and not torch_compat.is_compiled(SimpleNamespace())
+    module.compile(backend="eager")
+    assert torch_compat.is_compiled(module)
+
+
+def test_async_tensor_parallelism_is_off_without_the_switch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", SimpleNamespace(_micro_pipeline_tp=True))
+    assert torch_compat.async_tensor_parallel()
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", SimpleNamespace())
+    assert not torch_compat.async_tensor_parallel()
+
+
+def test_the_compilers_budget_names_what_it_misses(monkeypatch):
+    config = importlib.import_module("torch._functorch.config")
+    with torch_compat.compiler_budget(0.5):
+        assert config.activation_memory_budget == 0.5
+    assert config.activation_memory_budget == 1.0
+    monkeypatch.setitem(sys.modules, "torch._functorch.config", SimpleNamespace())
+    with pytest.raises(AttributeError, match="has no activation_memory_budget"):
+        torch_compat.compiler_budget(0.5)
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def four_fake_ranks():
+    torch.distributed.init_process_group("fake", store=torch_compat.fake_store(), rank=0, world_size=4)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_collectives_are_not_counted_without_the_name(monkeypatch):
+    assert torch_compat.unwaited_collectives() == 0
+    with four_fake_ranks():
+        assert torch_compat.unwaited_collectives() == 0
+        monkeypatch.delattr(torch._C._distributed_c10d, "_get_work_registry_size")
+        assert torch_compat.unwaited_collectives() == 0
+
+
+def test_meshes_without_the_names(monkeypatch):
+    with four_fake_ranks():
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        assert torch_compat.root_mesh(mesh["tp"]) == mesh
+        assert torch_compat.flatten_mesh(mesh, "all", None).size() == 4
+        monkeypatch.delattr(DeviceMesh, "_concatenate")
+        assert torch_compat.flatten_mesh(mesh, "all", None) is None
+        part = mesh["tp"]
+        monkeypatch.delattr(DeviceMesh, "_get_root_mesh")
+        assert torch_compat.root_mesh(part) is part
+
+
+def test_the_fake_back_end_names_what_it_misses(no_module):
+    no_module("torch.testing._internal.distributed.fake_pg")
+    with pytest.raises(RuntimeError, match="has no fake process group where we know it"):
+        torch_compat.fake_store()
+
+
+class _Attribute:
+    """As FSDP2's parameter in torch 2.11 to 2.13."""
+
+    def __init__(self, whole):
+        self._unsharded_param, self.unsharded_accumulated_grad = whole, None
+
+
+class _Property:
+    """As FSDP2's parameter in torch 2.15."""
+
+    def __init__(self, whole):
+        self._unsharded_param = whole
+
+    @property
+    def unsharded_accumulated_grad(self):
+        return self._unsharded_param.grad
+
+
+@pytest.mark.parametrize("kind", [_Attribute, _Property])
+def test_accumulated_gradients_in_both_forms(kind):
+    param = kind(nn.Parameter(torch.ones(2, 3)))
+    assert torch_compat.accumulated_gradient(param) is None
+    torch_compat.accumulate_zeros(param, torch.float32)
+    assert torch.equal(torch_compat.accumulated_gradient(param), torch.zeros(2, 3))
+
+
+def test_accumulated_gradients_of_a_torch_that_is_different():
+    assert torch_compat.accumulated_gradient(SimpleNamespace()) is None
+    torch_compat.accumulate_zeros(SimpleNamespace(), torch.float32)
+    other = SimpleNamespace(_unsharded_param=nn.Parameter(torch.ones(1)))
+    torch_compat.accumulate_zeros(other, torch.float32)
+    assert vars(other).keys() == {"_unsharded_param"} and other._unsharded_param.grad is None
+    assert list(torch_compat.fsdp_param_groups(nn.Linear(1, 1))) == []
