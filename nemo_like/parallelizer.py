@@ -16,8 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.compile import compile_layers, parse_compile
+from nemo_like.distributed.agreement import check_agreement
 from nemo_like.distributed.launch import local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
+from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_options, check_sharding, shard_layers
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.layers import find_layers
@@ -136,6 +138,7 @@ def parallelize(
             layers; a model that was parallelized or checkpointed before; a budget that cannot be met (`BudgetError`).
             The model is unchanged then.
     """
+    check_agreement(model, dict(locals()))
     strategy = _check_model_and_strategy(model, strategy, cpu_offload, tp, tp_plan)
     request = read_checkpointing(model, ac, ac_scope, layers, sample_input)
     backend = _check_compile(compile, request)
@@ -172,6 +175,7 @@ def parallelize(
     split = axis_size(shard_mesh, "tp") > 1
     _check_tensor_parallel(split, request, tp_plan, sequence_parallel, loss_parallel)
     request = request.settle(model, planning)
+    start_from_the_same_weights(model, shard_mesh)
 
     if shard_mesh is not None and split:
         apply_tensor_parallel(

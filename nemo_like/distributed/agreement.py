@@ -1,0 +1,178 @@
+"""Whether all ranks ask for the same thing on the same model, found out before the first change.
+
+A rank that shards with other options than its neighbour waits in another collective than its neighbour does: the job
+hangs, or gloo aborts it, and nothing says which option it was. So ranks compare first: one number per rank, and the
+options themselves only where the numbers differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nemo_like.distributed import launch
+from nemo_like.options import normalise
+
+_OWN_ON_EACH_RANK = ("model", "sample_input")
+"""Arguments that may differ: each rank has data of its own, and a model is compared by its tensors."""
+
+_LONGEST = 200
+"""Characters of a value in a message; longer ones are compared in full and shown cut."""
+
+
+def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise where ranks were given different options or models. A collective, before anything is changed.
+
+    Args:
+        model: compared by its parameters' and buffers' names, dtypes, shapes, and whether they train or are meta.
+        options: `parallelize`'s arguments by name, as the caller gave them; ``strategy`` and ``mesh`` say who compares:
+            the ranks of the mesh, else all ranks. With one rank, and for ``strategy="single"``, nobody does.
+
+    Raises:
+        ValueError: on every rank, naming the option or tensor and the ranks.
+    """
+    strategy, mesh = options.get("strategy"), options.get("mesh")
+    word = normalise(strategy) if isinstance(strategy, str) else strategy
+    if not isinstance(model, nn.Module) or word == "single" or launch.world_size() == 1:
+        return
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        return  # a mesh without this rank: refused in a moment, here and where it is one of too few
+    if not dist.is_initialized():
+        launch.init_distributed(_device_type(options.get("device")))
+    groups = mesh_groups(mesh if isinstance(mesh, DeviceMesh) else None)
+    asked = {name: _describe(value, model) for name, value in options.items() if name not in _OWN_ON_EACH_RANK}
+    if isinstance(word, str):
+        asked["strategy"] = repr(word)
+    asked["device"] = repr(_device_type(options.get("device")))  # each rank has a number of its own
+    layout = {name: _describe_tensor(tensor) for name, tensor in _named_tensors(model)}
+    digest = hashlib.sha256(repr((sorted(asked.items()), list(layout.items()))).encode()).digest()
+    number = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
+    if bool((gather(number, groups) == number).all()):
+        return
+    everyone = _gather_objects((launch.rank(), asked, layout), groups)
+    raise ValueError(_difference(everyone))
+
+
+def mesh_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup | None]:
+    """One process group for each axis of `mesh`, outermost first; all ranks of the job where `mesh` is None."""
+    return [None] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def gather(row: Tensor, groups: Iterable[dist.ProcessGroup | None]) -> Tensor:
+    """Every rank's `row`, (n,) in a dtype of its own, as (ranks, n) on the CPU: along one group after the other."""
+    rows = row[None]
+    for group in groups:
+        mine = rows.to(wire_device(group))
+        # Filled with this rank's own: the `fake` back end, which measures shapes, writes nothing.
+        parts = [mine.clone() for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        rows = torch.cat(parts).cpu()
+    return rows
+
+
+def wire_device(group: dist.ProcessGroup | None, preferred: torch.device | None = None) -> torch.device:
+    """Where a tensor must be for `group` to send it: `preferred` (the CPU) where its back end can, else the GPU."""
+    preferred = preferred or torch.device("cpu")
+    served = {pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")}
+    if preferred.type in served:
+        return preferred
+    return torch.device("cuda", torch.cuda.current_device()) if "cuda" in served else torch.device("cpu")
+
+
+def _gather_objects(mine: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
+    found = [mine]
+    for group in groups:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, found, group=group)
+        found = [item for part in parts for item in part]
+    return sorted(found, key=lambda item: item[0])
+
+
+def _difference(everyone: list[tuple[int, dict[str, str], dict[str, str]]]) -> str:
+    options = _differences(everyone, lambda item: item[1])
+    if options:
+        return (
+            f"Ranks were given different options: {'; '.join(options)}. Each collective needs all ranks, so they would "
+            "wait for each other: give every rank the same arguments."
+        )
+    tensors = _differences(everyone, lambda item: item[2])
+    if not tensors:  # the same tensors, registered in another order
+        return "Ranks have the same tensors in different orders: build the same model on every rank."
+    more = f"; and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    return (
+        f"Ranks have different models: {'; '.join(tensors[:3])}{more}. Build the same model on every rank; where only one "
+        "has the weights, build it on the meta device everywhere and load them with nemo_like.distributed.materialize."
+    )
+
+
+def _differences(everyone: list[Any], part: Callable[[Any], dict[str, str]]) -> list[str]:
+    names = dict.fromkeys(name for item in everyone for name in part(item))
+    sentences = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for item in everyone:
+            ranks_of.setdefault(part(item).get(name, "absent"), []).append(item[0])
+        if len(ranks_of) > 1:
+            said = [f"{_cut(value)} on {_ranks(ranks)}" for value, ranks in ranks_of.items()]
+            sentences.append(f"{name} is {', '.join(said[:-1])} and {said[-1]}")
+    return sentences
+
+
+def _ranks(ranks: list[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _device_type(device: Any) -> str | None:
+    """The kind of device; None where none was named, or nonsense, which a later check refuses on every rank."""
+    try:
+        return None if device is None else torch.device(device).type
+    except (RuntimeError, TypeError):
+        return None
+
+
+def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    said = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        said += ", frozen"
+    return f"{said}, on the meta device" if tensor.is_meta else said
+
+
+def _describe(value: Any, model: nn.Module) -> str:
+    """`value` in words that are the same in every process: no addresses, no order that a hash decides."""
+    if isinstance(value, nn.Module):
+        return next((name for name, module in model.named_modules() if module is value), type(value).__name__)
+    if isinstance(value, Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, DeviceMesh):
+        return f"a mesh {dict(zip(value.mesh_dim_names or range(value.ndim), value.shape))}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
+        return f"{type(value).__name__}({', '.join(f'{k}={_describe(v, model)}' for k, v in fields.items())})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_describe(k, model)}: {_describe(v, model)}" for k, v in value.items()) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(_describe(item, model) for item in value)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_describe(item, model) for item in value) + "]"
+    text = repr(value)
+    if " at 0x" in text or " object at " in text:  # an address says nothing
+        name = getattr(value, "__qualname__", None) or type(value).__qualname__
+        return f"{getattr(value, '__module__', None) or type(value).__module__}.{name}"
+    return text

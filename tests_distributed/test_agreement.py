@@ -1,0 +1,177 @@
+"""What all ranks must have in common before a model is changed: options, layers, dtypes, shapes, and the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import parallelize
+from tests.decoders import batch, build, loss_of
+from tests_distributed.spawn import run_ranks
+from tests_distributed.tiny import Decoder
+
+
+def _differing(rank: int, world_size: int, by_rank: list[dict[str, Any]]) -> str:
+    model = build("plain")
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError) as raised:
+        parallelize(model, **by_rank[rank])
+    assert dict(model.named_modules()) == before
+    parallelize(model)  # still fresh, and no rank is left waiting
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "said"),
+    [
+        (
+            [dict(reshard_after_forward=True), dict(reshard_after_forward=False)],
+            ["reshard_after_forward is True on rank 0 and False on rank 1"],
+        ),
+        ([dict(param_dtype="bf16"), dict()], ["param_dtype is 'bf16' on rank 0 and None on rank 1"]),
+        ([dict(reshard_after_forward=-1), dict()], ["reshard_after_forward is -1 on rank 0 and None on rank 1"]),
+        (
+            [dict(ac="full"), dict(ac="none", dp_replicate=2)],
+            ["ac is 'full' on rank 0 and 'none' on rank 1", "dp_replicate is 1 on rank 0 and 2 on rank 1"],
+        ),
+        ([dict(strategy="fsdp2"), dict(strategy="ddp")], ["strategy is 'fsdp2' on rank 0 and 'ddp' on rank 1"]),
+        ([dict(tp=2), dict()], ["tp is 2 on rank 0 and None on rank 1"]),
+        ([dict(offload="all"), dict()], ["offload is 'all' on rank 0 and None on rank 1"]),
+    ],
+)
+def test_options_that_differ_are_named_on_every_rank(by_rank: list[dict[str, Any]], said: list[str]) -> None:
+    messages = run_ranks(2, _differing, by_rank)
+    assert messages[0] == messages[1]
+    for sentence in said:
+        assert sentence in messages[0], messages[0]
+
+
+def test_ranks_with_the_same_value_are_named_together() -> None:
+    messages = run_ranks(3, _differing, [dict(compile=True), dict(), dict(compile=True)])
+    assert all("compile is True on ranks 0, 2 and False on rank 1" in message for message in messages), messages
+
+
+def _other_model(rank: int, world_size: int, how: str) -> str:
+    model = Decoder(layers=3 + (how == "layers") * rank, width=16)
+    if rank == 1 and how == "dtype":
+        model.head.to(torch.bfloat16)
+    if rank == 1 and how == "frozen":
+        model.embed.requires_grad_(False)
+    if rank == 1 and how == "meta":
+        model.to("meta")
+    with pytest.raises(ValueError) as raised:
+        parallelize(model)
+    assert not any(hasattr(p, "placements") for p in model.parameters())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("layers", "layers.3.norm.weight is absent on rank 0 and float32 (16,) on rank 1"),
+        ("dtype", "head.weight is float32 (64, 16) on rank 0 and bfloat16 (64, 16) on rank 1"),
+        ("frozen", "embed.weight is float32 (64, 16) on rank 0 and float32 (64, 16), frozen on rank 1"),
+        ("meta", "embed.weight is float32 (64, 16) on rank 0 and float32 (64, 16), on the meta device on rank 1"),
+    ],
+)
+def test_models_that_differ_are_an_error_on_every_rank(how: str, said: str) -> None:
+    messages = run_ranks(2, _other_model, how)
+    assert all(said in message for message in messages), messages
+
+
+def _same_words(rank: int, world_size: int) -> None:
+    """Spellings and places that mean the same are no difference."""
+    parallelize(build("plain"), ("fsdp2", "FSDP2")[rank], device=("cpu", torch.device("cpu", 0))[rank])
+
+
+def test_a_device_of_the_same_kind_is_no_difference() -> None:
+    run_ranks(2, _same_words)
+
+
+def _weights(rank: int, world_size: int, options: dict[str, Any], seed_all: int | None) -> tuple[Any, ...]:
+    model = build("plain", seed=rank if seed_all is None else seed_all)
+    if rank == 0:
+        model.register_buffer("scale", torch.tensor([1.5]))
+    else:
+        model.register_buffer("scale", torch.tensor([2.5]))
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parallelize(model, **options)
+    now = {name: getattr(t, "full_tensor", lambda t=t: t)().clone() for name, t in model.state_dict().items()}
+    loss_of(model, batch(2, seed=rank)).backward()
+    grads = [p.grad.to_local().clone() for p in model.parameters()]
+    return first, now, grads
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (2, dict(dp_replicate=2)), (4, dict(dp_replicate=2))])
+def test_every_rank_trains_the_first_ranks_weights(world_size: int, options: dict[str, Any]) -> None:
+    results = run_ranks(world_size, _weights, options, None)
+    expected = results[0][0]
+    for rank, (_, now, _) in enumerate(results):
+        assert set(now) == set(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(now[name], tensor), (rank, name)
+
+
+class _Packed(nn.Module):
+    """Weights in odd layouts and dtypes, which a checksum has to read without changing them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("transposed", torch.randn(3, 5).t())
+        self.register_buffer("flags", torch.rand(7) > 0.5)
+        self.register_buffer("none_at_all", torch.empty(0))
+        self.register_buffer("scalar", torch.randn(()).to(torch.complex64))
+        self.register_buffer("expanded", torch.randn(1, 4).expand(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def _odd_tensors(rank: int, world_size: int) -> list[torch.Tensor]:
+    torch.manual_seed(rank)
+    model = parallelize(_Packed(), layers=["layers.*"])
+    return [b.clone() for b in model.buffers()]
+
+
+def test_buffers_of_every_layout_come_from_the_first_rank() -> None:
+    first, second = run_ranks(2, _odd_tensors)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _said(rank: int, world_size: int, differ: bool) -> list[str]:
+    import logging
+
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("nemo_like").addHandler(Keep())
+    for _ in range(2):
+        parallelize(build("plain", seed=rank if differ else 0))
+    return [line for line in lines if "weights" in line]
+
+
+def test_a_broadcast_is_said_once_and_only_where_there_was_one() -> None:
+    first, second = run_ranks(2, _said, True)
+    assert len(first) == 1 and "rank 0" in first[0] and second == []
+    assert run_ranks(2, _said, False) == [[], []]
+
+
+def _meta(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        model = build("plain", seed=rank)
+    parallelize(model)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_model_without_weights_is_left_as_it_is() -> None:
+    run_ranks(2, _meta)
