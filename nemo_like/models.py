@@ -106,7 +106,7 @@ def resolve_model(spec: str) -> ModelSource:
     if ":" in spec and os.sep not in spec:
         return ModelSource(spec, None, _import_factory(spec))
     raise ValueError(
-        f"Model {spec!r} is no preset ({', '.join(PRESETS)}), no existing config.json and no 'module:function'."
+        f"Model {spec!r} is not a preset ({', '.join(PRESETS)}), an existing config.json or 'module:function'."
         + did_you_mean(spec, tuple(PRESETS))
     )
 
@@ -115,7 +115,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict) or "model_type" not in loaded:
         raise ValueError(f"{path} has no 'model_type', so transformers cannot tell which model it describes.")
     return loaded

@@ -16,7 +16,7 @@ from tests.live_bytes import LiveBytes
 
 
 class LlamaBlock(nn.Module):
-    """The block of design.md: hidden D, KV D/4, FFN 3.5 D; no dropout. (B, T, D) to (B, T, D)."""
+    """A Llama-style block: hidden D, KV D/4, FFN 3.5 D; no dropout. (B, T, D) to (B, T, D)."""
 
     def __init__(self, width: int = 64, heads: int = 4) -> None:
         super().__init__()

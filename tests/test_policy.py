@@ -212,7 +212,7 @@ def test_a_policy_function_that_returns_something_else():
         checkpoint_region(lambda t: t.exp(), torch.ones(1, requires_grad=True), policy=TorchPolicy(lambda *a, **k: "save"))
 
 
-# --- contracts, section 2: our policies behind torch.utils.checkpoint ---------------------------------------------------
+# --- our policies behind torch.utils.checkpoint -------------------------------------------------------------------------
 
 
 def flops_of_backward(run, x):

@@ -172,7 +172,7 @@ def test_report_reads_as_table_json_and_plot(tmp_path):
     assert lines[2].startswith("1") and lines[3].startswith("0") and f"{report.peak_bytes / 1e6:.3f} MB" in lines[-2]
     assert "... and 1 more" in report.table(limit=1)
     assert ProfileReport.from_json(report.to_json()) == report
-    with pytest.raises(ValueError, match="no profile report"):
+    with pytest.raises(ValueError, match="not a profile report"):
         ProfileReport.from_json('{"layers": 3}')
     path = tmp_path / "profile.png"
     report.plot(path)

@@ -100,7 +100,7 @@ def test_default_text_is_the_standard_library_without_its_tests():
     ("make", "message"),
     [
         (lambda folder: folder / "nowhere", r"--data is '.*nowhere', and nothing exists there; .*--data FILE"),
-        (lambda folder: _write(folder, empty=b"", binary=b"\0\1"), "no text in it: every file is empty or binary"),
+        (lambda folder: _write(folder, empty=b"", binary=b"\0\1"), "holds no text: every file is empty or binary"),
     ],
 )
 def test_unusable_data_is_an_error(tmp_path: Path, make, message: str):

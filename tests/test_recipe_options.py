@@ -25,7 +25,7 @@ WRONG = {
     "--lr -1": r"--lr is -1.0",
     "--beta2 1": r"--beta2 is 1.0; it must be less than 1",
     "--grad-accum 3": r"--grad-accum is 3, which does not divide --batch-size 8",
-    "--json /nowhere/at/all.json": r"--json names a file in '/nowhere/at', which is no folder",
+    "--json /nowhere/at/all.json": r"--json names a file in '/nowhere/at', which is not an existing folder",
     "--steps many": r"--steps: invalid int value: 'many'",
     "--step-size 3": r"unrecognized arguments: --step-size 3",
 }

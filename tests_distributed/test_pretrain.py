@@ -187,7 +187,7 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
         "nothing exists there": {"data": nowhere},
         "too few for one batch": {"data": str(tmp_path / "tiny.txt")},
         "The ranks see different training texts": {"data": [text, other]},
-        "Model 'llama-tyny' is no preset": {"model": "llama-tyny"},
+        "Model 'llama-tyny' is not a preset": {"model": "llama-tyny"},
         "has 100 tokens; bytes need a vocab_size >= 256": {"model": str(tmp_path / "vocabulary.json")},
         "--batch-size is 7": {"batch_size": 7},
         "--strategy is 'single', and 2 ranks": {"strategy": "single"},

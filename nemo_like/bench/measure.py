@@ -29,7 +29,7 @@ class Bytes:
     held: int
     """Alive between forward and backward."""
     peak: int
-    """Alive at the most during the step."""
+    """The most that is alive at one time during the step."""
 
 
 def step_loss(model: nn.Module, sample: Any) -> torch.Tensor:
@@ -42,7 +42,7 @@ def step_loss(model: nn.Module, sample: Any) -> torch.Tensor:
 
 
 def zero_gradients(model: nn.Module) -> None:
-    """Gradients that are there before the step, so that no mode is charged for making them."""
+    """Gradients that are there before the step, so that their bytes are not counted for any mode."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
@@ -162,7 +162,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def time_steps(
     models: Sequence[nn.Module], sample: Any, device: torch.device, repeats: int, warmup: int
 ) -> list[list[float]]:
-    """Milliseconds of each step of each model. The models take turns, so that a drift of the machine meets them all.
+    """Milliseconds of each step of each model. The models take turns: a drift of the machine's speed affects all.
 
     On one CPU thread it is the process's own CPU time, which other jobs on the machine do not lengthen.
     """

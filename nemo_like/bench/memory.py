@@ -102,7 +102,7 @@ def choose_modes(options: BenchOptions, device: torch.device) -> list[Mode]:
     """The modes that `options` asks for, ``none`` first.
 
     Raises:
-        ValueError: a name that is no mode here.
+        ValueError: an unknown mode.
     """
     modes = our_modes(options.budgets) + (peer_modes() if options.peers else [])
     if device.type == "cpu":  # tensors of the CPU are in host memory already

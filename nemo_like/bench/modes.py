@@ -1,4 +1,4 @@
-"""The modes that a benchmark sets side by side: ours, and other implementations where they can be imported."""
+"""The modes that a benchmark compares: ours, and other implementations where they can be imported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mode:
     name: str
     apply: Apply
     peer: bool = False
-    """Somebody else's implementation."""
+    """Another implementation than ours."""
     backend: str | None = None
     """Compile each layer with this back end."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
@@ -48,7 +48,7 @@ class Mode:
 
     def prepare(self, model: nn.Module, sample: Any) -> None:
         """Checkpoint, then compile."""
-        disable_cache(model)  # no training step makes use of a key-value cache
+        disable_cache(model)  # a training step does not use a key-value cache
         self.apply(model, sample)
         if self.backend is not None:
             compile_layers(model, self.backend)
@@ -124,7 +124,7 @@ def _offloaded(word: str, place: str, model: nn.Module, sample: Any) -> None:
 
 
 def _replace_forward(model: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``make(forward)`` in each layer's place, as the peers' own recipes do."""
+    """Put ``make(forward)`` in each layer's place, as the other implementations' own recipes do."""
     for layer in find_layers(model):
         layer.module.forward = make(layer.module.forward)
 
@@ -165,7 +165,7 @@ def _torch_selective(model: nn.Module, sample: Any) -> None:
 
 def _transformers_own(model: nn.Module, sample: Any) -> None:
     if not hasattr(model, "gradient_checkpointing_enable"):
-        raise ValueError(f"{type(model).__name__} is no transformers model")
+        raise ValueError(f"{type(model).__name__} is not a transformers model")
     renamed: Any = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
     if renamed is not None:
         renamed(activation_checkpointing_kwargs={"use_reentrant": False})

@@ -1,4 +1,4 @@
-"""Suite ``offload``: where what is kept waits. Bytes moved, device and host peaks and step time, beside other offloaders.
+"""Suite ``offload``: activations in host memory. Bytes moved, device and host peaks and step time, beside other offloaders.
 
 On a CPU both sides are main memory: the copying back end copies as a GPU's would, so the bytes are those of a GPU, and the
 device's share is what PyTorch allocates besides the slabs. Step times there say what the copies cost, not what overlaps.
@@ -57,7 +57,7 @@ class _Counted:
     stalls: Callable[[], int] = lambda: 0
     host_peak: Callable[[], int] | None = None
     known: bool = True
-    """False: somebody else's code, which counts nothing."""
+    """False: another implementation, which does not count."""
 
 
 @dataclass(frozen=True)

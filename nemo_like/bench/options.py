@@ -29,8 +29,8 @@ class BenchOptions:
     strategy: str = "single"
     """``single``, ``fsdp2`` or ``ddp``."""
     modes: tuple[str, ...] | None = None
-    """Names of the modes to run; None: every one that can run here. ``none`` is always run: the others are set
-    against it."""
+    """Names of the modes to run; None: every one that can run here. ``none`` is always run: the others are compared
+    with it."""
     budgets: tuple[str, ...] = ("25%", "50%", "75%")
     """Memory budgets for the planner, as ``ac=`` takes them."""
     compile: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Suite ``overhead``: what checkpointing costs where Python is the bottleneck, against PyTorch's own contexts.
 
 Four Llama-style blocks of width 64 on 32 tokens: the kernels take next to nothing, so the step time is the time spent
-around them. The variants take turns, step by step, so that a change of the machine's load hits all of them.
+around them. The variants take turns, step by step, so that a change of the machine's load affects all of them.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _runs(found: Iterable[Layer], chosen: set[str]) -> Iterable[Run]:
 
 
 def _ranges(indices: list[str]) -> str:
-    """``"0-3,5"`` from the list indices of layers; names that are no numbers as they are.
+    """``"0-3,5"`` from the list indices of layers; names that are not numbers as they are.
 
     >>> _ranges(["0", "1", "2", "5"])
     '0-2,5'

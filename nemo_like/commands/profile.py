@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     sample = sample_for(source, args.batch_size, args.seq_len, args.input_shape, args.device, dtype)
     torch.manual_seed(0)
     model = source.build(device=args.device, dtype=dtype)
-    disable_cache(model)  # training makes no use of a key-value cache; it would count as activations
+    disable_cache(model)  # training does not use a key-value cache; it would count as activations
     report = MemoryProfiler(model, args.device, layers=args.layers).profile(sample, args.runs)
     if args.plot is not None:
         report.plot(args.plot)
@@ -65,7 +65,7 @@ def sample_for(
     """One training input for `source`: tokens and labels, or random numbers of `input_shape`.
 
     Raises:
-        ValueError: a size below 1, or a shape that is no list of them.
+        ValueError: a size below 1, or a shape that is not a list of sizes.
     """
     for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
         if value < 1:

@@ -36,7 +36,7 @@ def groups_of(root: nn.Module, fqns: Iterable[str]) -> list[str]:
     The ancestor nearest to the layer that says something decides: by the words in its name (``vision_tower``), by
     owning a token embedding (language: this tells a speech model's text decoder from its encoder), by what a Hugging
     Face tower declares to take, or by the words in its class name. Where nothing says anything, a model that
-    convolves in two dimensions and embeds nothing is ``vision``, any other ``language``: a decoder need not say so.
+    convolves in two dimensions and embeds nothing is ``vision``, any other ``language``: decoders often declare nothing.
     """
     verdicts = [_nearest_verdict(root, fqn) for fqn in fqns]
     default = _default_group(root) if None in verdicts else ""  # it looks through the whole model: once, and if needed

@@ -47,7 +47,7 @@ def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) 
     """The (FQN, module) pairs that one entry of ``layers=`` means; at least one, or an error naming the entry."""
     if isinstance(item, nn.Module):
         hits = [(fqn, module) for fqn, module in tree if bare(module) is bare(item)]
-        # A list that the caller made of the model's own blocks is no part of the model, its members are.
+        # A list that the caller made of the model's own blocks is not part of the model, its members are.
         if not hits and is_container(item):
             return [hit for _, child in bare_children(item) for hit in _matches(model, tree, child)]
         if not hits:

@@ -1,4 +1,4 @@
-"""Names of the bare model: module trees walked as if no wrapper stood in them.
+"""Names of the bare model: module trees walked without their wrappers.
 
 A wrapper (checkpointing, `torch.compile`, data parallel) adds one segment to every name below it. Callers write names
 of the model they built, so the walks here look through wrappers and leave their segments out.
@@ -18,7 +18,7 @@ _MODULE_WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 
 def inner_name(module: nn.Module) -> str | None:
-    """The name under which the wrapper `module` registers its inside, or None where `module` is no wrapper."""
+    """The name under which the wrapper `module` registers its inside, or None where `module` is not a wrapper."""
     children = module._modules
     for name in _INNER_NAMES:
         if children.get(name) is not None:

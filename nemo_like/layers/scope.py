@@ -34,7 +34,7 @@ def select_layers(
 
     Raises:
         ValueError: a scope is unknown, or nothing is left; the message says what there is.
-        TypeError: `scope` is no string and no list of strings.
+        TypeError: `scope` is neither a string nor a list of strings.
     """
     words = _parse_scope(scope)
     wanted = {group for word in words for group in _SCOPES[word]}

@@ -129,7 +129,7 @@ def child_series(module: nn.Module) -> Iterator[list[Child]]:
 
 
 def blocks_in_series(parent: nn.Module, series: list[Child], *, strict: bool) -> list[Child]:
-    """The members of `series` that are repeated blocks, in order; empty where it is no run of blocks.
+    """The members of `series` that are repeated blocks, in order; empty where it is not a run of blocks.
 
     A run repeats a class, or (one-layer models, pipeline splits) is a list of a single block. Where a class repeats in
     a list, the other members with parameters belong to it too: hybrid models mix attention, state-space and

@@ -64,7 +64,7 @@ def storages_of(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class CpuMeter(TorchDispatchMode):
-    """Live bytes: the storages that operators made and nobody has freed.
+    """Live bytes: the storages that operators made and that are not freed yet.
 
     What one kernel allocates and frees inside is not seen, and neither is code that runs outside PyTorch's dispatcher
     (compiled graphs).

@@ -142,7 +142,7 @@ class MemoryProfiler:
                 )
             )
         names = tuple(row.name for row in rows)
-        # Layers of one class that free the same bytes do the same work: one cost, so that noise does not choose.
+        # Layers of one class that free the same bytes do the same work: one cost, so that noise does not decide.
         alike: dict[tuple[str, int, int], list[float]] = {}
         for row in rows:
             alike.setdefault((row.kind, row.freed_bytes, row.calls), []).append(row.forward_ms / row.calls)
@@ -190,7 +190,7 @@ def recommend(report: ProfileReport, memory_budget_mb: float) -> list[str]:
 
 
 def _freed_bytes(step: StepBytes) -> list[int]:
-    """Per call: bytes of storages that it alone saved and was not given, less inputs that nobody else keeps."""
+    """Per call: bytes of storages that it alone saved and was not given, less inputs that nothing else keeps."""
     savers = Counter(number for call in step.calls for number in call.touched)
     takers = Counter(number for call in step.calls for number in call.inputs)
     freed = []

@@ -1,4 +1,4 @@
-"""The cheapest layers to replay for a peak in bytes. Pure functions over numbers; nothing here knows a tensor."""
+"""The cheapest layers to replay for a peak in bytes. Pure functions over numbers; no tensors here."""
 
 from __future__ import annotations
 

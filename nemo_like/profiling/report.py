@@ -155,7 +155,7 @@ class ProfileReport:
         """The report that `to_json` wrote.
 
         Raises:
-            ValueError: the text is no such report.
+            ValueError: the text is not such a report.
         """
         try:
             values: Mapping[str, Any] = json.loads(text)
@@ -167,7 +167,7 @@ class ProfileReport:
                 for field in dataclasses.fields(cls)
             }
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"The text is no profile report: {error!r}") from error
+            raise ValueError(f"The text is not a profile report: {error!r}") from error
         return cls(**fields | {"call_names": tuple(fields["call_names"])})
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Run a model for measurement and leave no trace: gradients, buffers, training flags and random state come back."""
+"""Run a model for measurement and restore it: gradients, buffers, training flags and random state."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ LossFn = Callable[[Any], torch.Tensor]
 
 
 class Listener:
-    """Is told where the step is. Calls are numbered in forward order; everything outside a call is the model's own."""
+    """Receives the events of a step. Calls are numbered in forward order; everything outside a call is the model's own."""
 
     def forward_begins(self, call: int, layer: int, arguments: Any) -> None: ...
 
@@ -56,7 +56,7 @@ class _Position:
     calls: int = 0
     running: list[int] = field(default_factory=list)
     backward_at: int | None = None
-    """In backward: the earliest call that has begun. A layer that runs now is a replay and no call of its own."""
+    """In backward: the earliest call that has begun. A layer that runs now is a replay, not a call of its own."""
 
 
 def _before(layer: int, state: _Position, listener: Listener) -> Callable[..., None]:
@@ -115,7 +115,7 @@ def _loss(model: nn.Module, output: Any, loss_fn: LossFn | None) -> torch.Tensor
     parts = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
     if not parts:
         raise ValueError(
-            f"{type(model).__name__} returned nothing that requires a gradient, so there is no backward to measure; "
+            f"{type(model).__name__} returned nothing that requires a gradient, so no backward can be measured; "
             "let at least one parameter train, or pass loss_fn."
         )
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]

@@ -1,7 +1,7 @@
 """Checkpoints that a killed run cannot damage, on torch.distributed.checkpoint (DCP).
 
 A folder holds ``step-00000100``, ``step-00000200``, ...; each has DCP's own files, one or more per rank, and
-``manifest.json`` with every file's size and checksum, written last (DCP itself reads a flipped bit without a word). A
+``manifest.json`` with every file's size and checksum, written last (DCP itself reads a flipped bit without an error). A
 checkpoint is written under another name (``.writing-...``), synced to disk and then renamed, so a folder of the first
 name is complete, or was damaged afterwards: its manifest tells. DCP reads the shards of any number of ranks back onto
 any other number of ranks.
@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from nemo_like.log import warn_once
 from nemo_like.recipes.ranks import Ranks
 
-# What DCP raises where any rank failed is no Exception (torch 2.11 to 2.13).
+# What DCP raises where any rank failed is not a subclass of Exception (torch 2.11 to 2.13).
 _ANY_ERROR = (Exception, dcp.CheckpointException)
 _MANIFEST = "manifest.json"
 _FORMAT = 1

@@ -4,8 +4,8 @@ One token is one byte (0 to 255). Nothing is tokenised, cached or downloaded, an
 memory: a window is read from disk when a step asks for it.
 
 The order of the samples is a pure function of (seed, sample index), and the sample index one of (step, place in the
-global batch). It does not know the number of ranks, so a run that resumes on another number of ranks sees the same
-global batches, and there is no state to save.
+global batch). It does not depend on the number of ranks, so a run that resumes on another number of ranks sees the same
+global batches, and no state has to be saved.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
         digest.update(f"{relative}\0{size}\0".encode(errors="surrogateescape") + head)
         found.append((relative, Piece(path, 0, size)))
     if not found:
-        raise ValueError(f"--data is {str(root)!r}, and there is no text in it: every file is empty or binary.")
+        raise ValueError(f"--data is {str(root)!r}, which holds no text: every file is empty or binary.")
     train, held_out = _split(found)
     return TextData(Corpus(train), Corpus(held_out), name, digest.hexdigest()[:16])
 

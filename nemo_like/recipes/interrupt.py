@@ -1,4 +1,4 @@
-"""Ctrl-C and a scheduler's SIGTERM: finish the step, keep what was learned, leave.
+"""Ctrl-C and a scheduler's SIGTERM: finish the step, save a checkpoint, exit.
 
 torchrun gives its ranks 30 s for this and then kills them; the last complete checkpoint is there in any case.
 """
@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 # A launcher passes one Ctrl-C on to ranks that got it from the terminal already, so a second signal within this many
-# seconds is the same wish; one after it comes from a person who does not want to wait for the step.
+# seconds is the same request; one after it comes from a person who does not want to wait for the step.
 _SAME_WISH_SECONDS = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -13,7 +13,7 @@ from nemo_like.recipes.ranks import Ranks
 
 
 class DivergedError(RuntimeError):
-    """The loss or the gradient is no finite number any more."""
+    """The loss or the gradient is no longer finite."""
 
 
 def next_byte_loss(model: nn.Module, tokens: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -27,7 +27,7 @@ def next_byte_loss(model: nn.Module, tokens: torch.Tensor, reduction: str = "mea
 
 
 class LossLog:
-    """The mean loss over all ranks of every step. Losses stay on the device until somebody wants to see them."""
+    """The mean loss over all ranks of every step. Losses stay on the device until they are read."""
 
     def __init__(self, ranks: Ranks, first_step: int):
         self.losses: list[float] = []
@@ -44,7 +44,7 @@ class LossLog:
         """Bring what was added from the device and take the mean over ranks. A collective.
 
         Raises:
-            DivergedError: a loss or norm is infinite or no number; on every rank.
+            DivergedError: a loss or norm is infinite or NaN; on every rank.
         """
         if not self._unread:
             return

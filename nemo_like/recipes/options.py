@@ -152,7 +152,7 @@ def _flag(name: str) -> str:
 def _check_writable(flag: str, folder: Path) -> None:
     # Asked before training: a summary that cannot be written would only be noticed at the end.
     if not folder.is_dir():
-        raise ValueError(f"{flag} names a file in {str(folder)!r}, which is no folder; create it first.")
+        raise ValueError(f"{flag} names a file in {str(folder)!r}, which is not an existing folder; create it.")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{flag} names a file in {str(folder)!r}, where this user may not write.")
 

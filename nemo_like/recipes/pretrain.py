@@ -29,7 +29,7 @@ from nemo_like.recipes.summary import summarise, write_summary
 from nemo_like.recipes.trainer import Trainer
 
 BAD_INPUT = 2
-"""Exit code for options, data or checkpoints that cannot be used, and for a loss that is no number any more."""
+"""Exit code for options, data or checkpoints that cannot be used, and for a loss that is no longer finite."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("nemo_like").setLevel(logging.INFO)
     options = parse_options(arguments)
     try:
-        # An error leaves through `joined`, which then waits for no other rank, and is put into words outside of it.
+        # An error leaves through `joined`, which then waits for no other rank, and is reported outside of it.
         with joined(options) as ranks:
             return train(options, ranks)
     except (ValueError, MissingExtraError, CheckpointError, DivergedError, OtherRankError) as error:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on rank 0 where rich is installed and a terminal listens, lines otherwise."""
+"""The progress display of a run: a bar on rank 0 where rich is installed and standard output is a terminal, else lines."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class OtherRankError(RuntimeError):
-    """This rank is well, and another one raised: that rank's message has the reason."""
+    """Another rank raised, not this one: that rank's message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Ranks:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Run the block on every rank; where it raises on any rank, raise on all of them, so that none waits for ever.
+        """Run the block on every rank; where it raises on any rank, raise on all of them, so that none waits forever.
 
         The block itself must not call a collective that could hang because another rank raised before it.
 

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that there is no schedule state to save or to lose."""
+"""The learning rate as a pure function of the step, so that no schedule state has to be saved."""
 
 from __future__ import annotations
 

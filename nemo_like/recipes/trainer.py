@@ -111,7 +111,7 @@ class Trainer:
         """Train to the last step, or until a signal asks to stop; then the last checkpoint is complete on disk.
 
         Raises:
-            DivergedError: the loss is no finite number; on every rank, after the last sound checkpoint is complete.
+            DivergedError: the loss is not finite; on every rank, after the last sound checkpoint is complete.
         """
         options = self.options
         progress = Progress(self.step, options.steps, self.ranks.device, plain=options.plain)
@@ -174,7 +174,7 @@ class Trainer:
 
     def _train_step(self, step: int) -> None:
         options, ranks = self.options, self.ranks
-        # Seeded per step: the random numbers of a step depend on nothing before it, so there is no state to save.
+        # Seeded per step: the random numbers of a step depend on nothing before it, so no state has to be saved.
         seed_all(options.seed, step + 1, ranks.data_rank)
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.at(step)
@@ -263,7 +263,7 @@ def _parallelize(model: nn.Module, options: Options, ranks: Ranks) -> nn.Module:
         cpu_offload=options.cpu_offload,
         offload=None if options.offload == "none" else options.offload,
         tp=options.tp if options.tp > 1 else None,
-        sample_input=torch.zeros(samples, options.seq_len, dtype=torch.int64),  # what a microbatch is like
+        sample_input=torch.zeros(samples, options.seq_len, dtype=torch.int64),  # the shapes of a microbatch
         device=ranks.device,
     )
     if options.init == "sharded":
