@@ -104,10 +104,10 @@ class CheckpointStore:
 
         def complete(done: Future[Any]) -> None:
             try:
-                metadata = done.result()  # raises on every rank where one failed
+                done.result()  # raises on every rank where one failed
                 self._sum_own_files(target)
                 if self._ranks.rank == 0:
-                    self._complete(target, step, metadata, about)
+                    self._complete(target, step, about)
                 completed.set_result(None)
             except BaseException as error:  # noqa: BLE001  (handed to `wait`, which raises it on every rank)
                 completed.set_exception(error)
@@ -216,7 +216,7 @@ class CheckpointStore:
             if self._group is not None:
                 dist.barrier(self._group)
 
-    def _complete(self, target: Path, step: int, metadata: Any, about: Mapping[str, Any]) -> None:
+    def _complete(self, target: Path, step: int, about: Mapping[str, Any]) -> None:
         """On rank 0: check that each rank's files are here, list them, and give the folder its name."""
         files: dict[str, Any] = {}
         for rank in range(self._ranks.world_size):
@@ -229,6 +229,8 @@ class CheckpointStore:
             sums.unlink()
         # Metadata, and whatever another torch names otherwise.
         files |= _describe([path for path in target.iterdir() if path.name not in files])
+        # As it is on disk: what `save` returns has no storage data in torch 2.11.
+        metadata = dcp.FileSystemReader(target).read_metadata()
         missing = {info.relative_path for info in metadata.storage_data.values()} - files.keys()
         if missing:
             raise CheckpointError(f"{sorted(missing)} were written and are not there")
