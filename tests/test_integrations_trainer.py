@@ -135,6 +135,21 @@ def test_every_mode_of_checkpointing_changes_no_weight(tmp_path: Path, ac: str) 
     assert isinstance(trainer.activation_offload_context, NoOpManager)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
+def test_weight_decay_reaches_the_same_weights(tmp_path: Path, name: str, ac: str) -> None:
+    def decayed(trainer: Any) -> list[list[str]]:
+        names = {id(p): n for n, p in trainer.model.named_parameters()}
+        assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
+        return [[names[id(p)] for p in group["params"]] for group in trainer.optimizer.param_groups]
+
+    plain, expected = _train(tmp_path / "bare", trainer=transformers.Trainer, name=name, weight_decay=0.1)
+    trainer, after = _train(tmp_path, name=name, weight_decay=0.1, ac=ac)
+    groups = decayed(trainer)
+    assert groups == decayed(plain) and len(groups[0]) > 3 * decoders.LAYERS and groups[1]
+    assert _same(after, expected)
+
+
 def test_checkpointing_lora_under_bf16_autocast(tmp_path: Path) -> None:
     trainer, after = _train(tmp_path, lora=True, ac="selective", bf16=True, activation_offloading=True)
     assert _same(after, _reference(tmp_path, lora=True, bf16=True))

@@ -2,29 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+_INNER = "_checkpoint_wrapped_module"
+_set_type: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 
 
 class Nameless(nn.Module):
     """Mixed into PyTorch's activation wrappers, which clean the names in state dicts but not those in the module tree.
 
-    Put it in front of the wrapper class: parameters and modules of the whole model then have their bare names.
+    Put it in front of the wrapper class. Then every walk over the whole model meets the bare model's names, each once:
+    by `named_children` or `named_modules`, and by asking each module for the parameters and buffers of its own, which
+    the wrapper shares with the module inside. `children`, `modules` and ``named_modules()`` without duplicates, in
+    which code looks for classes and not for names, give the wrapper and the module inside.
     """
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        # The very dicts: what is put into one of the two modules is in the other.
+        for registered in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[registered] = module.__dict__[registered]
+        self.register_load_state_dict_post_hook(_clean_names)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As `nn.Module.named_modules`, with the wrapper and the module inside under one and the same name."""
+        """As `nn.Module.named_modules`, with the wrapper and the module inside under one and the same name.
+
+        With ``remove_duplicate=False`` the wrapper stands for both, so that each name comes as often as in the bare
+        model.
+        """
         memo = set() if memo is None else memo
         if self in memo:
             return
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        yield from self._checkpoint_wrapped_module.named_modules(memo, prefix, remove_duplicate)  # type: ignore[union-attr]
+        inside = self._modules[_INNER].named_modules(memo, prefix, remove_duplicate)  # type: ignore[union-attr]
+        if not remove_duplicate:
+            next(inside)
+        yield from inside
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The children of the module inside, by their names."""
+        return self._modules[_INNER].named_children()  # type: ignore[union-attr]
+
+    def children(self) -> Iterator[nn.Module]:
+        """The module inside."""
+        yield self._modules[_INNER]  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Nameless:
+        # Not on the wrapper's own account as well: the parameters are those of the module inside.
+        self._modules[_INNER]._apply(fn, recurse)  # type: ignore[union-attr]
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The module inside saves its own."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """The module inside loads its own; the hooks of the wrapper give it its names."""
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, *args)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the module inside has (a flag, a child, a weight) there, from where it is read, too.
@@ -32,8 +73,42 @@ class Nameless(nn.Module):
         On the wrapper it would change nothing: ``model.layers[0].mlp = adapted`` must be what runs from then on.
         """
         mine = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
-        inner = None if mine else self.__dict__.get("_modules", {}).get("_checkpoint_wrapped_module")
+        inner = None if mine else self.__dict__.get("_modules", {}).get(_INNER)
         if inner is not None and hasattr(inner, name):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
+
+    @property
+    def __class__(self) -> type:
+        """The class of the module inside where that is a leaf (a norm), so that ``isinstance`` finds it by its class.
+
+        Trainers leave norms out of weight decay by ``isinstance(child, nn.LayerNorm)``. A layer's children say
+        themselves what they are, and code that looks for layers by class must not find each twice.
+        """
+        inner = self.__dict__.get("_modules", {}).get(_INNER)
+        return type(self) if inner is None or inner._modules else inner.__class__
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        # FSDP2 makes a class of what ``__class__`` says and itself; the wrapper's own forward must stay in it.
+        said = self.__class__
+        if said is not type(self) and not issubclass(value, type(self)):
+            bases = tuple(type(self) if base is said else base for base in value.__bases__)
+            value = type(value.__name__, bases, dict(value.__dict__))
+        _set_type(self, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As for any object; said in another way, because pickle compares ``__class__`` with the real class."""
+        reduced = super().__reduce_ex__(protocol)
+        return _blank, *reduced[1:]
+
+
+def _blank(kind: type[Nameless]) -> Nameless:
+    return kind.__new__(kind)
+
+
+def _clean_names(module: nn.Module, keys: Any) -> None:
+    """What is missing or unexpected in a loaded state dict, in the names that the caller knows."""
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [name.replace(f"{_INNER}.", "") for name in names]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like.distributed import launch
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
 from nemo_like.distributed.sources import CheckpointUnreadableError, Source, check_names, open_source
-from nemo_like.torch_compat import CheckpointWrapper
+from nemo_like.torch_compat import ActivationWrapper, wrapped_module
 
 InitFn = Callable[[nn.Module], Any]
 T = TypeVar("T")
@@ -151,6 +151,8 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> l
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, name: str, around: InitFn | None) -> None:
+        while isinstance(module, ActivationWrapper):
+            module = wrapped_module(module)
         if module in seen:
             return
         seen.add(module)
@@ -159,7 +161,7 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> l
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, around)
         own = (*module._parameters.values(), *module._buffers.values())
-        if isinstance(module, CheckpointWrapper) or not any(id(t) in left for t in own if t is not None):
+        if not any(id(t) in left for t in own if t is not None):
             return
         itself = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if init_fn is not None:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nemo_like.torch_compat import CheckpointWrapper
-
 _ADDED_BY_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 CPU_OFFLOAD_MARK = "_nemo_like_cpu_offload"
@@ -66,8 +64,6 @@ def find_slots(model: nn.Module) -> list[Slot]:
     slots: dict[int, Slot] = {}
     seen: set[tuple[str, str]] = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, CheckpointWrapper):
-            continue  # holds nothing itself, and may share its name with the module inside
         transient = module._non_persistent_buffers_set
         for local, tensor in (*module._parameters.items(), *module._buffers.items()):
             name = bare_name(f"{prefix}.{local}" if prefix else local)
