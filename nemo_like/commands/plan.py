@@ -25,9 +25,11 @@ HELP = "predict the peak memory of a training step and find the fastest plan tha
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    from nemo_like.planning.devices import known_devices
+
     add = parser.add_argument
     add("--model", required=True, help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add("--gpu", default="h100-80gb", help="a100-80gb | h100-80gb | h200 | b200 | mi300x | rtx-4090 | cpu, or a JSON file")
+    add("--gpu", default="h100-80gb", help=f"{' | '.join(known_devices())}, or a JSON file")
     add("--world-size", type=int, default=1, help="ranks in all (default: %(default)s)")
     add("--dp-replicate", type=int, default=1, help="replicas of the sharded model, HSDP (default: %(default)s)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
