@@ -107,4 +107,6 @@ def storages(tensor: Tensor) -> set[int]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         return {key for name in flatten()[0] for key in storages(getattr(tensor, name))}
+    if tensor.layout is not torch.strided:
+        return set()  # sparse, mkldnn: no storage of their own to name; their version counters tell of changes
     return {tensor.untyped_storage()._cdata}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_like import torch_compat
 from nemo_like.activation_checkpointing import engine_inputs, engine_watch
@@ -35,15 +36,16 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class _Handle:
     """What autograd keeps in the place of one tensor."""
 
-    __slots__ = ("__weakref__", "dtype", "pointer", "shape", "value", "version")
+    __slots__ = ("__weakref__", "dtype", "shape", "storage", "value", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.value: Tensor | None = None
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.version = tensor._version
-        # Only plain tensors have an address that means something.
-        self.pointer = tensor.data_ptr() if type(tensor) in _PLAIN else 0
+        # Weakly: autograd alone decides how long the memory lives. Sparse and mkldnn tensors have no storage to tell.
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        self.storage = StorageWeakRef(tensor.untyped_storage()) if plain else None
 
 
 class _Stop(Exception):
@@ -310,7 +312,9 @@ class Region:
 
     def check_same_version(self, index: int, handle: _Handle, tensor: Tensor) -> None:
         """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
-        if handle.pointer and type(tensor) in _PLAIN and tensor.data_ptr() == handle.pointer:
+        # By storage and not by address: while the weak reference lives, no other storage can be taken for this one.
+        storage = handle.storage
+        if storage is not None and type(tensor) in _PLAIN and tensor.untyped_storage()._cdata == storage.cdata:
             raise RegionError(
                 f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed "
                 f"in place between forward and backward (version {handle.version}, now {tensor._version}): a parameter, "
