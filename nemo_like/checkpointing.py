@@ -21,7 +21,7 @@ from nemo_like.cells import checkpoint_timestep_cells
 from nemo_like.choice import choose_layers
 from nemo_like.layers import Layer
 from nemo_like.log import warn_once
-from nemo_like.options import CheckpointConfig, MemoryBudget, parse_ac, resolve_op
+from nemo_like.options import CheckpointConfig, MemoryBudget, parse_ac
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 
 
@@ -48,7 +48,7 @@ def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:
         return config, None
     if config.ops_to_save is None:
         return config, SelectivePolicy()
-    return config, named_ops_policy([resolve_op(name) for name in config.ops_to_save])
+    return config, named_ops_policy(config.ops_to_save)
 
 
 def refuse_checkpointed(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from nemo_like.extras import require
-from nemo_like.torch_compat import registered_ops
+from nemo_like.op_lookup import resolve_op
 
 Strategy = Literal["fsdp2", "ddp", "single"]
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
@@ -321,37 +321,3 @@ def parse_dtype(name: str, value: Any) -> torch.dtype | None:
 def field_names(cls: type) -> tuple[str, ...]:
     """The names of a dataclass's fields, in order."""
     return tuple(field.name for field in dataclasses.fields(cls))
-
-
-def resolve_op(name: str, *, field: str = "ops_to_save") -> Any:
-    """The operator that a name under ``torch.ops`` means, looked up attribute by attribute and never evaluated.
-
-    ``"torch.ops.aten.mm.default"``, ``"aten.mm.default"`` and ``"aten::mm"`` are one op; a name without an overload
-    (``"aten.mm"``) means its ``default``, or its only one. `field` is what the error calls the setting.
-
-    Raises:
-        ValueError: no such op is registered in this process; the message has near matches.
-
-    >>> str(resolve_op("aten.mm"))
-    'aten.mm.default'
-    """
-    parts = name.strip().removeprefix("torch.ops.").replace("::", ".").split(".")
-    if len(parts) not in (2, 3) or not all(part.isidentifier() for part in parts):
-        raise ValueError(f"{field} holds {name!r}; write an op as 'torch.ops.<namespace>.<op>.<overload>'.")
-    namespace, packet_name = parts[:2]
-    if not hasattr(getattr(torch.ops, namespace), packet_name):
-        near = get_close_matches(f"{namespace}::{packet_name}", registered_ops(), n=3)
-        hint = f" Near matches: {', '.join(n.replace('::', '.') for n in near)}." if near else ""
-        raise ValueError(
-            f"{field} holds {name!r}, and no op {namespace}.{packet_name} is registered.{hint} "
-            "If a library brings it, import that library first."
-        )
-    packet = getattr(getattr(torch.ops, namespace), packet_name)
-    if not hasattr(packet, "overloads"):
-        return packet  # a higher-order operator, such as higher_order.flex_attention: it has no overloads
-    # Overloads without a tensor (TorchScript's `aten.add.default` adds two numbers) have nothing to keep.
-    overloads = [name for name in packet.overloads() if "Tensor" in str(getattr(packet, name)._schema)]
-    overload = parts[2] if len(parts) == 3 else "default" if "default" in overloads or not overloads else overloads[0]
-    if overload not in overloads or (len(parts) == 2 and overload != "default" and len(overloads) > 1):
-        raise ValueError(f"{field} holds {name!r}; {namespace}.{packet_name} has the overloads {', '.join(overloads)}.")
-    return getattr(packet, overload)

@@ -8,10 +8,7 @@ import json
 import pytest
 import torch
 
-from nemo_like.options import CheckpointConfig, parse_ac, resolve_op
-
-ADD = torch.ops.aten.add.Tensor
-MM = torch.ops.aten.mm.default
+from nemo_like.options import CheckpointConfig, parse_ac
 
 
 def test_defaults_are_the_contract():
@@ -70,8 +67,8 @@ def test_dict_yaml_and_dataclass_are_the_same(tmp_path):
         ({"exclude_patterns": "layers.*"}, TypeError, "exclude_patterns is 'layers"),
         ({"exclude_patterns": [" "]}, ValueError, "exclude_patterns.*empty"),
         ({"layer_classes": [torch.nn.Linear]}, TypeError, "layer_classes"),
-        ({"ops_to_save": ["aten.mmm"]}, ValueError, "ops_to_save.*aten.mmm.*Near matches: aten.mm"),
-        ({"ops_to_save": ["__import__('os').system('true')"]}, ValueError, "ops_to_save.*write an op as"),
+        ({"ops_to_save": ["aten.mmm"]}, ValueError, "ops_to_save.*aten.mmm.*Did you mean.*aten.mm"),
+        ({"ops_to_save": ["__import__('os').system('true')"]}, ValueError, "ops_to_save.*Write it as"),
         ({"ops_to_save": ["torch.ops.aten.mm.defalt"]}, ValueError, "has the overloads default"),
         # contradictions
         ({"enabled": True, "strategy": "none"}, ValueError, "enabled is True, but strategy is 'none'"),
@@ -99,10 +96,3 @@ def test_reentrant_is_accepted_where_torch_supports_it():
     assert CheckpointConfig(enabled=True, strategy="submodule", use_reentrant=True).use_reentrant
 
 
-def test_ops_are_looked_up_by_name():
-    for name in ("torch.ops.aten.mm.default", "aten.mm.default", "aten.mm", "aten::mm"):
-        assert resolve_op(name) is MM
-    assert resolve_op("aten.add.Tensor") is ADD
-    assert resolve_op("higher_order.flex_attention") is torch.ops.higher_order.flex_attention
-    with pytest.raises(ValueError, match="overloads"):
-        resolve_op("aten.add")  # its default takes no tensor, and it has several others: the caller has to say which

@@ -77,7 +77,7 @@ def test_a_kept_draw_does_not_shift_the_later_ones(decisions):
 
 
 def test_attention_without_dropout_draws_nothing():
-    from nemo_like.activation_checkpointing.save_ops import draws
+    from nemo_like.activation_checkpointing.ops import draws
 
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
     assert not draws(op, (0, 0, 0), {}) and not draws(op, (0, 0, 0, 0.0), {})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
 from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.policy import (
@@ -176,7 +176,7 @@ class Watch(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if save_ops.can_be_tracked(func):
+        if table.facts(func).tracked:
             self.calls.append(func)
         return func(*args, **(kwargs or {}))
 
@@ -195,10 +195,10 @@ def calls_of(block, x):
 
 
 def allowed(op, skip):
-    choices = [SAVE, HOST] if op in save_ops.always_saved_ops() else [SAVE, RECOMPUTE, HOST]
+    choices = [SAVE, HOST] if table.facts(op).pinned else [SAVE, RECOMPUTE, HOST]
     if op is torch.ops.aten._local_scalar_dense.default:
         choices = [SAVE]  # a number has no place to be moved to
-    if skip and op not in save_ops.always_saved_ops() and not save_ops.is_random(op):
+    if skip and not table.facts(op).pinned and not table.facts(op).random:
         choices.append(SKIP)
     return choices
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing.engine import checkpoint_region, make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.policy import (
     HOST,
@@ -291,4 +291,4 @@ def test_the_partitioner_keeps_what_the_policy_says(policy, count):
 
 
 def test_the_default_policy_tracks_the_default_set():
-    assert set(SelectivePolicy().tracked_ops()) == save_ops.default_save_ops()
+    assert set(SelectivePolicy().tracked_ops()) == table.default_save_ops()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.engine_modes import COPY, RANDOM, TRACKED, kinds_for
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision, Policy, SelectivePolicy
 
@@ -38,7 +38,7 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
 
     def policy_fn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kind = kinds.of(op)
-        if kind == COPY and save_ops.is_device_to_host_copy(op, args, kwargs):
+        if kind == COPY and ops.is_device_to_host_copy(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         if kind not in (TRACKED, RANDOM) or getattr(context, "is_recompute", False):
             return CheckpointPolicy.PREFER_RECOMPUTE

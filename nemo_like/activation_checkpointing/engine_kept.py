@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from nemo_like.activation_checkpointing.policy import Decision
-from nemo_like.activation_checkpointing.save_ops import Op
 from nemo_like.activation_checkpointing.transfer import HostHandle
+from nemo_like.op_lookup import Op
+from nemo_like.tensors import tensors_in
 
 
 class Kept:
@@ -84,17 +85,6 @@ def on_host(value: Any) -> list[OnHost]:
     if isinstance(value, OnHost):
         return [value]
     return [item for part in value for item in on_host(part)] if isinstance(value, tuple | list) else []
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of an operator's arguments or output."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return []
 
 
 def versions(value: Any) -> Any:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.ambient import rng_state, set_rng_state
 from nemo_like.activation_checkpointing.engine_kept import (
     Kept,
@@ -23,13 +21,13 @@ from nemo_like.activation_checkpointing.engine_kept import (
     on_host,
     private_copy,
     storages,
-    tensors_in,
     versions,
 )
 from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
-from nemo_like.activation_checkpointing.save_ops import Op
 from nemo_like.activation_checkpointing.transfer import Transfer
+from nemo_like.op_lookup import Op
+from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -58,21 +56,21 @@ class Kinds(dict[int, int]):
         return self._classify(op) if kind is None else kind
 
     def _classify(self, op: Op) -> int:
-        if save_ops.is_mutable(op):
+        if ops.facts(op).mutating:
             kind = MUTABLE
         elif self._all:
-            kind = self._tracked_kind(op) if save_ops.can_be_tracked(op) else PASS
+            kind = self._tracked_kind(op) if ops.facts(op).tracked else PASS
         elif op in self._tracked:
             kind = self._tracked_kind(op)
         else:
-            kind = COPY if op in save_ops.COPY_OPS else PASS
+            kind = COPY if op in ops.COPY_OPS else PASS
         self._seen.append(op)
         self[id(op)] = kind
         return kind
 
     @staticmethod
     def _tracked_kind(op: Op) -> int:
-        return RANDOM if save_ops.is_random(op) else TRACKED
+        return RANDOM if ops.facts(op).random else TRACKED
 
 
 _kinds: dict[Any, Kinds] = {}
@@ -127,11 +125,11 @@ class ForwardMode(_Mode):
         if kind == MUTABLE:
             self.before_change(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
-        if kind == COPY and not save_ops.is_device_to_host_copy(func, args, kwargs):
+        if kind == COPY and not ops.is_device_to_host_copy(func, args, kwargs):
             return func(*args, **kwargs) if kwargs else func(*args)
         out = func(*args, **kwargs) if kwargs else func(*args)
         entry = self.keep(func, out, kind, args, kwargs)
-        if kind == RANDOM and self.keeps_rng and entry.decision in (SAVE, HOST) and save_ops.draws(func, args, kwargs):
+        if kind == RANDOM and self.keeps_rng and entry.decision in (SAVE, HOST) and ops.draws(func, args, kwargs):
             entry.rng_after = rng_state()  # replay won't draw these numbers, and later calls must get the same ones
         return out
 
@@ -164,7 +162,7 @@ class ForwardMode(_Mode):
         """`func` is about to write: give whatever is kept of the written storages a copy of its own."""
         if not self.kept:
             return
-        written = {key for tensor in _written(func, args, kwargs or {}) for key in storages(tensor)}
+        written = {key for tensor in ops.written_tensors(func, args, kwargs) for key in storages(tensor)}
         for entry in self.kept:
             if entry.decision is HOST:
                 settle = getattr(self.transfer, "settle", None)
@@ -177,15 +175,6 @@ class ForwardMode(_Mode):
                     entry.value = map_tensors(private_copy, entry.value)
                     entry.version = versions(entry.value)
                     entry.private = True
-
-
-def _written(func: Op, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    written: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += tensors_in(value)
-    return written
 
 
 class ReplayMode(_Mode):
@@ -205,7 +194,7 @@ class ReplayMode(_Mode):
         kind = self.kinds.get(id(func))
         if kind is None:
             kind = self.kinds.of(func)
-        if kind in (TRACKED, RANDOM) or (kind == COPY and save_ops.is_device_to_host_copy(func, args, kwargs)):
+        if kind in (TRACKED, RANDOM) or (kind == COPY and ops.is_device_to_host_copy(func, args, kwargs)):
             entry, value = self.next(func)
             if entry.decision is not RECOMPUTE:
                 return value
@@ -252,11 +241,11 @@ class ReplayMode(_Mode):
         if not any(tensor.is_meta for tensor in present):
             return func(*args, **kwargs)
         reason = None
-        if save_ops.is_random(func):
+        if ops.facts(func).random:
             reason = "it draws random numbers, and later ones would change"
-        elif kind == MUTABLE and not all(tensor.is_meta for tensor in _written(func, args, kwargs)):
+        elif kind == MUTABLE and not all(tensor.is_meta for tensor in ops.written_tensors(func, args, kwargs)):
             reason = "it would write into a tensor that exists"
-        elif getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+        elif ops.facts(func).collective:
             reason = "it is a collective, which every rank must join with data"
         if reason is not None:
             self.raise_skipped(func, reason)

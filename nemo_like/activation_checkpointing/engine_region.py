@@ -21,7 +21,6 @@ from nemo_like.activation_checkpointing.engine_kept import (
     map_tensors,
     on_host,
     private_copy,
-    tensors_in,
     versions,
 )
 from nemo_like.activation_checkpointing.engine_modes import ForwardMode, ReplayMode, kinds_for
@@ -29,6 +28,7 @@ from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, PlanMismatchError, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer, Transfer
+from nemo_like.tensors import tensors_in
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

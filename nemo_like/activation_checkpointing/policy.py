@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from nemo_like.activation_checkpointing import save_ops
-from nemo_like.activation_checkpointing.save_ops import Op
+from nemo_like.activation_checkpointing import ops as table
 from nemo_like.log import logger, say_once
+from nemo_like.op_lookup import Op, resolve_op, resolve_ops
 from nemo_like.options import normalise
 
 
@@ -49,7 +49,7 @@ class Policy(Protocol):
     """True: no operator's output is ever kept, and the engine need not look at operators at all."""
 
     def tracked_ops(self) -> Collection[Op] | None:
-        """The operators that have a decision; None: every one that `save_ops.can_be_tracked` allows."""
+        """The operators that have a decision; None: every one that the table calls tracked (`ops.OpFacts.tracked`)."""
 
     def start(self) -> Decide:
         """A fresh decision function, for one region call.
@@ -105,7 +105,7 @@ class SelectivePolicy:
         ValueError: `every_nth_matmul` is below 1; an unknown operator name.
 
     >>> decide = SelectivePolicy().start()
-    >>> mm = save_ops.find_op("aten.mm.default")
+    >>> mm = find_op("aten.mm.default")
     >>> [decide(mm, i).name for i in range(4)]
     ['SAVE', 'RECOMPUTE', 'SAVE', 'RECOMPUTE']
     """
@@ -113,7 +113,8 @@ class SelectivePolicy:
     every_nth_matmul: int | None = 2
     """Recompute each n-th plain matmul (`mm`, `linear`, grouped; one count for all). None: keep them all."""
     save_ops: Iterable[str | Op] | None = None
-    """Operators or their names to keep instead of the default set."""
+    """Operators or their names to keep instead of the default set. A name without an overload, such as ``"aten.max"``,
+    means every overload that returns new tensors; so it does in `extra`, `drop` and a config's ``ops_to_save``."""
     extra: Iterable[str | Op] = ()
     """Operators or their names to keep besides."""
     drop: Iterable[str | Op] = ()
@@ -130,14 +131,13 @@ class SelectivePolicy:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(given))  # once and for all, if it is an iterator
         ops = self.get_save_ops()
-        refused = sorted(str(op) for op in ops if not save_ops.can_be_tracked(op))
+        refused = sorted(str(op) for op in ops if not table.facts(op).tracked)
         if refused:
             raise ValueError(
                 f"SelectivePolicy can't keep {', '.join(refused)}: views and metadata cost nothing to replay, and "
                 "in-place and out= forms must run again. Take them out of the list."
             )
-        alternate = save_ops.plain_matmuls() if n is not None else frozenset()
-        self._kinds.update({op: op in alternate for op in ops})
+        self._kinds.update({op: n is not None and table.facts(op).alternates for op in ops})
 
     def __getstate__(self) -> dict[str, Any]:
         """Operators by name: they cannot be pickled themselves, and a model is saved and sent to ranks with its policy."""
@@ -154,8 +154,8 @@ class SelectivePolicy:
 
     def get_save_ops(self) -> frozenset[Op]:
         """The operators to keep. The hook to override."""
-        base = save_ops.default_save_ops() if self.save_ops is None else save_ops.resolve_ops(self.save_ops)
-        return (base | save_ops.resolve_ops(self.extra)) - save_ops.resolve_ops(self.drop)
+        base = table.default_save_ops() if self.save_ops is None else resolve_ops(self.save_ops)
+        return (base | resolve_ops(self.extra)) - resolve_ops(self.drop)
 
     def tracked_ops(self) -> Collection[Op]:
         """The save set."""
@@ -197,7 +197,7 @@ class DecisionTable:
 
     `decisions` maps an operator (or its name) to one `Decision` per invocation in the region. The table is strict: a
     region that runs a listed operator more or fewer times raises `PlanMismatchError`. Operators that must never be
-    replayed (`save_ops.always_saved_ops`) are kept even where the table does not list them.
+    replayed (`ops.pinned_ops`) are kept even where the table does not list them.
 
     Raises:
         ValueError: an unknown operator; one that can't be tracked; SKIP of an operator that draws random numbers;
@@ -216,7 +216,7 @@ class DecisionTable:
             for op in sorted(_only_op(name), key=str):
                 self.decisions[op] = tuple(_as_decision(item) for item in row)
                 _check_row(op, self.decisions[op])
-        self._tracked = frozenset(self.decisions) | save_ops.always_saved_ops()
+        self._tracked = frozenset(self.decisions) | table.pinned_ops()
 
     def tracked_ops(self) -> Collection[Op]:
         """The listed operators, and those that must never be replayed."""
@@ -249,7 +249,7 @@ class DecisionTable:
 
 
 def _only_op(name: Op | str) -> frozenset[Op]:
-    found = save_ops.resolve_op(name)
+    found = resolve_op(name)
     if len(found) != 1:
         raise ValueError(f"DecisionTable: {name!r} has {len(found)} overloads; name one, such as '{name}.default'.")
     return found
@@ -265,11 +265,12 @@ def _as_decision(item: Decision | str) -> Decision:
 
 
 def _check_row(op: Op, row: tuple[Decision, ...]) -> None:
-    if not save_ops.can_be_tracked(op):
+    known = table.facts(op)
+    if not known.tracked:
         raise ValueError(f"DecisionTable lists {op}, a view, metadata or in-place operator: it always runs again.")
-    if SKIP in row and save_ops.is_random(op):
+    if SKIP in row and known.random:
         raise ValueError(f"DecisionTable skips {op}, which draws random numbers: the later ones would change.")
-    if op in save_ops.always_saved_ops() and not set(row) <= {SAVE, HOST}:
+    if known.pinned and not set(row) <= {SAVE, HOST}:
         raise ValueError(
             f"DecisionTable does not keep {op}, which must not run twice (its second result may differ, or all ranks "
             "would have to join in): use SAVE or HOST."

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy
 
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision
-from nemo_like.activation_checkpointing.save_ops import Op
+from nemo_like.op_lookup import Op
 from nemo_like.torch_compat import selective_context
 
 _MEANING = {

@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from nemo_like.activation_checkpointing import engine_watch, save_ops
-from nemo_like.activation_checkpointing.engine_kept import Kept, tensors_in
+from nemo_like.activation_checkpointing import engine_watch, ops
+from nemo_like.activation_checkpointing.engine_kept import Kept
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, Decision
-from nemo_like.activation_checkpointing.save_ops import Op
+from nemo_like.op_lookup import Op
+from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode
 
 
@@ -150,15 +149,6 @@ class RegionTrace:
                 needed |= call.reads
 
 
-def flops_of(op: Op, args: Any, kwargs: dict[str, Any], out: Any) -> int:
-    """FLOPs of one call by PyTorch's own formulas, and the flash formula for its CPU form, which has none there."""
-    packet = getattr(op, "overloadpacket", None)
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
-
 class _Recorder(TorchDispatchMode):
     """Stands innermost in one region's forward: every call passes here before the policy sees it."""
 
@@ -193,16 +183,16 @@ class _Recorder(TorchDispatchMode):
         outputs = frozenset(map(self._key, tensors_in(out)))
         made = outputs - reads - self._existing - self.trace.sizes.keys()
         self.trace.sizes.update((key, self._held[key].nbytes()) for key in made)
-        if not made and not save_ops.is_mutable(func):
+        if not made and not ops.facts(func).mutating:
             return out  # a view, a query: free
         self.trace.calls.append(
             Call(
                 op=str(func),
                 decision=kept[-1].decision if len(kept) > before else None,
-                flops=flops_of(func, args, kwargs, out),
+                flops=ops.flops(func, args, kwargs, out),
                 made=frozenset(made),
                 reads=reads,
-                writes=outputs & reads if save_ops.is_mutable(func) else frozenset(),
+                writes=outputs & reads if ops.facts(func).mutating else frozenset(),
             )
         )
         return out

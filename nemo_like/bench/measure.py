@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like.distributed.launch import world_size
 from nemo_like.layers.names import bare_name
-from nemo_like.profiling.trace import run_model, tensors_in
+from nemo_like.profiling.trace import run_model
+from nemo_like.tensors import tensors_in
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nemo_like.activation_checkpointing import save_ops
+from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.op_lookup import Op
 from nemo_like.planning import cost, solver
 from nemo_like.planning.devices import Device
-from nemo_like.planning.opcost import is_attention
 from nemo_like.planning.trace import BlockTrace, OpRecord
 
 
@@ -143,16 +143,15 @@ class BlockProblem:
 
         Ops that are recomputed throughout are left out, except those that the engine never replays.
         """
-        by_op: dict[str, list[str]] = {}
+        by_op: dict[Op, list[str]] = {}
         for record, word in zip(self.records, choice.decisions, strict=True):
-            by_op.setdefault(str(record.op), []).append(word)
-        always = {str(op) for op in save_ops.always_saved_ops()}
+            by_op.setdefault(record.op, []).append(word)
         rows: dict[str, list[str]] = {}
-        for name, row in by_op.items():
-            if name in always:
-                rows[name] = ["host" if word == "host" else "save" for word in row]
-            elif any(word != "recompute" for word in row) and save_ops.can_be_tracked(save_ops.find_op(name)):
-                rows[name] = row
+        for op, row in by_op.items():
+            if facts(op).pinned:
+                rows[str(op)] = ["host" if word == "host" else "save" for word in row]
+            elif any(word != "recompute" for word in row) and facts(op).tracked:
+                rows[str(op)] = row
         return rows
 
 
@@ -170,13 +169,13 @@ def _spread(points: Sequence[solver.Point], limit: int) -> list[solver.Point]:
 
 
 def _keepable(record: OpRecord) -> bool:
-    return record.bytes > 0 and not record.changed and save_ops.can_be_tracked(record.op)
+    return record.bytes > 0 and not record.changed and facts(record.op).tracked
 
 
 def _forced(record: OpRecord) -> str | None:
-    if record.op in save_ops.always_saved_ops():
+    known = facts(record.op)
+    if known.pinned:
         return "save"
-    random = record.random or (save_ops.is_random(record.op) and not is_attention(record.op))
-    if random or not save_ops.can_be_tracked(record.op):
+    if (known.random and not known.attention) or not known.tracked:
         return "replay"  # random numbers must be drawn again in order; in-place ops always run again
     return None

@@ -18,7 +18,8 @@ from torch import nn
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
 from nemo_like.layers.names import bare
 from nemo_like.planning.fake import FakeRun, cache_off
-from nemo_like.planning.trace import BlockTrace, tensors_in, trace_block
+from nemo_like.planning.trace import BlockTrace, trace_block
+from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import tree_flatten, tree_map_only
 
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.planning.devices import Device
-from nemo_like.planning.opcost import is_attention
 from nemo_like.planning.trace import OpRecord
 
 
@@ -12,5 +12,5 @@ def op_seconds(op: OpRecord, device: Device) -> float:
     if op.view:
         return 0.0
     kind = "half" if op.half else "single"
-    speed = (device.attention_flops if is_attention(op.op) else device.matmul_flops)[kind]
+    speed = (device.attention_flops if facts(op.op).attention else device.matmul_flops)[kind]
     return max(op.flops / speed, op.moved / device.bandwidth)

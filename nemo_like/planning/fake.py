@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types, tree_flatten, tree_map_only
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types, tree_map_only
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
 
@@ -39,7 +40,7 @@ class FakeRun(TorchDispatchMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        inputs = tensors_in((args, kwargs))
         if any(isinstance(t, FakeTensor) for t in inputs):
             with self.fake:
                 return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
@@ -47,7 +48,7 @@ class FakeRun(TorchDispatchMode):
             return func(*args, **kwargs)  # a question about values, and the values are there
         with self.fake:
             shaped = func(*args, **kwargs)
-        outputs = [t for t in tree_flatten(shaped)[0] if isinstance(t, torch.Tensor)]
+        outputs = tensors_in(shaped)
         if outputs and all(_small_integer(t) for t in outputs) and all(_small_integer(t) for t in inputs):
             return func(*args, **kwargs)
         return shaped

@@ -17,7 +17,7 @@ from nemo_like.layers.names import bare
 from nemo_like.planning.capture import ModelTrace, replaced_forwards
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.planning.trace import tensors_in
+from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import tree_flatten, tree_unflatten
 
 

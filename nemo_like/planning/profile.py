@@ -12,7 +12,7 @@ from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.planning.capture import Kind
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.planning.trace import tensors_in
+from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import tree_map
 
 

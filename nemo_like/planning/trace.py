@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nemo_like.planning import opcost
+from nemo_like.activation_checkpointing import ops
+from nemo_like.planning import op_bytes
 from nemo_like.planning.fake import FakeRun
-from nemo_like.torch_compat import OpOverload, TorchDispatchMode, tree_flatten, tree_map
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import OpOverload, TorchDispatchMode, tree_map
 
 
 class TraceMismatchError(RuntimeError):
@@ -152,13 +154,13 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        inputs = tensors_in((args, kwargs))
         for tensor in inputs:
             if not self.storages.known(tensor):
                 self.storages.origin[self.storages.key(tensor)] = "constant"
         out = func(*args, **kwargs)
-        outputs = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
-        if not outputs and not _mutated(func, args, kwargs):
+        outputs = tensors_in(out)
+        if not outputs and not ops.written_tensors(func, args, kwargs):
             return out  # a question (a device, a value), not an op
         self._record(func, args, kwargs, inputs, out, outputs)
         return out
@@ -169,7 +171,7 @@ class Recorder(TorchDispatchMode):
         self._count[func] = nth + 1
         read = {s.key(t) for t in inputs}
         new = {s.key(t) for t in outputs if not s.known(t)}
-        changed = {s.key(t) for t in _mutated(func, args, kwargs)}
+        changed = {s.key(t) for t in ops.written_tensors(func, args, kwargs)}
         reads = sorted({w for key in read for w in s.writers.get(key, ())})
         writes = sorted({w for key in changed for w in s.writers.get(key, ())})
         view = not new and not changed
@@ -180,9 +182,9 @@ class Recorder(TorchDispatchMode):
         self.ops.append(
             OpRecord(
                 op=func, nth=nth, shapes=tuple(tuple(t.shape) for t in outputs),
-                bytes=sum(s.size[key] for key in new), flops=0 if view else opcost.flops(func, args, kwargs, out),
-                moved=0 if view else opcost.moved_bytes(func, inputs, outputs),
-                reads=tuple(reads), writes=tuple(writes), view=view, random=opcost.is_random(func),
+                bytes=sum(s.size[key] for key in new), flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
+                moved=0 if view else op_bytes.moved_bytes(func, inputs, outputs),
+                reads=tuple(reads), writes=tuple(writes), view=view, random=ops.draws(func, args, kwargs),
                 half=any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs),
             )
         )  # fmt: skip
@@ -218,16 +220,6 @@ class _Asking(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _mutated(func: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that `func` writes to, by its schema."""
-    found: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
-            found += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
-    return found
-
-
 def record(
     call: Callable[[], Any], *, name: str, params: list[torch.Tensor], inputs: list[torch.Tensor],
     shared: list[torch.Tensor],
@@ -249,7 +241,7 @@ def record(
         out = call()
     s = recorder.storages
     origin, packed = s.origin, {key for _, key in recorder.packs}
-    outputs = {s.key(t) for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)}
+    outputs = {s.key(t) for t in tensors_in(out)}
     ours = {key for key in packed if origin.get(key) not in ("param", "shared", "constant")}
     own = {key for key, kind in origin.items() if kind == "input"}
     made = {key for key in outputs if key not in origin}
@@ -268,11 +260,6 @@ def record(
         draws=any(op.random for op in ops),
     )
     return trace, out
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in any nesting of lists, tuples and dicts (and what else PyTorch's pytrees know)."""
-    return [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
 
 
 def trace_block(

@@ -12,7 +12,7 @@ from torch import nn
 
 from nemo_like.profiling.meters import Clock, CpuMeter, CudaMeter, StorageRegistry, storages_of
 from nemo_like.profiling.recommend import Moment
-from nemo_like.torch_compat import tree_leaves
+from nemo_like.tensors import tensors_in
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -119,13 +119,6 @@ def _loss(model: nn.Module, output: Any, loss_fn: LossFn | None) -> torch.Tensor
             "let at least one parameter train, or pass loss_fn."
         )
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a pytree or in the mapping-like output classes of model libraries."""
-    if isinstance(value, Mapping):
-        value = dict(value)
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass

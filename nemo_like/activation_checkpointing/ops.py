@@ -1,0 +1,235 @@
+"""The table of operators: what policies, the engine, the tracers and the cost model know about each.
+
+A new attention kernel, collective or allocation is one line in `_ROWS`. Everything else reads `facts(op)`. The set
+that ``ac="selective"`` keeps follows `contracts.md`, section 2; rows of operators that only some builds of torch or
+some packages have do no harm where they are absent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_like.activation_checkpointing import op_flops
+from nemo_like.activation_checkpointing.op_flops import FlopRule
+from nemo_like.log import say_once
+from nemo_like.op_lookup import Op, argument, argument_positions, find_op, packet_name, resolve_op
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import async_tensor_parallel, partitioner_compute_intensive_ops
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """What is known of one operator. `facts` makes it, from the operator's row and its schema."""
+
+    saved: bool = False
+    """Kept by ``ac="selective"`` unless the user takes it out."""
+    pinned: bool = False
+    """Never replayed, whatever the policy: its second result may differ, or every rank would have to join in."""
+    alternates: bool = False
+    """A plain matmul, of which ``ac="selective"`` recomputes every second one."""
+    attention: bool = False
+    """A fused attention kernel: it runs at the device's attention speed, and draws only with dropout."""
+    collective: bool = False
+    """Every rank has to call it, with data."""
+    free: bool = False
+    """An allocation, a view, a question about metadata, a range of the profiler: nothing is computed."""
+    random: bool = False
+    """May draw random numbers; `draws` says whether one call does."""
+    mutating: bool = False
+    """Writes into an argument (in-place and ``out=`` forms), so that it always runs again."""
+    flops: FlopRule | None = None
+    """``(op, args, kwargs, output)`` → FLOPs of one call, a multiply-add being two. None: its time is its bytes."""
+
+    @property
+    def tracked(self) -> bool:
+        """Whether a decision on it has a meaning. What is not tracked is never counted, kept or skipped."""
+        return not (self.free or self.mutating)
+
+
+_SDPA = OpFacts(saved=True, attention=True, flops=op_flops.attention_heads_first)
+_FLASH = OpFacts(saved=True, attention=True, flops=op_flops.attention_tokens_first)
+_MATMUL = OpFacts(saved=True, alternates=True)
+_GROUPED = OpFacts(saved=True, flops=op_flops.grouped_mm)
+# Replaying a collective makes every rank join in once more.
+_COLLECTIVE = OpFacts(saved=True, pinned=True, collective=True)
+_FREE = OpFacts(free=True)
+
+_ROWS: dict[str, OpFacts] = {
+    "aten._scaled_dot_product_cudnn_attention.default": _SDPA,
+    "aten._scaled_dot_product_efficient_attention.default": _SDPA,
+    "aten._scaled_dot_product_flash_attention.default": _SDPA,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _SDPA,
+    "aten._scaled_dot_product_fused_attention_overrideable.default": _SDPA,
+    "aten._scaled_dot_product_attention_math_for_mps.default": _SDPA,
+    "aten._cudnn_attention_forward.default": _SDPA,
+    "flex_attention": _SDPA,
+    "aten._flash_attention_forward.default": _FLASH,
+    "aten._efficient_attention_forward.default": _FLASH,
+    "torch_attn._varlen_attn.default": _FLASH,
+    "flash_attn._flash_attn_forward.default": _FLASH,
+    "flash_attn._flash_attn_varlen_forward.default": _FLASH,
+    "flash_attn_3._flash_attn_forward.default": _FLASH,
+    "flash_attn_3.fwd.default": _FLASH,
+    # A graph that inductor has compiled is one operator here, and dear.
+    "inductor_compiled_code": OpFacts(saved=True),
+    "aten.mm.default": _MATMUL,
+    "aten.linear.default": OpFacts(saved=True, alternates=True, flops=op_flops.linear),
+    "aten._grouped_mm.default": OpFacts(saved=True, alternates=True, flops=op_flops.grouped_mm),
+    "aten._scaled_mm.default": OpFacts(saved=True),
+    "aten._scaled_mm_v2.default": OpFacts(saved=True, flops=op_flops.matrix_product),
+    "aten._scaled_grouped_mm.default": _GROUPED,
+    "aten._scaled_grouped_mm_v2.default": _GROUPED,
+    # topk may break ties in another order the second time, and then an expert gets other tokens.
+    "aten.topk.default": OpFacts(saved=True, pinned=True),
+    "aten.max.default": OpFacts(saved=True),  # the scale of a low-precision matmul: one number
+    # Tensor parallelism's own sum of a row-wise linear is among the kept collectives. Its all-gather (sequence
+    # parallelism) is not: keeping the gathered sequence on every rank would undo what cutting it saves.
+    "_c10d_functional.all_reduce.default": _COLLECTIVE,
+    "_c10d_functional.reduce_scatter_tensor.default": _COLLECTIVE,
+    "_c10d_functional.all_to_all_single.default": _COLLECTIVE,
+    "deepep.dispatch.default": _COLLECTIVE,
+    "deepep.combine.default": _COLLECTIVE,
+    "deep_ep.dispatch.default": _COLLECTIVE,
+    "deep_ep.combine.default": _COLLECTIVE,
+    "hybridep.dispatch.default": _COLLECTIVE,
+    "hybridep.combine.default": _COLLECTIVE,
+    "hybrid_ep.dispatch.default": _COLLECTIVE,
+    "hybrid_ep.combine.default": _COLLECTIVE,
+    # Reading a number of the device waits for the device, so it is not done twice.
+    "aten._local_scalar_dense.default": OpFacts(saved=True, pinned=True),
+    # They return their input's storage, which their schemas don't say: keeping the input keeps the output.
+    "aten._unsafe_view.default": _FREE,
+    "aten._reshape_alias.default": _FREE,
+    "_c10d_functional.wait_tensor.default": _FREE,
+}
+"""By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` hold what is free as a whole; a schema that says that an output
+aliases an input makes an operator free as well."""
+
+_FREE_PACKETS = frozenset((
+    "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.empty_permuted", "aten.new_empty",
+    "aten.new_empty_strided", "aten.detach", "aten.alias", "aten.lift_fresh", "aten.size", "aten.sym_size",
+    "aten.stride", "aten.sym_stride", "aten.numel", "aten.sym_numel", "aten.storage_offset",
+    "aten.sym_storage_offset", "aten.dim", "aten.is_contiguous", "aten.sym_is_contiguous",
+    "aten.is_strides_like_format", "aten.is_non_overlapping_and_dense",
+))  # fmt: skip
+# Among them FSDP2's own copies and collectives: of its work, forward and replay may do different parts.
+_FREE_NAMESPACES = frozenset(("profiler", "prim", "record_function", "fsdp", "c10d"))
+_COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd"))
+
+_COMPUTE_INTENSIVE_FALLBACK = (
+    "aten.mm", "aten.convolution", "aten.convolution_backward", "aten.bmm", "aten.addmm", "aten._scaled_mm",
+    "aten.upsample_bilinear2d",
+)  # fmt: skip
+_REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+_NO_FACTS = OpFacts()
+
+
+@functools.cache
+def facts(op: Op) -> OpFacts:
+    """What the table and the operator's own schema say of `op`; any operator has facts."""
+    row = _ROWS.get(str(op), _NO_FACTS)
+    schema = getattr(op, "_schema", None)
+    namespace = getattr(op, "namespace", "")
+    aliases = schema is not None and any(ret.alias_info is not None for ret in schema.returns)
+    free = row.free or aliases or packet_name(op) in _FREE_PACKETS
+    return OpFacts(
+        saved=row.saved or op in compute_intensive_ops(),
+        pinned=row.pinned,
+        alternates=row.alternates,
+        attention=row.attention,
+        collective=row.collective or namespace in _COLLECTIVE_NAMESPACES,
+        free=free or namespace in _FREE_NAMESPACES,
+        random=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
+        mutating=bool(schema is not None and schema.is_mutable),
+        flops=row.flops or op_flops.rule_of_torch(op),
+    )
+
+
+@functools.cache
+def compute_intensive_ops() -> frozenset[Op]:
+    """PyTorch's own list of expensive operators, as overloads.
+
+    Where torch has no such list, one of our own.
+    """
+    listed = partitioner_compute_intensive_ops()
+    if listed is None:
+        listed = list(_COMPUTE_INTENSIVE_FALLBACK)
+    return frozenset(op for item in listed for op in resolve_op(item))
+
+
+def default_save_ops() -> frozenset[Op]:
+    """All that ``ac="selective"`` keeps, before alternation.
+
+    Looked up anew at each call, because a package imported later (DeepEP, flash attention) brings new operators.
+    """
+    ops = compute_intensive_ops() | _present(name for name, row in _ROWS.items() if row.saved)
+    if async_tensor_parallel():
+        # A kept reduce-scatter can't be fused into its matmul (torchtitan#965).
+        ops -= _present((_REDUCE_SCATTER,))
+        say_once("Async tensor parallel is on: reduce-scatter is left out of the save-op set, so that it can fuse.")
+    return ops
+
+
+def pinned_ops() -> frozenset[Op]:
+    """The operators that are never replayed, of those that this torch and the packages imported so far have."""
+    return _present(name for name, row in _ROWS.items() if row.pinned)
+
+
+def _present(names: Iterable[str]) -> frozenset[Op]:
+    return frozenset(op for op in map(find_op, names) if op is not None)
+
+
+# ------------------------------------------------------------------------------------------------- one call of an op
+
+
+def draws(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether this call draws random numbers: attention without dropout, though tagged as random, does not."""
+    if not facts(op).random:
+        return False
+    return "dropout_p" not in argument_positions(op) or bool(argument(op, args, kwargs, "dropout_p"))
+
+
+def written_tensors(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[torch.Tensor]:
+    """The tensors that this call writes into, by the operator's schema."""
+    schema = getattr(op, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    names = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [tensor for name in names for tensor in tensors_in(argument(op, args, kwargs, name))]
+
+
+def flops(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> int:
+    """FLOPs of this call, a multiply-add being two, as PyTorch's `FlopCounterMode` counts: no mask is looked at.
+
+    `out` is the call's output. 0 for all that is neither a matrix product, a convolution nor an attention kernel.
+    """
+    rule = facts(op).flops
+    return 0 if rule is None else rule(op, args, kwargs or {}, out)
+
+
+def kernel_flops(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> int:
+    """FLOPs that the kernel really does: half of `flops` in causal attention, whose kernels skip the masked half."""
+    count = flops(op, args, kwargs, out)
+    return count // 2 if facts(op).attention and _is_causal(op, args, kwargs) else count
+
+
+def _is_causal(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    # custom_mask_type: 0 none, 1 and 2 causal, aligned to the first or the last query.
+    return bool(argument(op, args, kwargs, "is_causal", "causal", "custom_mask_type"))
+
+
+COPY_OPS = _present(("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device"))
+"""Operators of which a call may be a device-to-host copy."""
+
+
+def is_device_to_host_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether this call copies from an accelerator to the host: always kept, for replaying it would wait again."""
+    device = kwargs.get("device") if kwargs else None
+    if device is None or not args or not isinstance(args[0], torch.Tensor):
+        return False
+    return torch.device(device).type == "cpu" and args[0].device.type != "cpu"

@@ -1,0 +1,31 @@
+"""The tensors inside whatever a module or an operator is called with or returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from nemo_like.torch_compat import tree_leaves
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in `value`, in order, a tensor that occurs twice twice.
+
+    Looks into tuples, lists, mappings (the output classes of model libraries among them), and the classes that are
+    registered with PyTorch's pytrees; nested in any way.
+
+    >>> len(tensors_in(({"a": Tensor(2)}, [Tensor(1), 3, None])))
+    2
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):  # by hand: this runs on every operator's outputs, where a pytree is slow
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return []
+    leaves = tree_leaves(value)
+    return [tensor for leaf in leaves if leaf is not value for tensor in tensors_in(leaf)]
