@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,13 @@ def test_a_page_that_is_not_current_is_refused(tmp_path: Path) -> None:
     assert "### `parallelize`" in page.read_text(encoding="utf-8")
     page.write_text(page.read_text(encoding="utf-8").replace("### `plan_for`", "### `plan`"), encoding="utf-8")
     assert run("--check") == 1
+
+
+def test_every_file_that_a_document_names_exists() -> None:
+    missing = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"`((?:nemo_like|tests|tests_distributed|docs|\.ci)/[\w./-]*)`", text)
+        named += [str(page.parent.relative_to(ROOT) / link) for link in re.findall(r"\]\((?!http|#)([\w./-]+)\)", text)]
+        missing += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
+    assert not missing
