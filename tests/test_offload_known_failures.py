@@ -1,4 +1,4 @@
-"""How offloading fails elsewhere, one test for each report: entries 27 to 35 of the project's list of known failures."""
+"""How offloading fails elsewhere, one test for each report that was found."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def test_plan_survives_its_file_and_is_checked(tmp_path):
         with pytest.raises(PlanError, match=match):
             Plan.load(path, model)
     path.write_text("{")
-    with pytest.raises(PlanError, match="no JSON"):
+    with pytest.raises(PlanError, match="not valid JSON"):
         Plan.load(path)
 
 

@@ -1,4 +1,4 @@
-"""The contract's gates for SelectiveCheckpointer and ActivationCheckpointTransform, with counted bytes."""
+"""What is promised of SelectiveCheckpointer and ActivationCheckpointTransform, with counted bytes."""
 
 from __future__ import annotations
 

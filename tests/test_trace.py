@@ -102,7 +102,7 @@ def test_the_command_prints_a_table_and_json(capsys):
     assert totals["full"]["bytes"] < totals["this policy"]["bytes"] < totals["none"]["bytes"]
     assert main(["trace", "--seq-len", "16"]) == 0
     text = capsys.readouterr().out
-    assert "not kept after all: no replay comes to it" in text and "this policy" in text
+    assert "not kept after all: a replay stops before it" in text and "this policy" in text
 
 
 def test_the_command_refuses_what_makes_no_regions(capsys):

@@ -2,7 +2,7 @@
 
 torch's own `context_parallel` has no CPU kernel (torch 2.13: "aten._scaled_dot_product_flash_attention_for_cpu does not
 have a sharding strategy"), so the context here gathers keys and values itself, over a real process group. What it shares
-with torch's is what matters to a replay: the patch is gone when backward runs (known failure 15).
+with torch's is what matters to a replay: the patch is gone when backward runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The table of operators: what policies, the engine, the tracers and the cost model know about each.
 
-A new attention kernel, collective or allocation is one line in `_ROWS`. Everything else reads `facts(op)`. The set
-that ``ac="selective"`` keeps follows `contracts.md`, section 2; rows of operators that only some builds of torch or
-some packages have do no harm where they are absent.
+A new attention kernel, collective or allocation is one line in `_ROWS`. Everything else reads `facts(op)`. Rows of
+operators that only some builds of torch or some packages have do no harm where they are absent.
 """
 
 from __future__ import annotations

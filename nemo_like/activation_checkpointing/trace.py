@@ -38,7 +38,7 @@ class Call:
     writes: frozenset[int]
     """Storages it changed in place."""
     reached: bool = False
-    """It ran before autograd saved its last tensor, so that a replay comes to it."""
+    """It ran before autograd saved its last tensor, so that a replay computes it."""
     read: bool = False
     """Backward needs its output: autograd saved it, or something that replay makes of it."""
 
@@ -132,7 +132,7 @@ class RegionTrace:
         if kept:
             notes.append(f"{kept} kept that backward doesn't read")
         if dropped:
-            notes.append(f"{dropped} not kept after all: no replay comes to it")
+            notes.append(f"{dropped} not kept after all: a replay stops before it")
         if wasted:
             paid = sum(call.flops for call in wasted)
             notes.append(f"{len(wasted)} computed again that backward doesn't read ({paid:.3g} FLOPs): SKIP it")

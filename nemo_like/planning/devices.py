@@ -54,7 +54,7 @@ def resolve_device(spec: str | Path | Device) -> Device:
         try:
             return _device(path.stem, json.loads(path.read_text(encoding="utf-8")))
         except json.JSONDecodeError as error:
-            raise ValueError(f"Device file {path} is no JSON: {error}") from error
+            raise ValueError(f"Device file {path} is not valid JSON: {error}") from error
     raise ValueError(
         f"Device {str(spec)!r} is neither one of {', '.join(known_devices())} nor a file."
         + did_you_mean(name, known_devices())

@@ -153,7 +153,7 @@ class Plan:
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")), model)
         except json.JSONDecodeError as error:
-            raise PlanError(f"Plan file {path} is no JSON: {error}") from error
+            raise PlanError(f"Plan file {path} is not valid JSON: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"Plan file {path} is damaged or no plan: {type(error).__name__}: {error}") from error
 
