@@ -81,15 +81,16 @@ def checkpoint_found(
     the segments of ``"sequential"``.
     """
     narrowed = tuple(chosen)
-    if config.mode != "none":
-        if config.snn_timestep_checkpoint:
-            checkpoint_timestep_cells(model, config)
-            return []
-        narrowed = choose_layers(model, narrowed, config, saved_bytes)
-        if not narrowed:
-            return []
+    if config.mode == "none":
+        return [layer.module for layer in narrowed]
+    if config.snn_timestep_checkpoint:
+        checkpoint_timestep_cells(model, config)
+        return []
+    narrowed = choose_layers(model, narrowed, config, saved_bytes)
+    if not narrowed:
+        return []
     modules = [layer.module for layer in narrowed]
-    through_cache = _shares_cache(model, modules)
+    through_cache = kv_sharing.has_kv_sharing(model) and not kv_sharing.shares_states_explicitly(modules)
     mode = config.mode
     if mode in ("full", "sequential") and through_cache:
         warn_once(
@@ -119,6 +120,8 @@ def checkpoint_found(
         apply_sequential_checkpointing(
             model, modules, config.sequential_segments, weights=weights, preserve_rng_state=config.preserve_rng_state
         )
+    if not through_cache:
+        kv_sharing.call_without_cache(model)
     return modules
 
 
@@ -133,12 +136,3 @@ def _with_submodules(layers: list[nn.Module]) -> list[nn.Module]:
     names = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers if layer not in fit))
     warn_once(f"ac='submodule' was asked for; {names} has no MLP, attention or norm sub-module and keeps its activations.")
     return fit
-
-
-def _shares_cache(model: nn.Module, layers: list[nn.Module]) -> bool:
-    """Whether layers share keys and values through the cache; where they do not, the cache is turned off."""
-    if kv_sharing.detect_kv_sharing_and_maybe_disable_cache(model):
-        if not kv_sharing.shares_states_explicitly(layers):
-            return True
-        kv_sharing.disable_cache(model)
-    return False

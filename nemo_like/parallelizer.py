@@ -91,8 +91,9 @@ def parallelize(
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
-    optimizer afterwards: sharding replaces the parameters. A Hugging Face model's key/value cache is turned off in its
-    config, in every mode, where layers do not hand states on through it; `generate` asks for its own.
+    optimizer afterwards: sharding replaces the parameters. Where something is replayed, calls with gradients on
+    go without a key/value cache (a replay would write it twice), unless layers hand states on through it; the config
+    stays as it is. transformers tells packed documents apart by ``position_ids`` only in calls without a cache.
 
     Args:
         model: any Hugging Face or plain PyTorch model, on the CPU, a GPU or the meta device (then call

@@ -64,7 +64,6 @@ class CheckpointRequest:
             )
             return
         assert self.plan is not None, "settle() comes first"
-        kv_sharing.disable_cache(model)
         apply_plan(model, self.plan)
         for module in model.modules():
             if isinstance(module, CheckpointWrapper) and not isinstance(module.policy, FullPolicy):

@@ -68,8 +68,11 @@ class PlainDecoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
-    """The decoder `name` of `NAMES`, weights drawn from `seed`, float32, in training mode."""
+def build(name: str, seed: int = 0, use_cache: bool = False) -> nn.Module:
+    """The decoder `name` of `NAMES`, weights drawn from `seed`, float32, in training mode.
+
+    `use_cache`: the config's; off, so that a call of the bare model runs the kernels that a checkpointed one runs.
+    """
     torch.manual_seed(seed)
     if name == "plain":
         return PlainDecoder().train()
@@ -84,7 +87,9 @@ def build(name: str, seed: int = 0) -> nn.Module:
         "mixtral": lambda: hf.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
         "gpt2": lambda: hf.GPT2Config(vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=64),
     }
-    return hf.AutoModelForCausalLM.from_config(configs[name]()).train()
+    config = configs[name]()
+    config.use_cache = use_cache
+    return hf.AutoModelForCausalLM.from_config(config).train()
 
 
 def batch(size: int = 4, length: int = 16, seed: int = 1) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Key/value caches and checkpointing: when the cache goes off, and when a layer may be replayed whole.
 
-A replayed attention appends to a key/value cache a second time. Most models need no cache in training, so it is
-turned off. Models that hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in one of two ways:
+A replayed attention appends to a key/value cache a second time. Most models need no cache in training, so calls of a
+checkpointed model with gradients on go without (`call_without_cache`); its config keeps what it says. Models that hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in one of two ways:
 
 - through the cache: turning it off breaks the model, replaying attention corrupts it, so attention is not replayed;
 - through a dictionary passed to each layer (``shared_kv_states``, transformers 5.x): the replay writes the same
@@ -15,7 +15,13 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
+
+from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
+
+CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+"""The names under which a layer is handed a cache."""
 
 SHARED_STATES_ARGUMENT = "shared_kv_states"
 """The keyword by which transformers hands shared keys and values to each layer."""
@@ -44,6 +50,40 @@ def disable_cache(model: nn.Module) -> None:
     for config in _configs(model):
         if getattr(config, "use_cache", None):
             config.use_cache = False
+
+
+def call_without_cache(model: nn.Module) -> None:
+    """Have the modules of `model` that hold regions called with ``use_cache=False`` where gradients are on.
+
+    Put on after checkpointing, as a forward pre-hook of every module around a region whose forward takes
+    ``use_cache``. A caller's own ``use_cache`` counts, and without gradients (`generate`) nothing is changed.
+    """
+    for module in model.modules():
+        if isinstance(module, TorchCheckpointWrapper) or not any(
+            isinstance(inner, TorchCheckpointWrapper) for inner in module.modules()
+        ):
+            continue
+        names = list(inspect.signature(module.forward).parameters)
+        if "use_cache" in names:
+            module.register_forward_pre_hook(_WithoutCache(names.index("use_cache")), with_kwargs=True)
+
+
+class _WithoutCache:
+    """A forward pre-hook (a class of the module's, so that a model with it can be copied and pickled)."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = len(args) > self.position or kwargs.get("use_cache") is not None
+        return None if given or not torch.is_grad_enabled() else (args, {**kwargs, "use_cache": False})
+
+
+def cache_positions(layer: nn.Module) -> dict[int, str]:
+    """Where among its positional arguments `layer` is handed a cache, with the argument's name."""
+    return {index: name for index, name in enumerate(_parameter_names(layer)) if name in CACHE_ARGUMENTS}
 
 
 def shares_states_explicitly(layers: Iterable[nn.Module]) -> bool:

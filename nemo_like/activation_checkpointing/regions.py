@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.engine import run_region
+from nemo_like.activation_checkpointing.kv_sharing import CACHE_ARGUMENTS, cache_positions
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.transfer import Transfer
@@ -22,8 +23,6 @@ from nemo_like.torch_compat import disable_dynamo_lru_cache, wrapped_module
 
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_like_selective_ac"
 """Set on whole-layer selective wrappers: compile the wrapper itself, so that the partitioner reads the recompute tags."""
-
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
@@ -91,12 +90,13 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         self.preserve_rng_state = preserve_rng_state
         self.early_stop = early_stop
         self.transfer = transfer
+        self._cache_positions = cache_positions(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, as one region where gradients are on."""
         if not torch.is_grad_enabled():
             return self._checkpoint_wrapped_module(*args, **kwargs)
-        self._refuse_cache(kwargs)
+        self._refuse_cache(args, kwargs)
         if self.use_reentrant:
             return self._forward_reentrant(args, kwargs)
         return run_region(
@@ -110,13 +110,14 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
             early_stop=self.early_stop,
         )
 
-    def _refuse_cache(self, kwargs: dict[str, Any]) -> None:
-        for argument in _CACHE_ARGUMENTS:
-            if kwargs.get(argument) is not None:
-                raise RuntimeError(
-                    f"{self.region_name} was called with {argument}= while gradients are on: its replay would write "
-                    "that cache a second time. Call the model with use_cache=False in training, or under torch.no_grad()."
-                )
+    def _refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None]
+        given += [name for at, name in self._cache_positions.items() if at < len(args) and args[at] is not None]
+        if given:
+            raise RuntimeError(
+                f"{self.region_name} was called with {given[0]}= while gradients are on: its replay would write "
+                "that cache a second time. Call the model with use_cache=False in training, or under torch.no_grad()."
+            )
 
     def _forward_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():

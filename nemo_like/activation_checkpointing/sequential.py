@@ -163,7 +163,7 @@ class SegmentMember(CheckpointWrapper):
         run = super().__call__
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        self._refuse_cache(kwargs)
+        self._refuse_cache(args, kwargs)
         return self._segment.call(run, self._position, self.region_name, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

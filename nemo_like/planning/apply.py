@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like.activation_checkpointing.kv_sharing import detect_kv_sharing_and_maybe_disable_cache
+from nemo_like.activation_checkpointing.kv_sharing import call_without_cache
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper, checkpoint_layers
 from nemo_like.layers.names import bare_modules
 from nemo_like.planning.plan import Plan
@@ -15,7 +15,7 @@ from nemo_like.planning.plan import Plan
 def apply_plan(model: nn.Module, plan: Plan, *, device_type: str | None = None, transfer: Any = None) -> nn.Module:
     """Wrap `model`'s layers as `plan` says, in place, and return it. Call it before sharding.
 
-    As with every other mode, the key/value cache goes off unless the model needs it.
+    As with every other mode, the model is called without a key/value cache where gradients are on.
 
     Args:
         model: the bare model that the plan was made for.
@@ -29,7 +29,6 @@ def apply_plan(model: nn.Module, plan: Plan, *, device_type: str | None = None, 
         TypeError: a layer is checkpointed already. The model is unchanged then.
     """
     plan.check(model)
-    detect_kv_sharing_and_maybe_disable_cache(model)
     policies = {name: policy for name, policy in plan.policies(device_type).items() if policy is not None}
     modules = dict(bare_modules(model))
     chosen: list[nn.Module] = []
@@ -44,4 +43,5 @@ def apply_plan(model: nn.Module, plan: Plan, *, device_type: str | None = None, 
         return CheckpointWrapper(layer, policy=policy, name=name, transfer=transfer)
 
     checkpoint_layers(model, chosen, wrap)
+    call_without_cache(model)
     return model
