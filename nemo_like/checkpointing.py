@@ -31,6 +31,8 @@ def parse_checkpointing(ac: Any) -> tuple[CheckpointConfig, Policy | None]:
     Raises:
         ValueError, TypeError: as `parse_ac`; and for a memory budget, which needs `parallelize` and a sample input.
     """
+    if isinstance(ac, type):
+        raise TypeError(f"ac is the class {ac.__name__}; it must be an object of it: ac={ac.__name__}().")
     own = ac if isinstance(ac, Policy) else None
     config = parse_ac("selective" if own is not None else ac)
     if isinstance(ac, CheckpointConfig) and not ac.enabled and ac != CheckpointConfig():

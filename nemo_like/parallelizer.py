@@ -270,6 +270,11 @@ def _check_device(device: str | torch.device | None) -> None:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is {device!r}; write it like 'cpu', 'cuda' or 'cuda:1'.") from error
+    if place.type == "meta":
+        raise ValueError(
+            "device is 'meta', where a model has shapes and no values: nothing can train there. Leave device out; a model "
+            "built on the meta device gets its values from nemo_like.distributed.materialize afterwards."
+        )
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device is {device!r}, and torch sees {torch.cuda.device_count()} CUDA device(s) here. Leave device out to "

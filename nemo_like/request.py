@@ -116,6 +116,7 @@ def read_checkpointing(
         )
     if isinstance(ac, Plan):
         ac.check(model)
+        _refuse_partial(ac, chosen)
         return CheckpointRequest(found, chosen, plan=ac)
     if sample_input is None:
         raise ValueError(
@@ -123,6 +124,18 @@ def read_checkpointing(
             "rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
         )
     return CheckpointRequest(found, chosen, sample_input, budget=ac)
+
+
+def _refuse_partial(plan: Plan, chosen: tuple[Layer, ...]) -> None:
+    """Raise ValueError where layers in scope are not in the plan: they would keep all that they save."""
+    planned = {layer.fqn for layer in plan.layers}
+    missing = [layer.fqn for layer in chosen if layer.fqn not in planned]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ValueError(
+            f"The plan has {len(planned)} layers, and this model has {', '.join(missing[:4])}{more} besides, which nobody "
+            "planned. Make the plan again for this model, or pass layers= with the planned ones to leave the others alone."
+        )
 
 
 def _read_plan(ac: Any) -> bool:

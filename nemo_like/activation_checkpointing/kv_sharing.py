@@ -1,7 +1,8 @@
 """Key/value caches and checkpointing: when the cache goes off, and when a layer may be replayed whole.
 
 A replayed attention appends to a key/value cache a second time. Most models need no cache in training, so calls of a
-checkpointed model with gradients on go without (`call_without_cache`); its config keeps what it says. Models that hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in one of two ways:
+checkpointed model with gradients on go without (`call_without_cache`); its config keeps what it says. Models that
+hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in one of two ways:
 
 - through the cache: turning it off breaks the model, replaying attention corrupts it, so attention is not replayed;
 - through a dictionary passed to each layer (``shared_kv_states``, transformers 5.x): the replay writes the same

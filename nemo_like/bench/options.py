@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_like.compile import parse_compile
 from nemo_like.models import PRESETS
+from nemo_like.options import MemoryBudget
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class BenchOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"BenchOptions.{name} is {value!r}; it must be a whole number >= {least}.")
+        for budget in self.budgets:
+            MemoryBudget.parse(budget)
+        for backend in self.compile:
+            parse_compile(backend)
         if self.strategy not in ("single", "fsdp2", "ddp"):
             raise ValueError(f"BenchOptions.strategy is {self.strategy!r}; it must be single, fsdp2 or ddp.")
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from nemo_like.extras import require
 from nemo_like.layers import LayersNotFoundError, find_layers
+from nemo_like.options import did_you_mean
 
 HELP = "survey the layers found in every model type of the installed transformers"
 
@@ -63,7 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    types = args.only or model_types()
+    known = model_types()
+    types = args.only or known
+    for name in types:
+        if name not in known:
+            raise ValueError(f"--only names {name!r}, and transformers has no such model type." + did_you_mean(name, known))
+    if args.processes < 1:
+        raise ValueError(f"--processes is {args.processes}; it must be a whole number >= 1.")
     chunks = [types[start :: args.processes * 4] for start in range(args.processes * 4)]
     with ProcessPoolExecutor(args.processes) as pool:
         rows = sorted((row for part in pool.map(survey, chunks) for row in part), key=lambda row: row.model_type)

@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     dtype = parse_dtype("--dtype", args.dtype)
     budget = None if args.budget is None else parse_bytes(args.budget)
+    for name, value in (("--limit", args.limit), ("--runs", args.runs)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")
     source = resolve_model(args.model)
     sample = sample_for(source, args.batch_size, args.seq_len, args.input_shape, args.device, dtype)
     torch.manual_seed(0)

@@ -146,6 +146,10 @@ def check_options(
         raise TypeError(
             f"reshard_after_forward is {reshard_after_forward!r}; it must be None, a bool or a number of ranks."
         )
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward is not None and reshard_after_forward < 1:
+        raise ValueError(
+            f"reshard_after_forward is {reshard_after_forward}; it must be None, a bool or a number of ranks >= 2."
+        )
     if frozen_sharding not in FROZEN_SHARDING:
         raise ValueError(f"frozen_sharding is {frozen_sharding!r}; it must be one of {', '.join(FROZEN_SHARDING)}.")
 
@@ -159,10 +163,10 @@ def _check_reshard(value: bool | int | None, shard_size: int) -> None:
     if value is None or isinstance(value, bool):
         return
     if not 1 < value < shard_size or shard_size % value:
-        divisors = [n for n in range(2, shard_size) if shard_size % n == 0]
+        divisors = ", ".join(str(n) for n in range(2, shard_size) if shard_size % n == 0)
         raise ValueError(
-            f"reshard_after_forward is {value}; as a number of ranks it must divide the shard axis of "
-            f"{shard_size} ranks ({', '.join(map(str, divisors)) or 'it has no divisors'}), or be True or False."
+            f"reshard_after_forward is {value}; as a number of ranks it must be smaller than the shard axis of {shard_size} "
+            f"ranks and divide it ({divisors or 'here no number does'}). True shards over all of them, False over none."
         )
 
 

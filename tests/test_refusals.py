@@ -1,0 +1,60 @@
+"""Arguments that would be accepted, or ignored, and give something else than was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import SelectivePolicy, parallelize, plan_for
+from nemo_like.cli import main
+from tests.decoders import PlainDecoder, batch
+
+
+def _refused(message: str, **arguments: object) -> None:
+    model = PlainDecoder()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    modules = dict(model.named_modules())
+    with pytest.raises((ValueError, TypeError), match=message):
+        parallelize(model, "single", **arguments)
+    assert dict(model.named_modules()) == modules
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_the_meta_device_is_no_place_to_train() -> None:
+    _refused("device is 'meta'", device="meta")
+
+
+def test_a_policy_class_is_not_a_policy() -> None:
+    _refused(r"class SelectivePolicy.*SelectivePolicy\(\)", ac=SelectivePolicy)
+
+
+def test_a_number_of_ranks_is_positive_on_one_rank_too() -> None:
+    _refused("reshard_after_forward is -1", reshard_after_forward=-1)
+
+
+class _WithLoss(PlainDecoder):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).sum()
+
+
+def test_a_plan_for_fewer_layers_is_refused() -> None:
+    plan = plan_for(_WithLoss(layers=2), "50%", (batch(2),))
+    model: nn.Module = _WithLoss(layers=4)
+    with pytest.raises(ValueError, match=r"plan has 2 layers.*blocks\.2, blocks\.3"):
+        parallelize(model, "single", plan)
+    parallelize(model, "single", plan, layers=["blocks.0", "blocks.1"])  # said, it is what was asked for
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["bench", "--budgets", "foo"], "'foo'"),
+        (["bench", "--compile", "cudagraphs"], "'cudagraphs'"),
+        (["coverage", "--only", "nosuch"], "'nosuch'"),
+        (["profile", "--model", "llama-tiny", "--limit", "-3"], "--limit is -3"),
+    ],
+)
+def test_a_wrong_option_of_a_command_is_named(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    assert said in capsys.readouterr().err
