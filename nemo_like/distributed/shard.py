@@ -165,8 +165,8 @@ def _check_reshard(value: bool | int | None, shard_size: int) -> None:
     if not 1 < value < shard_size or shard_size % value:
         divisors = ", ".join(str(n) for n in range(2, shard_size) if shard_size % n == 0)
         raise ValueError(
-            f"reshard_after_forward is {value}; as a number of ranks it must be smaller than the shard axis of {shard_size} "
-            f"ranks and divide it ({divisors or 'here no number does'}). True shards over all of them, False over none."
+            f"reshard_after_forward is {value}; as a number of ranks it must divide the shard axis of {shard_size} ranks "
+            f"({divisors or 'no number between does'}). True: sharded over all of them after forward; False: not."
         )
 
 
