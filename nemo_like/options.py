@@ -14,17 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from nemo_like.extras import require
 from nemo_like.op_lookup import resolve_op
 
-Strategy = Literal["fsdp2", "ddp", "single"]
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 
-ACStrategy = Literal["none", "full", "selective", "submodule", "sequential"]
 AC_STRATEGIES: tuple[str, ...] = ("none", "full", "selective", "submodule", "sequential")
 
 _BYTE_UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)} | {

@@ -30,9 +30,6 @@ class StorageRegistry:
         for storage in storages_of(tensors):
             self._foreign[id(storage)] = storage
 
-    def is_foreign(self, storage: torch.UntypedStorage) -> bool:
-        return id(storage) in self._foreign
-
     def number(self, storage: torch.UntypedStorage, *, born: bool = False) -> int:
         """The number of `storage`; `born` counts its bytes as live until it is freed."""
         key = id(storage)
