@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from nemo_like.activation_checkpointing.engine_kept import (
 from nemo_like.activation_checkpointing.engine_modes import ForwardMode, ReplayMode, kinds_for
 from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.module_state import BufferSnapshot
+from nemo_like.activation_checkpointing.module_world import ModuleWorld, module_of
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, PlanMismatchError, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer, Transfer
 from nemo_like.tensors import tensors_in
@@ -66,7 +67,7 @@ class Region:
     __slots__ = (
         "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
         "inputs", "kept", "kinds", "last", "lent", "lock", "name", "policy", "position", "replay_mode", "transfer",
-        "unwaited", "watch_versions",
+        "unwaited", "watch_versions", "world",
     )  # fmt: skip
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
@@ -82,6 +83,7 @@ class Region:
         self.consumed = False
         self.graph_kept = False
         self.watch_versions = True
+        self.world: ModuleWorld | None = None
         self.lock = threading.RLock()
 
     # --- forward --------------------------------------------------------------------------------------------------
@@ -89,7 +91,9 @@ class Region:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         self.inputs = engine_inputs.SavedInputs(args, kwargs)
         self.ambient = Ambient(preserve_rng_state)
-        self.buffers = BufferSnapshot(self.fn) if isinstance(self.fn, torch.nn.Module) else None
+        module = module_of(self.fn)
+        self.buffers = BufferSnapshot(module) if module is not None else None
+        self.world = ModuleWorld(module) if module is not None else None
         decide = None
         if not self.policy.keeps_nothing:
             decide = self.policy.start()
@@ -119,6 +123,8 @@ class Region:
         self.ambient.forget_unused_rng()
         if self.buffers is not None and not self.buffers.forward_done():
             self.buffers = None
+        if self.world is not None:
+            self.world.forward_done()
         # Replay hands out copies of such things, whose versions start anew.
         self.watch_versions = self.buffers is None and not any(entry.decision is HOST for entry in self.kept)
         if self.kept:
@@ -214,7 +220,11 @@ class Region:
 
     def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
         buffers = self.buffers.restored() if self.buffers is not None else nullcontext()
-        with buffers, self.ambient.restored(), torch.enable_grad():
+        world: AbstractContextManager[None] = nullcontext()
+        if self.world is not None:
+            self.world.check(self.name, self.buffers.puts_back if self.buffers is not None else _nothing)
+            world = self.world.restored()
+        with world, buffers, self.ambient.restored(), torch.enable_grad():
             try:
                 with saved_tensors_hooks(self.repack, self.give_lent), mode or nullcontext():
                     self.fn(*args, **kwargs)
@@ -332,6 +342,10 @@ class Region:
             f"{tuple(handle.shape)} and {handle.dtype} in forward, and has {tuple(tensor.shape)} and {tensor.dtype} in "
             "replay. Something in the region depends on state that changed since."
         )
+
+
+def _nothing(owner: Any, name: str) -> bool:
+    return False
 
 
 def _watched(pack: Callable[[Tensor], _Handle], watcher: Any) -> Callable[[Tensor], _Handle]:

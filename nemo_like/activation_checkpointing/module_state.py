@@ -32,7 +32,14 @@ class _Known:
 
 
 def _buffers_of(module: nn.Module) -> tuple[_Known, ...]:
-    return tuple(_Known(child._buffers, name) for child in module.modules() for name in child._buffers)
+    """The buffers, and the tensors that are plain attributes (a router's load)."""
+    return tuple(
+        _Known(owner, name)
+        for child in module.modules()
+        for owner in (child._buffers, child.__dict__)
+        for name, value in owner.items()
+        if owner is child._buffers or type(value) is Tensor
+    )
 
 
 def _version(buffer: Tensor) -> int:
@@ -57,7 +64,7 @@ class BufferSnapshot:
         self._before: list[tuple[_Known, Tensor, int, Tensor | None]] = []
         for known in known_buffers or self._first or ():
             buffer = known.owner.get(known.name)
-            if buffer is not None:
+            if isinstance(buffer, Tensor):
                 copied = self._first or known.changes or buffer.nbytes <= _SMALL
                 self._before.append((known, buffer, _version(buffer), buffer.detach().clone() if copied else None))
         self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
@@ -87,6 +94,10 @@ class BufferSnapshot:
             self._copies.append((known.owner, known.name, buffer.detach() if copy is None else copy))
         self._before = []
         return bool(self._copies)
+
+    def puts_back(self, owner: dict[str, Tensor | None], name: str) -> bool:
+        """Whether replay gets a copy of this buffer as it was before forward."""
+        return any(known is owner and at == name for known, at, _ in self._copies)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

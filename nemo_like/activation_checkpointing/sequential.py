@@ -9,9 +9,9 @@ included, so that members which FSDP shards one by one gather their parameters i
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, MutableSequence, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +23,7 @@ from nemo_like.activation_checkpointing.ambient import Ambient
 from nemo_like.activation_checkpointing.engine_inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine_region import Region
 from nemo_like.activation_checkpointing.module_state import BufferSnapshot
+from nemo_like.activation_checkpointing.module_world import ModuleWorld, module_of
 from nemo_like.activation_checkpointing.policy import FullPolicy
 from nemo_like.activation_checkpointing.regions import CheckpointWrapper, checkpoint_layers
 
@@ -186,7 +187,7 @@ class _Earlier:
 class _Call:
     """One member's call: how to make it again."""
 
-    __slots__ = ("ambient", "buffers", "inputs", "requires_grad", "run")
+    __slots__ = ("ambient", "buffers", "inputs", "requires_grad", "run", "world")
 
     def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool) -> None:
         self.run = run
@@ -195,13 +196,29 @@ class _Call:
         # segment would otherwise close a cycle from the graph through the region back to the graph.
         self.inputs = SavedInputs(_map(Tensor.detach, args), _map(Tensor.detach, kwargs))
         self.ambient = Ambient(preserve_rng_state)
-        self.buffers: BufferSnapshot | None = BufferSnapshot(run.__self__) if hasattr(run, "__self__") else None
+        module = module_of(run)
+        self.buffers = BufferSnapshot(module) if module is not None else None
+        self.world = ModuleWorld(module) if module is not None else None
 
     def forward_done(self) -> None:
         """Keep only the state around the call that it used or changed."""
         self.ambient.forget_unused_rng()
         if self.buffers is not None and not self.buffers.forward_done():
             self.buffers = None
+        if self.world is not None:
+            self.world.forward_done()
+
+    @contextlib.contextmanager
+    def surroundings(self, region: str) -> Iterator[None]:
+        """Within it the call finds the world that it found in forward."""
+        with contextlib.ExitStack() as stack:
+            if self.world is not None:
+                self.world.check(region, self.buffers.puts_back if self.buffers is not None else lambda *_: False)
+                stack.enter_context(self.world.restored())
+            if self.buffers is not None:
+                stack.enter_context(self.buffers.restored())
+            stack.enter_context(self.ambient.restored())
+            yield
 
 
 class _CallsAgain:
@@ -220,7 +237,7 @@ class _CallsAgain:
             flags = iter(call.requires_grad)
             fresh = _map(lambda tensor: tensor.detach().requires_grad_(next(flags)), (args, kwargs))  # noqa: B023
             args, kwargs = _map(lambda mark: outputs[mark.call][mark.index], fresh, _Earlier)
-            with call.buffers.restored() if call.buffers is not None else nullcontext(), call.ambient.restored():
+            with call.surroundings(self.name):
                 outputs.append(_tensors(call.run(*args, **kwargs)))
 
 
