@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from nemo_like import torch_compat
 from nemo_like.activation_checkpointing import ambient
 from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.errors import RegionError
@@ -104,20 +105,20 @@ def test_the_sdpa_backend_of_a_context_that_has_ended(policy, backend):
 
 @each_policy
 def test_the_sdpa_priority_order(policy):
-    if ambient._get_priority is None:
+    if torch_compat.sdp_priority() is None:
         pytest.skip("this torch has no getter for the priority order")
     block, x = LlamaBlock(32), torch.randn(1, 8, 32, requires_grad=True)
-    seen, before = [], ambient._get_priority()
+    seen, before = [], torch_compat.sdp_priority()
 
     def fn(t):
-        seen.append(list(ambient._get_priority()))
+        seen.append(list(torch_compat.sdp_priority()))
         return block(t)
 
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
         y = checkpoint_region(fn, x, policy=policy)
     y.sum().backward()
     assert seen[0] == seen[1] != before
-    assert ambient._get_priority() == before
+    assert torch_compat.sdp_priority() == before
 
 
 @each_policy
