@@ -66,6 +66,11 @@ def refuse_checkpointed(model: nn.Module) -> None:
                 f"{name or 'The model'} has its own gradient checkpointing on, and would be replayed twice. "
                 "Call model.gradient_checkpointing_disable() first (in a Trainer: gradient_checkpointing=False)."
             )
+        if getattr(module, "grad_checkpointing", False) is True:  # timm's word
+            raise ValueError(
+                f"{name or 'The model'} has its own gradient checkpointing on (grad_checkpointing=True), and would be "
+                "replayed twice. Call model.set_grad_checkpointing(False) first."
+            )
 
 
 def checkpoint_found(

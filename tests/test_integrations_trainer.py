@@ -225,6 +225,29 @@ def test_two_kinds_of_checkpointing_are_refused(tmp_path: Path) -> None:
         Trainer(model=model, args=_arguments(tmp_path, ac="full"), train_dataset=Rows())
 
 
+def test_accelerates_own_config_beside_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_like.integrations.transformers import refuse_two_kinds_of_checkpointing
+
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    refuse_two_kinds_of_checkpointing(_arguments(tmp_path))  # without FSDP, accelerate does not read it
+    arguments = _arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="fsdp_activation_checkpointing: true"):
+        refuse_two_kinds_of_checkpointing(arguments)
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "false")
+    refuse_two_kinds_of_checkpointing(arguments)
+
+
+def test_a_model_that_checkpoints_as_timms_do_is_refused() -> None:
+    from nemo_like import apply_activation_checkpointing
+
+    model = decoders.build("plain")
+    model.grad_checkpointing = True
+    with pytest.raises(ValueError, match=r"set_grad_checkpointing\(False\)"):
+        apply_activation_checkpointing(model, "full")
+    assert _regions(model) == 0
+
+
 def test_a_budget_on_a_stream_needs_a_sample(tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Any:

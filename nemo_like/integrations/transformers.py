@@ -12,6 +12,7 @@ or, without a class of your own, ``Trainer(model, args, callbacks=[Checkpointing
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,13 @@ def refuse_two_kinds_of_checkpointing(args: Any) -> None:
         raise ValueError(
             "fsdp_config['activation_checkpointing'] and ac= both checkpoint the model: it would be replayed twice. "
             "Remove it from fsdp_config, or set ac='none'."
+        )
+    # `accelerate launch` hands its config file on in the environment.
+    told = [os.environ.get(name, "").strip().lower() for name in ("ACCELERATE_USE_FSDP", "FSDP_ACTIVATION_CHECKPOINTING")]
+    if all(value in ("1", "true", "yes", "y", "on", "t") for value in told):
+        raise ValueError(
+            "accelerate's config (fsdp_activation_checkpointing: true) and ac= both checkpoint the model: two wrappers "
+            "would nest, and what ac= keeps would have no effect. Set fsdp_activation_checkpointing: false, or ac='none'."
         )
 
 
