@@ -24,6 +24,8 @@ from nemo_like.activation_checkpointing.policy import (
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from tests.engine_blocks import LlamaBlock, NewBytes, RouterBlock, assert_bitwise, gradients, region
 
+pytestmark = pytest.mark.compat
+
 POLICIES = {
     "full": FullPolicy(),
     "selective": SelectivePolicy(),

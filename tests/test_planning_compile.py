@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from nemo_like.activation_checkpointing.regions import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper
 from nemo_like.planning import apply_plan, plan_for
@@ -15,6 +17,7 @@ from nemo_like.planning import apply_plan, plan_for
 pytest.importorskip("scipy")
 
 HIDDEN = 32
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Block(nn.Module):
@@ -38,11 +41,16 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def _run(budget: str | None, backend: str | None, dropout: float):
-    """Gradients of a step, the bytes of activations that autograd was given to keep, and the plan."""
+def _run(budget: str | None, backend: str | None, dropout: float, torchs: Sequence[bool] = (False, False)):
+    """Gradients of a step, the bytes of activations that autograd was given to keep, and the plan.
+
+    `torchs`: which layers have PyTorch's own checkpoint wrapper.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Model(dropout), torch.randn(2, 16, HIDDEN, requires_grad=True)
+    for index in (index for index, wrapped in enumerate(torchs) if wrapped):
+        model.layers[index] = checkpoint_wrapper(model.layers[index])
     plan = None
     if budget is not None:
         plan = plan_for(model, budget, x, device="h100-80gb")
@@ -85,6 +93,8 @@ def test_dropout_is_right_at_every_budget(backend, budgets):
     for budget in budgets:
         got, _, plan = _run(budget, backend, 0.2)
         assert any(layer.decisions is not None for layer in plan.layers)
+        if backend == "inductor" and TORCH >= (2, 15):  # it draws other masks in a checkpointed region than outside
+            wanted, _, _ = _run(None, backend, 0.2, [layer.decisions is not None for layer in plan.layers])
         for a, b in zip(got, wanted, strict=True):
             assert torch.equal(a, b), (budget, backend)
 

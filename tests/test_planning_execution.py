@@ -16,6 +16,8 @@ from nemo_like.layers import find
 from nemo_like.layers.names import bare
 from nemo_like.planning import block, capture, devices, solver, trace
 
+pytestmark = pytest.mark.compat
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 

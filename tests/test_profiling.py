@@ -15,6 +15,8 @@ from nemo_like.layers import LayersNotFoundError
 from nemo_like.profiling import BudgetUnmeetableError, MemoryProfiler, ProfileReport
 from nemo_like.profiling.recommend import LayerCall, Moment, cheapest_layers, predict_peak
 
+pytestmark = pytest.mark.compat
+
 
 class Block(nn.Module):
     """Pre-norm MLP: saves, in float32 for (N, D) inputs, x, norm(x), 2 statistics, and twice the wide one."""

@@ -15,6 +15,8 @@ from nemo_like.log import forget_announcements
 from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore
 from nemo_like.recipes.ranks import Ranks
 
+pytestmark = pytest.mark.compat
+
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 

@@ -23,6 +23,8 @@ from nemo_like.activation_checkpointing import (
 )
 from tests.decoders import PlainDecoder, batch, build, loss_of
 
+pytestmark = pytest.mark.compat
+
 
 def _apply(mode: str, model: PlainDecoder) -> list[nn.Module]:
     layers = list(model.blocks)

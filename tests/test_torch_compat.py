@@ -24,6 +24,8 @@ from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.log import forget_announcements
 from nemo_like.op_lookup import resolve_op
 
+pytestmark = pytest.mark.compat
+
 PACKAGE = Path(nemo_like.__file__).parent
 
 OF_OBJECTS = {

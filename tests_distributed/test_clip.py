@@ -15,6 +15,8 @@ from nemo_like.distributed.shard import shard_layers
 from tests_distributed.spawn import run_ranks
 from tests_distributed.tiny import Decoder, tokens, whole
 
+pytestmark = pytest.mark.compat
+
 NORMS = (2.0, 1.0, 3.5, math.inf)
 
 
