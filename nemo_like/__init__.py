@@ -5,8 +5,8 @@
 """
 
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.materialize import materialize
 from nemo_like.options import CheckpointConfig, MemoryBudget, OffloadConfig
 from nemo_like.parallelizer import apply_activation_checkpointing, parallelize

@@ -8,8 +8,8 @@ from torch import nn
 
 from nemo_like.layers import Layer
 from nemo_like.layers.groups import group_of
-from nemo_like.layers.names import bare, bare_modules, bare_name, glob_to_regex
 from nemo_like.log import say_once, warn_once
+from nemo_like.module_tree import bare, bare_modules, bare_name, glob_to_regex
 from nemo_like.options import CheckpointConfig, did_you_mean
 
 MB = 10**6

@@ -8,14 +8,17 @@ from typing import Any
 from torch import nn
 
 from nemo_like.activation_checkpointing.kv_sharing import shares_states_explicitly
-from nemo_like.activation_checkpointing.regions import (
+from nemo_like.activation_checkpointing.wrapper import (
     SELECTIVE_AC_WRAPPER_FLAG,
     CheckpointWrapper,
     unwrap_checkpoint_wrapper,
 )
 from nemo_like.layers import find_layers
 from nemo_like.log import warn_once
+from nemo_like.module_tree import bare
+from nemo_like.offload import OffloadWrapper
 from nemo_like.options import did_you_mean, normalise
+from nemo_like.torch_compat import wrapped_module
 
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
 
@@ -63,7 +66,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
     for layer in chosen:
         if _writes_shared_states_in_a_traced_region(layer):
             warn_once(
-                f"compile={backend!r} was asked for, but {type(unwrap_checkpoint_wrapper(layer)).__name__} hands keys and "
+                f"compile={backend!r} was asked for, but {type(bare(layer)).__name__} hands keys and "
                 "values to other layers from inside a checkpointed region, whose gradient torch.compile loses: these "
                 "layers run eagerly. ac='full' compiles them."
             )
@@ -74,6 +77,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
 
 def _outermost(layer: nn.Module) -> nn.Module:
     """What to compile of a layer. One without a wrapper is compiled whole, wrapped sub-modules included."""
+    if isinstance(layer, OffloadWrapper):  # its hooks stand outside of the graph
+        layer = wrapped_module(layer)
     return layer if getattr(layer, SELECTIVE_AC_WRAPPER_FLAG, False) else unwrap_checkpoint_wrapper(layer)
 
 
@@ -84,4 +89,4 @@ def _writes_shared_states_in_a_traced_region(layer: nn.Module) -> bool:
     torch 2.13 as silently wrong gradients of Gemma 3n (``tests/test_compile.py``).
     """
     traced = any(isinstance(module, CheckpointWrapper) for module in _outermost(layer).modules())
-    return traced and shares_states_explicitly([unwrap_checkpoint_wrapper(layer)])
+    return traced and shares_states_explicitly([bare(layer)])

@@ -1,4 +1,4 @@
-"""Mixed precision: what was asked for, and autocast where FSDP2 is not there to cast."""
+"""Mixed precision where FSDP2 is not there to cast: autocast."""
 
 from __future__ import annotations
 
@@ -9,36 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
-from nemo_like.options import parse_dtype
-
-
-def read_precision(
-    mp_policy: MixedPrecisionPolicy | None,
-    param_dtype: torch.dtype | str | None,
-    reduce_dtype: torch.dtype | str | None,
-    output_dtype: torch.dtype | str | None,
-) -> MixedPrecisionPolicy:
-    """FSDP2's policy from either the policy or the three dtypes (or their names).
-
-    Raises:
-        TypeError, ValueError: both were given, or one is no policy or no floating-point dtype.
-    """
-    param = parse_dtype("param_dtype", param_dtype)
-    reduce = parse_dtype("reduce_dtype", reduce_dtype)
-    output = parse_dtype("output_dtype", output_dtype)
-    if mp_policy is None:
-        if param is not None and reduce is None:
-            # Gradients of many ranks are summed: a 16-bit sum loses what a 16-bit product does not.
-            reduce = torch.float32
-        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy is {mp_policy!r}; it must be a torch.distributed.fsdp.MixedPrecisionPolicy.")
-    for name, dtype in (("param_dtype", param), ("reduce_dtype", reduce), ("output_dtype", output)):
-        if dtype is not None:
-            raise ValueError(f"mp_policy and {name} are both given; put {name} into the policy, or drop the policy.")
-    return mp_policy
 
 
 def check_autocast(model: nn.Module, param_dtype: torch.dtype | None) -> None:

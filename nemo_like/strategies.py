@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like.cells import checkpoint_timestep_cells
-from nemo_like.checkpointing import checkpoint_found, parse_checkpointing, refuse_checkpointed
+from nemo_like.activation_checkpointing.apply import apply_specs, refuse_checkpointed
 from nemo_like.choice import choose_layers, class_names, layers_of_classes
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.log import warn_once
 from nemo_like.options import CheckpointConfig
 from nemo_like.profiling import MemoryProfiler, ProfileReport
+from nemo_like.resolve import config_specs
 
 
 class SelectiveCheckpointer:
@@ -71,7 +71,8 @@ class SelectiveCheckpointer:
             return model
         refuse_checkpointed(model)
         if config.snn_timestep_checkpoint:
-            self._checkpointed = checkpoint_timestep_cells(model, config)
+            specs = config_specs(model, (), config)
+            self._checkpointed = list(apply_specs(model, specs))
             return model
         report = profile_report
         if report is None and self._profiler is not None:
@@ -81,13 +82,11 @@ class SelectiveCheckpointer:
         saved = None if report is None else {row.name: row.activation_bytes for row in report}
         candidates = _candidates(model, config, report)
         chosen = choose_layers(model, candidates, dataclasses.replace(config, layer_classes=None), saved)
-        # What is chosen is settled: no pattern and no threshold is left to be applied a second time.
-        settled = dataclasses.replace(
+        # The choice is made: no pattern and no threshold is left to be applied a second time.
+        narrowed = dataclasses.replace(
             config, layer_classes=None, include_patterns=(), exclude_patterns=(), profile_before_apply=False
         )
-        _, policy = parse_checkpointing(settled)
-        if chosen:
-            checkpoint_found(model, chosen, settled, policy, saved_bytes=saved)
+        apply_specs(model, config_specs(model, chosen, narrowed, saved) if chosen else ())
         self._checkpointed = [layer.fqn for layer in chosen]
         return model
 
@@ -132,9 +131,8 @@ class ActivationCheckpointTransform:
                 return model
         else:
             found = find_layers(model)
-        settled = dataclasses.replace(config, layer_classes=None, profile_before_apply=False)
-        _, policy = parse_checkpointing(settled)
-        checkpoint_found(model, found, settled, policy)
+        narrowed = dataclasses.replace(config, layer_classes=None, profile_before_apply=False)
+        apply_specs(model, config_specs(model, found, narrowed))
         return model
 
 

@@ -28,6 +28,7 @@ def test_defaults_are_the_contract():
         "include_patterns": (),
         "layer_classes": None,
         "ops_to_save": None,
+        "policy": None,
     }
     assert config.mode == "none"
     assert parse_ac(config) is config

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
 from nemo_like.activation_checkpointing.trace import trace_regions
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from tests.engine_blocks import NewBytes
 
 hf = pytest.importorskip("transformers")

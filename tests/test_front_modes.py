@@ -12,6 +12,7 @@ from torch import nn
 from nemo_like import CheckpointConfig, CheckpointWrapper, MemoryBudget, apply_activation_checkpointing, parallelize
 from nemo_like.log import forget_announcements
 from nemo_like.offload import offloader_of
+from nemo_like.options import FSDP2
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import BudgetError, plan_for
 from tests.decoders import batch, build, loss_of
@@ -113,15 +114,15 @@ def test_patterns_choose_layers() -> None:
 
 def test_sharding_options_are_checked_on_one_rank_too() -> None:
     for arguments, message in (
-        (dict(forward_prefetch=-1), "forward_prefetch is -1"),
-        (dict(frozen_sharding="nowhere"), "frozen_sharding is 'nowhere'"),
-        (dict(reshard_after_forward="yes"), "reshard_after_forward is 'yes'"),
+        (lambda: dict(strategy=FSDP2(forward_prefetch=-1)), "forward_prefetch is -1"),
+        (lambda: dict(strategy=FSDP2(frozen_sharding="nowhere")), "frozen_sharding is 'nowhere'"),
+        (lambda: dict(strategy=FSDP2(reshard_after_forward="yes")), "reshard_after_forward is 'yes'"),
         (dict(offload="disk"), "disk"),
         (dict(tp=2), "tp is 2, but this job has one rank"),
         (dict(strategy="ddp", tp=2), "tp splits weights"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            parallelize(build("plain"), **arguments)
+            parallelize(build("plain"), **(arguments() if callable(arguments) else arguments))
 
 
 def test_a_bad_sample_input_leaves_the_model_alone() -> None:
@@ -141,7 +142,6 @@ def test_a_meta_model_is_not_measured_and_says_so(caplog: pytest.LogCaptureFixtu
     assert "is on the meta device and cannot run" in caplog.text
 
 
-def test_options_of_fsdp2_under_ddp_are_announced(caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
-    parallelize(build("plain"), "ddp", forward_prefetch=2)
-    assert "strategy is 'ddp': they change nothing" in caplog.text
+def test_options_of_fsdp2_cannot_be_given_beside_ddp() -> None:
+    with pytest.raises(TypeError, match="forward_prefetch"):
+        parallelize(build("plain"), "ddp", forward_prefetch=2)  # type: ignore[call-arg]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.integrations import (
     ActivationOffloadingMixin,
     NoOpManager,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nemo_like import apply_activation_checkpointing
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.layers import find_layers
 from nemo_like.offload.layers import apply_offloading
 from tests.decoders import build

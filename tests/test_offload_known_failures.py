@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SelectivePolicy
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.offload import HostPolicy, Offloader, apply_offloading, offload_activations
 from nemo_like.offload.backends import CopyingBackend
 from tests.offload_cases import Stack, assert_same, config, gradients, journaled, no_hazards, stack_of

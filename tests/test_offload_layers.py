@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.compile import compile_layers
 from nemo_like.layers import find_layers
 from nemo_like.offload import OffloadWrapper, apply_offloading, offload_activations, offloader_of

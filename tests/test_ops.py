@@ -5,11 +5,11 @@ import logging
 import pytest
 import torch
 import torch.nn.attention.varlen  # registers torch_attn
+from nemo_like.checkpointing import parse_checkpointing
 
 from nemo_like import log
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing import policy as policies
-from nemo_like.checkpointing import parse_checkpointing
 from nemo_like.op_lookup import find_op, resolve_op
 from nemo_like.options import CheckpointConfig
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,6 +17,7 @@ from nemo_like import CheckpointConfig, CheckpointWrapper, apply_activation_chec
 from nemo_like.activation_checkpointing import SelectivePolicy, unwrap_checkpoint_wrapper
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from nemo_like.log import forget_announcements
+from nemo_like.options import FSDP2, Precision
 from tests.decoders import NAMES, PlainDecoder, batch, build, loss_of
 
 
@@ -31,8 +31,8 @@ def test_the_public_names_are_these() -> None:
     assert all(getattr(nemo_like, name).__doc__ for name in nemo_like.__all__)
     signature = inspect.signature(parallelize)
     assert list(signature.parameters)[:3] == ["model", "strategy", "ac"]
-    documented = {"mesh", "ac_scope", "compile", "mp_policy", "param_dtype", "reduce_dtype", "output_dtype", "cpu_offload",
-                  "reshard_after_forward", "forward_prefetch", "backward_prefetch", "dp_replicate", "layers"}  # fmt: skip
+    documented = {"mesh", "ac_scope", "compile", "precision", "offload", "dp_replicate", "tp", "layers",
+                  "sample_input", "optimizer", "device"}  # fmt: skip
     keyword_only = {n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert documented <= keyword_only
     assert all(f"{name}: " in parallelize.__doc__ for name in signature.parameters)
@@ -45,18 +45,18 @@ BAD = {
     "scope": (dict(ac_scope="langauge"), "scope 'langauge' is unknown.*'language'"),
     "scope that selects nothing": (dict(ac_scope="vision"), "selects no layer; this model has 3"),
     "compile": (dict(compile="inducter"), "compile is 'inducter'.*Did you mean 'inductor'"),
-    "dtype": (dict(param_dtype="bf17"), "param_dtype is 'bf17'"),
-    "integer dtype": (dict(param_dtype=torch.int8), "param_dtype is torch.int8"),
-    "policy and dtype": (dict(mp_policy=MixedPrecisionPolicy(), param_dtype="bf16"), "both given"),
+    "dtype": (dict(precision="bf17"), "precision is 'bf17'"),
+    "integer dtype": (dict(precision=torch.int8), "precision is torch.int8"),
+    "precision of another kind": (dict(precision=16), "precision is 16; it must be a dtype"),
     "layer name": (dict(layers=["block.*"]), "block"),
     "foreign layer": (dict(layers=[nn.Linear(2, 2)]), "not part of this PlainDecoder"),
     "replicas on one rank": (dict(dp_replicate=2), "dp_replicate is 2, but this job has one rank"),
-    "offload without fsdp2": (dict(strategy="single", cpu_offload=True), "cpu_offload=True keeps FSDP2's shards"),
+    "cpu offload": (lambda: dict(strategy=FSDP2(cpu_offload="yes")), "cpu_offload is 'yes'"),
     "mesh": (dict(mesh="dp"), "must be a torch DeviceMesh"),
     "device": (dict(device="tpu"), "device is 'tpu'; write it like 'cpu'"),
     "device that is not there": (dict(device="cuda:99"), r"device is 'cuda:99', and torch sees \d+ CUDA device"),
     "optimizer": (dict(optimizer="adamm"), "optimizer is 'adamm'; it must be one of adamw, "),
-    "dtype that autocast has not": (dict(param_dtype=torch.float64), "param_dtype is torch.float64, and without FSDP2"),
+    "dtype that autocast has not": (dict(precision=torch.float64), "param_dtype is torch.float64, and without FSDP2"),
 }
 
 
@@ -66,7 +66,7 @@ def test_bad_input_is_an_error_at_the_call_and_leaves_the_model_alone(case: str)
     model = PlainDecoder()
     before = dict(model.named_modules())
     with pytest.raises((ValueError, TypeError), match=message):
-        parallelize(model, **arguments)
+        parallelize(model, **(arguments() if callable(arguments) else arguments))
     assert dict(model.named_modules()) == before
     parallelize(model, "single")  # still fresh
 
@@ -136,18 +136,18 @@ def test_generate_with_a_cache_is_unchanged() -> None:
 
 
 def test_output_dtype_and_param_dtype_on_one_device() -> None:
-    model = parallelize(build("llama"), "single", "full", param_dtype="bf16", output_dtype="fp32")
+    model = parallelize(build("llama"), "single", "full", precision=Precision("bf16", output_dtype="fp32"))
     output = model(batch(2), labels=batch(2))
     assert output.logits.dtype is torch.float32 and output["logits"].dtype is torch.float32
     assert all(p.dtype is torch.float32 for p in model.parameters())
-    plain = parallelize(PlainDecoder(), "single", "none", param_dtype=torch.bfloat16)
+    plain = parallelize(PlainDecoder(), "single", "none", precision=torch.bfloat16)
     assert plain(batch(2)).dtype is torch.bfloat16
 
 
 def test_a_dtype_that_autocast_would_ignore_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parameters are torch\.bfloat16.*model\.to\(torch\.float32\)"):
-        parallelize(PlainDecoder().bfloat16(), "single", param_dtype="fp32")
-    parallelize(PlainDecoder(), "single", param_dtype="fp32")
+        parallelize(PlainDecoder().bfloat16(), "single", precision="fp32")
+    parallelize(PlainDecoder(), "single", precision="fp32")
 
 
 def test_config_objects_and_policies_are_modes_too() -> None:
@@ -211,7 +211,7 @@ def test_apply_activation_checkpointing_needs_no_process_group() -> None:
 def test_a_copy_of_a_model_in_mixed_precision_runs_its_own_weights() -> None:
     import copy
 
-    model = parallelize(PlainDecoder(), "single", "none", param_dtype="bf16")
+    model = parallelize(PlainDecoder(), "single", "none", precision="bf16")
     twin = copy.deepcopy(model)
     loss_of(twin, batch(2)).backward()
     assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in twin.parameters())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like import cli
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from nemo_like.activation_checkpointing.regions import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper
+from nemo_like.activation_checkpointing.wrapper import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper
 from nemo_like.planning import apply_plan, plan_for
 
 pytest.importorskip("scipy")

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.layers import find
-from nemo_like.layers.names import bare
+from nemo_like.module_tree import bare
 from nemo_like.planning import block, capture, devices, solver, trace
 
 pytestmark = pytest.mark.compat

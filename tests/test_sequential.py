@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
 
+from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.engine import RegionError
-from nemo_like.activation_checkpointing.sequential import (
-    SegmentMember,
-    apply_sequential_checkpointing,
-    segment_sizes,
-)
+from nemo_like.activation_checkpointing.sequential import SegmentMember
+from nemo_like.activation_checkpointing.spec import segment_sizes, segments_of
+from nemo_like.activation_checkpointing.surfaces import names_in
 from nemo_like.models import resolve_model
 from nemo_like.profiling import CpuMeter, StorageRegistry
 
@@ -35,6 +34,15 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         hidden = nn.functional.gelu(self.up(self.norm(x)))
         return x + self.dropout(self.down(hidden if bias is None else hidden + bias))
+
+
+def apply_sequential_checkpointing(model, layers, segments=None, **options):
+    """Segments of `layers`, which become what stands in the model afterwards; how many layers each segment has."""
+    names = names_in(model, layers)
+    specs = segments_of(names, segments, **options)
+    placed = apply_specs(model, specs)
+    layers[:] = [placed[name] for name in names]
+    return [len(spec.members) for spec in specs]
 
 
 def chain(layers: int, **options) -> nn.Sequential:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like.activation_checkpointing.sequential import checkpoint_cell_calls
+from nemo_like.activation_checkpointing import apply_specs
+from nemo_like.activation_checkpointing.spec import chunks_of_calls
 from nemo_like.activation_checkpointing.timesteps import (
     UnrolledCell,
     checkpoint_timesteps,
@@ -275,9 +276,8 @@ def test_a_cell_in_somebody_elses_loop_is_replayed_by_chunks():
     torch.manual_seed(0)
     plain, held = OwnLoop(), {}
     checkpointed = copy.deepcopy(plain)
-    cells = [checkpointed.cell]
-    checkpoint_cell_calls(checkpointed, cells, 25)
-    assert cells == [checkpointed.cell] and checkpointed.state_dict().keys() == plain.state_dict().keys()
+    placed = apply_specs(checkpointed, chunks_of_calls(["cell"], 25))
+    assert placed == {"cell": checkpointed.cell} and checkpointed.state_dict().keys() == plain.state_dict().keys()
     inputs = torch.randn(200, 2, 3)
     for model in (plain, checkpointed):
         for _ in range(2):  # a second sequence begins a chunk of its own
@@ -287,8 +287,8 @@ def test_a_cell_in_somebody_elses_loop_is_replayed_by_chunks():
             loss.backward()
     assert held[checkpointed] < 0.5 * held[plain]
     assert_equal_gradients(plain, checkpointed)
-    with pytest.raises(ValueError, match="chunk_size is 0"):
-        checkpoint_cell_calls(OwnLoop(), [], 0)
+    with pytest.raises(ValueError, match="calls is 0"):
+        chunks_of_calls(["cell"], 0)
 
 
 def test_the_unrolled_module_is_the_function():

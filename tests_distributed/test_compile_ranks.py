@@ -45,7 +45,7 @@ def _kv_shared(rank: int, world_size: int, name: str) -> list[str]:
     # Known failure 8: FSDP2's cast of inputs copied the dictionary of shared states, and its readers found it empty.
     results = {}
     for ac in ("none", "full", "selective", "submodule"):
-        model = parallelize(build_kv_shared(name), ac=ac, param_dtype="bf16")
+        model = parallelize(build_kv_shared(name), ac=ac, precision="bf16")
         loss = loss_of(model, batch(2, seed=rank))
         loss.backward()
         results[ac] = [loss.detach()] + [p.grad.to_local() for p in model.parameters() if p.grad is not None]

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from tests.engine_blocks import LlamaBlock
 from tests_distributed.spawn import run_ranks
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing import CheckpointWrapper
+from nemo_like.options import FSDP2
 from tests.decoders import NAMES, batch, build, loss_of
 from tests_distributed.spawn import run_ranks
 from tests_distributed.test_matrix import MODES
@@ -92,12 +93,11 @@ def _refused(rank: int, world_size: int, arguments: dict, message: str) -> None:
     ("arguments", "message"),
     [
         (dict(dp_replicate=3), "not divisible by dp_replicate 3"),
-        (dict(reshard_after_forward=3), "reshard_after_forward is 3"),
-        (dict(forward_prefetch=-1), "forward_prefetch is -1"),
-        (dict(frozen_sharding="nowhere"), "frozen_sharding"),
+        (dict(strategy=FSDP2(reshard_after_forward=3)), "reshard_after_forward is 3"),
+        (dict(tp=2.0), "tp is 2.0"),
+        (dict(precision="bf17"), "precision is 'bf17'"),
         (dict(strategy="nccl"), "strategy is 'nccl'"),
-        (dict(strategy="ddp", cpu_offload=True), "cpu_offload"),
-        (dict(cpu_offload="yes"), "cpu_offload is 'yes'"),
+        (dict(strategy=None), "strategy is None"),
         (dict(tp=0), "tp is 0"),
         (dict(strategy="single", dp_replicate=2), "strategy='single' has no replicas"),
         (dict(device="cuda:99"), "device is 'cuda:99'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_like import parallelize
+from nemo_like.options import TensorParallel
 from tests.decoders import batch, build, loss_of
 from tests_distributed.spawn import run_ranks
 
@@ -34,7 +35,7 @@ def _refused(rank: int, world_size: int) -> None:
     for arguments, message in (
         (dict(tp=3), "not divisible"),
         (dict(tp=2, ac="50%", sample_input={"input_ids": batch(2)}), "beside tensor parallelism"),
-        (dict(sequence_parallel=True), "pass tp="),
+        (dict(tp=TensorParallel(1, sequence_parallel=True)), "there is one"),
     ):
         with pytest.raises(ValueError, match=message):
             parallelize(model, **arguments)

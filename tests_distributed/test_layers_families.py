@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.layers import find_layers, layer_groups
+from nemo_like.options import FSDP2
 from tests.families import FAMILIES
 from tests.test_layers_families import k_bit, with_lora
 from tests_distributed.spawn import run_ranks
@@ -98,7 +99,7 @@ def _skipping(rank: int, world_size: int, name: str, frozen_sharding: str, mode:
     reference = build()
     torch.manual_seed(0)
     sum(reference(**batch(index)).loss for index in range(2)).div(2).backward()  # type: ignore[union-attr]
-    model = parallelize(build(), ac=mode, frozen_sharding=frozen_sharding)
+    model = parallelize(build(), ac=mode, strategy=FSDP2(frozen_sharding=frozen_sharding))
     torch.manual_seed(0)
     model(**batch(rank)).loss.backward()
     trained = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}

@@ -15,7 +15,7 @@ MODES = ("none", "full", "selective", "submodule")
 
 def train_step(name: str, strategy: str, ac: str, dtype: str, ids: torch.Tensor, **more):
     """Loss and the local gradients by bare name of one step, and the parameter names."""
-    model = parallelize(build(name), strategy=strategy, ac=ac, param_dtype=None if dtype == "fp32" else dtype, **more)
+    model = parallelize(build(name), strategy=strategy, ac=ac, precision=None if dtype == "fp32" else dtype, **more)
     torch.manual_seed(7)
     loss = loss_of(model, ids)
     loss.backward()

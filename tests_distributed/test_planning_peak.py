@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from nemo_like.options import FSDP2
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
@@ -129,7 +130,7 @@ def _local(tensor):
 
 
 def _compare(rank, world_size, name, modes):
-    from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+    from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
     from nemo_like.distributed.mesh import build_mesh
     from nemo_like.distributed.shard import shard_layers
     from nemo_like.layers import find_layers
@@ -193,7 +194,8 @@ def _settings(rank, world_size, cases, mode):
         apply_plan(model, plan, device_type="cpu")
         if world_size > 1:
             mesh = build_mesh(device_type="cpu")
-            shard_layers(model, find_layers(model), mesh, mp_policy=MixedPrecisionPolicy(**precision), **sharding)
+            policy = MixedPrecisionPolicy(**precision)
+            shard_layers(model, find_layers(model), mesh, mp_policy=policy, options=FSDP2(**sharding))
         rows.append((name, plan.peak_bytes, _measured(model, batch), plan.peak_at))
     return rows
 

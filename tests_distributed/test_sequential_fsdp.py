@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nemo_like import parallelize
-from nemo_like.activation_checkpointing.sequential import apply_sequential_checkpointing
+from nemo_like.activation_checkpointing import apply_specs
+from nemo_like.activation_checkpointing.spec import segments_of
 from tests_distributed.spawn import run_ranks
 
 
@@ -56,7 +57,7 @@ def _compare(rank: int, world_size: int, segments: int, reshard: bool, low_preci
     torch.manual_seed(0)
     plain = Decoder(4)
     segmented = copy.deepcopy(plain)
-    apply_sequential_checkpointing(segmented, list(segmented.layers), segments)
+    apply_specs(segmented, segments_of([f"layers.{i}" for i in range(len(segmented.layers))], segments))
     wanted = _train(plain, reshard, low_precision, rank)
     got = _train(segmented, reshard, low_precision, rank)
     dist.barrier()

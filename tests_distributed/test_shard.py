@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
+from nemo_like.options import FSDP2
 from tests_distributed.counting import CountCollectives
 from tests_distributed.spawn import run_ranks
 from tests_distributed.tiny import Decoder, gradients, llama, tokens, whole
@@ -133,7 +134,7 @@ def test_parts_of_a_batch_are_equal_to_the_whole_on_one_device(which: str, world
 def _step_counts(rank: int, world_size: int, how: str, asked: Any) -> tuple[int, int, int]:
     model = _decoder()
     _wrap(model, how)
-    shard_layers(model, list(model.layers), build_mesh(), reshard_after_forward=asked)
+    shard_layers(model, list(model.layers), build_mesh(), options=FSDP2(reshard_after_forward=asked))
     model(tokens()).backward()  # the first step initialises
     with CountCollectives() as forward:
         loss = model(tokens())
@@ -153,7 +154,7 @@ def test_collectives_of_a_step(how: str, asked: Any, backward: int) -> None:
 
 def _gathered_at(rank: int, world_size: int, depth: int) -> tuple[list[int], list[int]]:
     model = _decoder(layers=4)
-    shard_layers(model, list(model.layers), build_mesh(), forward_prefetch=depth, backward_prefetch=depth)
+    shard_layers(model, list(model.layers), build_mesh(), options=FSDP2(forward_prefetch=depth, backward_prefetch=depth))
     model(tokens()).backward()
     with CountCollectives() as counter:
         at: tuple[list[int], list[int]] = ([], [])
@@ -400,7 +401,8 @@ def _skipping(rank: int, world_size: int, frozen_sharding: str, how: str) -> Non
     model = _Multimodal()
     for index, layer in enumerate(model.decoder.layers):
         model.decoder.layers[index] = CheckpointWrapper(layer) if how == "full" else layer
-    plan = shard_layers(model, [*model.tower, *model.decoder.layers], build_mesh(), frozen_sharding=frozen_sharding)
+    options = FSDP2(frozen_sharding=frozen_sharding)
+    plan = shard_layers(model, [*model.tower, *model.decoder.layers], build_mesh(), options=options)
     assert plan.towers == list(model.tower)
     for _ in range(2):
         model.zero_grad()
@@ -438,13 +440,12 @@ def test_parameters_that_cannot_be_sharded_are_whole_on_every_rank() -> None:
 
 
 def _cpu_offload(rank: int, world_size: int) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy
 
     from nemo_like.distributed.materialize import materialize
 
     with torch.device("meta"):
         model = Decoder()
-    shard_layers(model, list(model.layers), build_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    shard_layers(model, list(model.layers), build_mesh(), options=FSDP2(cpu_offload=True))
     materialize(model)
     model(tokens()).backward()
     assert all(param.device.type == "cpu" for param in model.parameters())

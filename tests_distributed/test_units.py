@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.units import plan_units
 from nemo_like.layers import Layer
+from nemo_like.options import FSDP2
 from tests_distributed.fake import fake_rank
 from tests_distributed.tiny import Decoder
 
@@ -55,7 +56,8 @@ def test_every_parameter_has_exactly_one_owner(data: st.DataObject) -> None:
         assert set(_ids(unit.params)) <= inside
 
     with fake_rank(0, 2):
-        shard_layers(model, list(model.layers), build_mesh(device_type="cpu"), frozen_sharding=frozen_sharding)
+        options = FSDP2(frozen_sharding=frozen_sharding)
+        shard_layers(model, list(model.layers), build_mesh(device_type="cpu"), options=options)
     replicated = set(_ids(plan.replicated))
     assert all(isinstance(p, DTensor) != (id(p) in replicated) for p in model.parameters())
 
@@ -121,7 +123,7 @@ class _Scalar(Decoder):
         (None, {"reshard_after_forward": 3}, ValueError, r"must divide the shard axis of 8 ranks \(2, 4\)"),
         (None, {"reshard_after_forward": 8}, ValueError, "must divide the shard axis of 8 ranks"),
         (None, {"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward is 'yes'"),
-        (None, {"frozen_sharding": "none"}, ValueError, "must be one of root, per_layer, replicate"),
+        (None, {"frozen_sharding": "none"}, ValueError, "must be one of root, replicate, per_layer"),
     ],
 )
 def test_bad_arguments_change_nothing(layers: Any, options: dict, kind: type, message: str) -> None:
@@ -130,7 +132,7 @@ def test_bad_arguments_change_nothing(layers: Any, options: dict, kind: type, me
     with fake_rank(0, 8):
         mesh = build_mesh(device_type="cpu")
         with pytest.raises(kind, match=message):
-            shard_layers(model, list(model.layers) if layers is None else layers(model), mesh, **options)
+            shard_layers(model, list(model.layers) if layers is None else layers(model), mesh, options=FSDP2(**options))
     assert dict(model.named_parameters()) == before
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
 

@@ -1,20 +1,25 @@
 """Activation checkpointing of given modules: regions, what they keep, and the eager engine. Needs torch alone."""
 
+from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.engine_compile import make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.kv_sharing import detect_kv_sharing_and_maybe_disable_cache
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
-from nemo_like.activation_checkpointing.regions import (
-    SELECTIVE_AC_WRAPPER_FLAG,
-    CheckpointWrapper,
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.activation_checkpointing.surfaces import (
     apply_full_layer_checkpointing_to_layers,
     apply_selective_checkpointing_to_layers,
     apply_submodule_checkpointing,
     is_selective_activation_checkpointing,
+)
+from nemo_like.activation_checkpointing.wrapper import (
+    SELECTIVE_AC_WRAPPER_FLAG,
+    CheckpointWrapper,
     unwrap_checkpoint_wrapper,
 )
 
 __all__ = [
     "SELECTIVE_AC_WRAPPER_FLAG",
+    "CheckpointSpec",
     "CheckpointWrapper",
     "Decision",
     "DecisionTable",
@@ -23,6 +28,7 @@ __all__ = [
     "SelectivePolicy",
     "apply_full_layer_checkpointing_to_layers",
     "apply_selective_checkpointing_to_layers",
+    "apply_specs",
     "apply_submodule_checkpointing",
     "detect_kv_sharing_and_maybe_disable_cache",
     "is_selective_activation_checkpointing",

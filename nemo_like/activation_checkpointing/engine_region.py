@@ -126,7 +126,7 @@ class Region:
         if self.world is not None:
             self.world.forward_done()
         # Replay hands out copies of such things, whose versions start anew.
-        self.watch_versions = self.buffers is None and not any(entry.decision is HOST for entry in self.kept)
+        self.watch_versions = self.buffers is None and not self.keeps_on_host()
         if self.kept:
             self.settle_kept()
         self.forward_mode = None
@@ -147,10 +147,18 @@ class Region:
         if self.early_stop:
             while kept and kept[-1].packs_before == packs:
                 kept.pop()
-        for entry in kept:
+        self.cut_kept()
+
+    def cut_kept(self) -> None:
+        """Cut what is kept from the graph; again is no harm."""
+        for entry in self.kept:
             if entry.decision is SAVE:
                 # Detached up here, above autograd, so that the version counter is shared with the original.
                 entry.value = map_tensors(Tensor.detach, entry.value)
+
+    def keeps_on_host(self) -> bool:
+        """Whether something that is kept waits on the host."""
+        return any(entry.decision is HOST for entry in self.kept)
 
     def drop(self) -> None:
         """Forget everything that is kept."""

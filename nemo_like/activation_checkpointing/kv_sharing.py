@@ -46,6 +46,11 @@ def has_kv_sharing(model: nn.Module) -> bool:
     return any((getattr(config, "num_kv_shared_layers", 0) or 0) > 0 for config in _configs(model))
 
 
+def needs_cache(model: nn.Module) -> bool:
+    """Whether layers hand keys and values on through the cache, and not by argument, so that it must stay on."""
+    return has_kv_sharing(model) and not shares_states_explicitly_somewhere(model)
+
+
 def disable_cache(model: nn.Module) -> None:
     """Set ``use_cache`` to False on the config and on every sub-config that has it."""
     for config in _configs(model):
@@ -91,6 +96,11 @@ def shares_states_explicitly(layers: Iterable[nn.Module]) -> bool:
     """Whether every layer is handed shared keys and values as an argument, so that whole layers may be replayed."""
     layers = list(layers)
     return bool(layers) and all(SHARED_STATES_ARGUMENT in _parameter_names(layer) for layer in layers)
+
+
+def shares_states_explicitly_somewhere(model: nn.Module) -> bool:
+    """Whether some module of `model` is handed shared keys and values as an argument."""
+    return any(SHARED_STATES_ARGUMENT in _parameter_names(module) for module in model.modules())
 
 
 def _parameter_names(layer: nn.Module) -> Iterable[str]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,115 +21,37 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like.activation_checkpointing.ambient import Ambient
 from nemo_like.activation_checkpointing.engine_inputs import SavedInputs
+from nemo_like.activation_checkpointing.engine_modes import ForwardMode, kinds_for
 from nemo_like.activation_checkpointing.engine_region import Region
 from nemo_like.activation_checkpointing.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.module_world import ModuleWorld, module_of
-from nemo_like.activation_checkpointing.policy import FullPolicy
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper, checkpoint_layers
-
-
-def apply_sequential_checkpointing(
-    model: nn.Module,
-    layers: MutableSequence[nn.Module],
-    segments: int | None = None,
-    *,
-    weights: Sequence[float] | None = None,
-    preserve_rng_state: bool = True,
-) -> list[int]:
-    """Replay segments of consecutive layers as one region each; only what enters a segment is kept.
-
-    Args:
-        model: changed in place.
-        layers: in the order in which the model calls them; changed in place to the wrappers.
-        segments: how many; None: round(sqrt(number of layers)), which is least for equal layers.
-        weights: bytes that each layer saves, to balance segments by; None: all alike.
-        preserve_rng_state: replay with the forward's random numbers.
-
-    Returns:
-        How many layers each segment has.
-
-    Raises:
-        ValueError: no layers, `segments` or `weights` do not fit them, or a layer is not in `model`.
-        TypeError: a layer is already checkpointed. Nothing has been changed in either case.
-    """
-    distinct = list(dict.fromkeys(layers))
-    sizes = segment_sizes(len(distinct), segments, weights)
-    places: dict[nn.Module, tuple[Segment, int]] = {}
-    remaining = iter(distinct)
-    for size in sizes:
-        segment = Segment(size, preserve_rng_state)
-        places.update({next(remaining): (segment, position) for position in range(size)})
-    checkpoint_layers(model, layers, lambda layer, name: SegmentMember(layer, *places[layer], name=name))
-    return sizes
-
-
-def checkpoint_cell_calls(model: nn.Module, cells: MutableSequence[nn.Module], chunk_size: int) -> None:
-    """Replay every `chunk_size` consecutive calls of each cell as one region, whoever unrolls it over time.
-
-    Backward then keeps the state at every `chunk_size`-th step, and the steps of one chunk at a time. A call that gets
-    nothing from the chunk before it (a new sequence) begins a new chunk.
-
-    Raises:
-        ValueError: `chunk_size` < 1, or a cell is not in `model`. TypeError: a cell is already checkpointed.
-    """
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size!r}; it must be a whole number of timesteps >= 1.")
-    checkpoint_layers(model, cells, lambda cell, name: SegmentMember(cell, Chunk(chunk_size), 0, name=name))
-
-
-def segment_sizes(count: int, segments: int | None = None, weights: Sequence[float] | None = None) -> list[int]:
-    """How many of `count` consecutive layers go into each segment, so that the heaviest segment is lightest.
-
-    >>> segment_sizes(10), segment_sizes(4, 2, weights=[5, 1, 1, 1])
-    ([4, 3, 3], [1, 3])
-    """
-    if count < 1:
-        raise ValueError("There are no layers to make segments of.")
-    wanted = max(1, round(count**0.5)) if segments is None else segments
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= count:
-        raise ValueError(f"segments is {segments!r}; it must be a whole number from 1 to {count}, the layers.")
-    if weights is None:
-        return [count // wanted + (index < count % wanted) for index in range(wanted)]
-    if len(weights) != count or not all(weight >= 0 for weight in weights):
-        raise ValueError(f"weights is {weights!r}; it must hold one number >= 0 for each of the {count} layers.")
-    # best[k][i]: the least heaviest segment of the first i layers in k segments, and where the last of them starts.
-    total = [0.0, *accumulate(map(float, weights))]
-    best = {1: [(total[i], 0) for i in range(count + 1)]}
-    for k in range(2, wanted + 1):
-        best[k] = [
-            min(((max(best[k - 1][j][0], total[i] - total[j]), j) for j in range(k - 1, i)), default=(float("inf"), 0))
-            for i in range(count + 1)
-        ]
-    sizes, end = [], count
-    for k in range(wanted, 0, -1):
-        start = best[k][end][1]
-        sizes.append(end - start)
-        end = start
-    return sizes[::-1]
+from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.activation_checkpointing.transfer import Transfer
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 
 
 class Segment:
     """Members that are called in order; from the first to the last of them is one region."""
 
-    def __init__(self, size: int, preserve_rng_state: bool = True) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._preserve_rng_state = preserve_rng_state
         self._open: weakref.ref[_SegmentRegion] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the region that may be open: it belongs to this segment's graph, not to a copy's."""
         return self.__dict__ | {"_open": None}
 
-    def call(self, run: Callable[..., Any], position: int, name: str, args: Any, kwargs: Any) -> Any:
-        """Run one member's call as part of the region that is open, or of a new one."""
+    def call(self, member: SegmentMember, run: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
+        """Run one member's call as part of the region that is open, or of a new one, as its first member says."""
         region = self._open() if self._open is not None else None
         if region is None or region.complete or not self.continues(region, position, args, kwargs):
             if region is not None:
-                region.complete = True
-            region = _SegmentRegion(name, self._preserve_rng_state)
+                region.end()
+            region = _SegmentRegion(member)
             self._open = weakref.ref(region)
         out = region.record(run, position, args, kwargs)
-        region.complete = self.is_full(region)
+        if self.is_full(region):
+            region.end()
         return out
 
     def continues(self, region: _SegmentRegion, position: int, args: Any, kwargs: Any) -> bool:
@@ -154,8 +76,20 @@ class Chunk(Segment):
 class SegmentMember(CheckpointWrapper):
     """A layer in a `Segment`: the wrapper records the call, and the segment replays it."""
 
-    def __init__(self, module: nn.Module, segment: Segment, position: int, *, name: str = "") -> None:
-        super().__init__(module, name=name)
+    def __init__(
+        self,
+        module: nn.Module,
+        segment: Segment,
+        position: int,
+        *,
+        policy: Policy | None = None,
+        preserve_rng_state: bool = True,
+        transfer: Transfer | None = None,
+        name: str = "",
+    ) -> None:
+        super().__init__(
+            module, preserve_rng_state=preserve_rng_state, policy=policy, transfer=transfer, name=name
+        )
         self._segment = segment
         self._position = position
 
@@ -165,7 +99,7 @@ class SegmentMember(CheckpointWrapper):
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return run(*args, **kwargs)
         self._refuse_cache(args, kwargs)
-        return self._segment.call(run, self._position, self.region_name, args, kwargs)
+        return self._segment.call(self, run, self._position, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; a region of its own only where a whole model is compiled."""
@@ -242,17 +176,24 @@ class _CallsAgain:
 
 
 class _SegmentRegion(Region):
-    """A region whose forward comes in several calls. Keeps nothing but what enters from outside."""
+    """A region whose forward comes in several calls. Keeps what enters from outside, and what its policy says."""
 
-    def __init__(self, name: str, preserve_rng_state: bool) -> None:
-        self._again = _CallsAgain(name)
-        super().__init__(self._again, FullPolicy(), name, None, True)
+    def __init__(self, first: SegmentMember) -> None:
+        self._again = _CallsAgain(first.region_name)
+        super().__init__(self._again, first.policy, first.region_name, first.transfer, True)
+        self._decide: Any = None
+        if not self.policy.keeps_nothing:
+            self._decide = self.policy.start()
+            self.kinds = kinds_for(self.policy)
+            self.forward_mode = ForwardMode(self.kinds, self._decide, self.handles, self.transfer, self.name)
+            self.forward_mode.keeps_rng = first.preserve_rng_state
+            self.kept = self.forward_mode.kept
         self.inputs = SavedInputs((), {})
         self.ambient = Ambient(False)
         self.buffers = None  # each call has its own, and its own surroundings
         self.watch_versions = True
         self.position_of_last = -1
-        self._preserve_rng_state = preserve_rng_state
+        self._preserve_rng_state = first.preserve_rng_state
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Earlier]] = {}
         """id of a tensor that a call returned → itself (weakly), its version then, and which it is."""
 
@@ -275,20 +216,34 @@ class _SegmentRegion(Region):
         call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
         try:
-            with saved_tensors_hooks(self.pack, self.unpack):
+            with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or nullcontext():
                 out = run(*args, **kwargs)
         except BaseException:
             self.drop()
             self.complete = True
             raise
         call.forward_done()
+        # After each call, and not at the end alone, which may never come: a kept output holds its graph, and that holds
+        # the region.
+        self.cut_kept()
         # Replay runs with copies of changed buffers, whose versions start anew.
-        self.watch_versions = self.watch_versions and call.buffers is None
+        self.watch_versions = self.watch_versions and call.buffers is None and not self.keeps_on_host()
         self.calls.append(call)
         for index, tensor in enumerate(_tensors(out)):
             mark = _Earlier(len(self.calls) - 1, index)
             self._outputs[id(tensor)] = (weakref.ref(tensor), tensor._version, mark)
         return out
+
+    def end(self) -> None:
+        """No call comes any more: forget what no replay can reach."""
+        if self.complete:
+            return
+        finish = getattr(self._decide, "finish", None)
+        if finish is not None:
+            finish()
+        self.settle_kept()
+        self.forward_mode = None
+        self.complete = True
 
     def _earlier(self, tensor: Tensor) -> _Earlier | None:
         """Which output of the region `tensor` is; None if it is none, or was changed in place since."""

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like.distributed.launch import world_size
-from nemo_like.layers.names import bare_name
+from nemo_like.module_tree import bare_name
 from nemo_like.profiling.trace import run_model
 from nemo_like.tensors import tensors_in
 

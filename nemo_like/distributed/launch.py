@@ -71,6 +71,41 @@ def local_device(device_type: str | None = None) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
+def device_for(device: str | torch.device | None, device_type: str | None = None) -> torch.device:
+    """The device that ``device=`` means: that one, or where it is None, this rank's of `device_type`.
+
+    Raises:
+        ValueError: no device is written like that, or this machine has none of the kind or number.
+    """
+    if device is None:
+        return local_device(device_type)
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; write it like 'cpu', 'cuda' or 'cuda:1'.") from error
+    if place.type == "meta":
+        raise ValueError(
+            "device is 'meta', which holds no weights: a model cannot train there. Build the model on the meta device, "
+            "leave device out, and call nemo_like.distributed.materialize afterwards."
+        )
+    if place.type != "cpu":
+        count = _device_count(place.type)
+        if (place.index or 0) >= count:
+            raise ValueError(
+                f"device is {device!r}, and torch sees {count} {place.type.upper()} device(s) here. Leave device out to "
+                f"take what there is, or install a build of torch for {place.type.upper()}."
+            )
+    return place
+
+
+def _device_count(device_type: str) -> int:
+    """Devices of that type that this process can use; 0 where this torch was built without it."""
+    module = getattr(torch, device_type, None)
+    if module is None or not getattr(module, "is_available", lambda: False)():
+        return 0
+    return module.device_count() if hasattr(module, "device_count") else 1
+
+
 def init_distributed(device_type: str | None = None, *, timeout: timedelta | None = None) -> torch.device:
     """Join the launcher's job, and return this rank's device; the CUDA device is made the current one.
 

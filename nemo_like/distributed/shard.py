@@ -15,8 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from nemo_like.distributed import launch
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
-from nemo_like.distributed.units import FROZEN_SHARDING, Unit, UnitPlan, plan_units
+from nemo_like.distributed.units import Unit, UnitPlan, plan_units
 from nemo_like.log import say_once, warn_once
+from nemo_like.options import FSDP2
 
 
 def shard_layers(
@@ -25,13 +26,9 @@ def shard_layers(
     mesh: DeviceMesh,
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    reshard_after_forward: bool | int | None = None,
-    forward_prefetch: int = 1,
-    backward_prefetch: int = 1,
+    options: FSDP2 | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     tail: str | Sequence[nn.Module] | None = "auto",
-    frozen_sharding: str = "root",
     reduce_unused: bool | None = None,
 ) -> UnitPlan:
     """Shard `model` in place: one FSDP unit per layer, one for the tail, one for everything else (the root).
@@ -46,20 +43,11 @@ def shard_layers(
             replicates over ``dp_replicate``.
         mp_policy: torch's policy. Its `output_dtype` is used on the root only: on a layer it would make every
             following layer, and the head of a Hugging Face model, see another dtype than its weights.
-        offload_policy: torch's (`CPUOffloadPolicy` keeps shards, gradients and optimizer state in host memory).
-        reshard_after_forward: free the gathered parameters after forward and gather them again in backward.
-            None: layers do, except the last one, which backward needs at once; tail and root do not.
-            True / False: all / none. A number: layers stay sharded over that many ranks (a divisor of the shard axis).
-        forward_prefetch: how many following units each unit fetches ahead in forward; 0: FSDP's implicit prefetch.
-        backward_prefetch: the same for backward.
+        options: resharding, prefetch, CPU offload and frozen towers; None: the defaults of `FSDP2`. A tower that *trains*
+            is always sharded per layer: give ranks without an input an empty one.
         ignored_params: left whole on every rank; their gradients are *not* reduced.
         tail: ``"auto"``: final norm and output head, found by structure, when no parameter of theirs is shared (a
             tied head belongs to the root, with the embedding); modules, to name them; None: they belong to the root.
-        frozen_sharding: frozen layers of a tower (vision, audio, or unnamed beside layers that train) that a rank
-            without such an input skips. ``"root"``: gathered with the root on every rank, so that nobody waits.
-            ``"replicate"``: whole on every rank. ``"per_layer"``: like any layer, least memory; it **hangs** as soon
-            as one rank runs the tower and another does not, because a gather waits for all ranks. A tower that
-            *trains* is always sharded per layer: give ranks without an input an empty one.
         reduce_unused: give parameters of the root that a rank did not use a zero gradient, so that every rank reduces
             the same buffer (a trainable projector of a tower that some ranks skip). None: where such a tower is.
 
@@ -69,21 +57,14 @@ def shard_layers(
     Raises:
         TypeError, ValueError: anything wrong with the arguments, naming it. The model is untouched then.
     """
-    plan = check_sharding(
-        model,
-        layers,
-        mesh,
-        reshard_after_forward=reshard_after_forward,
-        forward_prefetch=forward_prefetch,
-        backward_prefetch=backward_prefetch,
-        ignored_params=ignored_params,
-        tail=tail,
-        frozen_sharding=frozen_sharding,
-    )
+    options = FSDP2() if options is None else options
+    plan = check_sharding(model, layers, mesh, options=options, ignored_params=ignored_params, tail=tail)
     dp_mesh = data_parallel_mesh(mesh)
     if reduce_unused is None:
         reduce_unused = bool(plan.towers)
 
+    # Pinned memory is for copies to a GPU; without one torch raises on it.
+    host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
     policy = mp_policy or MixedPrecisionPolicy()
     inner_policy = dataclasses.replace(policy, output_dtype=None)
     last_layer = plan.layers[-1] if plan.layers else None
@@ -93,14 +74,14 @@ def shard_layers(
         fully_shard(
             unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
             mesh=dp_mesh,
-            reshard_after_forward=_reshard(unit, last_layer, reshard_after_forward),
+            reshard_after_forward=_reshard(unit, last_layer, options.reshard_after_forward),
             mp_policy=policy if unit.kind == "root" else inner_policy,
-            offload_policy=offload_policy or OffloadPolicy(),
+            offload_policy=host,
             ignored_params=others if others else None,
         )
     _move(plan.replicated, launch.local_device(mesh.device_type))
-    _chain_prefetch(model, plan, forward_prefetch, backward_prefetch)
-    if isinstance(offload_policy, CPUOffloadPolicy):
+    _chain_prefetch(model, plan, options.forward_prefetch, options.backward_prefetch)
+    if options.cpu_offload:
         setattr(model, CPU_OFFLOAD_MARK, True)
     if reduce_unused:
         _reduce_unused(model)
@@ -112,51 +93,18 @@ def check_sharding(
     layers: Sequence[Any],
     mesh: DeviceMesh,
     *,
-    reshard_after_forward: bool | int | None = None,
-    forward_prefetch: int = 1,
-    backward_prefetch: int = 1,
+    options: FSDP2 | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     tail: str | Sequence[nn.Module] | None = "auto",
-    frozen_sharding: str = "root",
 ) -> UnitPlan:
     """What `shard_layers` would do with the same arguments, or its error. Changes nothing."""
     validate_mesh(mesh)
+    options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)
-    check_options(
-        reshard_after_forward=reshard_after_forward,
-        forward_prefetch=forward_prefetch,
-        backward_prefetch=backward_prefetch,
-        frozen_sharding=frozen_sharding,
+    _check_reshard(options.reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
+    return plan_units(
+        model, layers, tail=tail, frozen_sharding=options.frozen_sharding, ignored_params=ignored_params
     )
-    _check_reshard(reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
-    return plan_units(model, layers, tail=tail, frozen_sharding=frozen_sharding, ignored_params=ignored_params)
-
-
-def check_options(
-    *,
-    reshard_after_forward: bool | int | None = None,
-    forward_prefetch: int = 1,
-    backward_prefetch: int = 1,
-    frozen_sharding: str = "root",
-) -> None:
-    """Raise TypeError or ValueError for an option that is wrong on any mesh."""
-    _check_depth("forward_prefetch", forward_prefetch)
-    _check_depth("backward_prefetch", backward_prefetch)
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
-        raise TypeError(
-            f"reshard_after_forward is {reshard_after_forward!r}; it must be None, a bool or a number of ranks."
-        )
-    if not isinstance(reshard_after_forward, bool) and reshard_after_forward is not None and reshard_after_forward < 1:
-        raise ValueError(
-            f"reshard_after_forward is {reshard_after_forward}; it must be None, a bool or a number of ranks >= 2."
-        )
-    if frozen_sharding not in FROZEN_SHARDING:
-        raise ValueError(f"frozen_sharding is {frozen_sharding!r}; it must be one of {', '.join(FROZEN_SHARDING)}.")
-
-
-def _check_depth(name: str, depth: int) -> None:
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise ValueError(f"{name} is {depth!r}; it must be a whole number of units >= 0.")
 
 
 def _check_reshard(value: bool | int | None, shard_size: int) -> None:

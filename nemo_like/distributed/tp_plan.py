@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from nemo_like.distributed.tp_styles import COLWISE, ROWWISE, InstalledStyle, installed_styles, known_styles, make_style
-from nemo_like.layers.names import glob_to_regex
 from nemo_like.log import warn_once
+from nemo_like.module_tree import glob_to_regex
 from nemo_like.options import did_you_mean
 
 # What attention modules call their numbers of heads.

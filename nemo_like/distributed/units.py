@@ -17,8 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from nemo_like.distributed.slots import bare_name
 from nemo_like.torch_compat import CheckpointWrapper, wrapped_module
 
-FROZEN_SHARDING: tuple[str, ...] = ("root", "per_layer", "replicate")
-
 
 @dataclass(eq=False)
 class Unit:
@@ -70,8 +68,6 @@ def plan_units(
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> UnitPlan:
     """Give every parameter of `model` to one unit. Changes nothing; see `shard_layers` for arguments and errors."""
-    if frozen_sharding not in FROZEN_SHARDING:
-        raise ValueError(f"frozen_sharding is {frozen_sharding!r}; it must be one of {', '.join(FROZEN_SHARDING)}.")
     names = {module: bare_name(name) for name, module in model.named_modules()}
     _refuse_sharded(model, names)
     groups = _layer_groups(model, layers, names)

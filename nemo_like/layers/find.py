@@ -9,7 +9,6 @@ from torch import nn
 
 from nemo_like.layers.groups import groups_of
 from nemo_like.layers.named import LayersNotFoundError, named_by_caller
-from nemo_like.layers.names import bare, bare_children, bare_modules, join
 from nemo_like.layers.structure import (
     Child,
     blocks_in_series,
@@ -23,6 +22,7 @@ from nemo_like.layers.structure import (
     is_strict_block,
     parameter_count,
 )
+from nemo_like.module_tree import bare, bare_children, bare_modules, join
 
 # Sibling modules of one class are stages (Swin stages), and their inner blocks are the layers, from this share of their
 # parameters on: inner blocks that the model declares say so themselves, others must be all but a little of the stages.

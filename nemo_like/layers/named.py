@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from nemo_like.layers.names import bare, bare_children, bare_modules, bare_name, glob_to_regex, join
 from nemo_like.layers.structure import is_container
+from nemo_like.module_tree import bare, bare_children, bare_modules, bare_name, glob_to_regex, join
 from nemo_like.options import did_you_mean
 
 

@@ -1,7 +1,7 @@
 """Host placement: what autograd or an engine keeps for backward waits in host memory. Needs torch alone."""
 
-from nemo_like.offload.layers import OffloadWrapper, apply_offloading, offloader_of
-from nemo_like.offload.offloader import Offloader, offload_activations, parse_offload
+from nemo_like.offload.layers import OffloadWrapper, apply_offloading, offloader_of, placed_on_host
+from nemo_like.offload.offloader import Offloader, offload_activations
 from nemo_like.offload.regions import HostPolicy
 from nemo_like.offload.stats import OffloadStats
 
@@ -13,5 +13,5 @@ __all__ = [
     "apply_offloading",
     "offload_activations",
     "offloader_of",
-    "parse_offload",
+    "placed_on_host",
 ]

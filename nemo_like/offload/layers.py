@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.nameless import Nameless
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.activation_checkpointing.surfaces import names_in
 from nemo_like.offload.backends import Backend
-from nemo_like.offload.offloader import Offloader, parse_offload
-from nemo_like.offload.regions import keep_on_host, moves_everything
+from nemo_like.offload.offloader import Offloader
+from nemo_like.offload.regions import HostPolicy, keep_on_host, moves_everything
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import ActivationWrapper
 from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
@@ -69,30 +73,84 @@ def apply_offloading(
         TypeError, ValueError: a bad config; a layer that is not in the model, or has offloading already; ``saved``
             where nothing is checkpointed. Nothing has been changed then.
     """
-    config = parse_offload(config, default="saved")
+    config = OffloadConfig.of(config, default="saved")
     layers = layers if isinstance(layers, MutableSequence) else list(layers)
-    slots = _slots(model)
-    _validate(layers, config, slots)
-    offloader = Offloader(config, backend=backend, needs_layers=False)
+    _validate(layers, config, set(_called_by_model(model)))
+    offloader = LayerOffloader(config, backend=backend, needs_layers=False)
     if config.mode == "none":
         return offloader
-    moved = list(dict.fromkeys(layers))
-    wrappers = {layer: OffloadWrapper(layer, offloader) for layer in (moved[:-1] if len(moved) > 1 else moved)}
-    for layer, wrapper in wrappers.items():
-        if config.mode in ("saved", "all"):
-            keep_on_host([layer], offloader)
-        for parent, name in slots[layer]:
-            parent._modules[name] = wrapper  # the registered child: a property of the same name may alias it
-    for index, layer in enumerate(layers):
-        layers[index] = wrappers.get(layer, layer)
+    names = names_in(model, layers)
+    moved = _moved(names)
+    if config.mode in ("saved", "all"):
+        keep_on_host([layer for layer, name in zip(layers, names) if name in moved], offloader)
+    placed = apply_specs(model, _placements(moved, offloader), without_cache=False)
+    for index, name in enumerate(names):
+        layers[index] = placed.get(name, layers[index])
     return offloader
 
 
-def _validate(layers: Sequence[nn.Module], config: OffloadConfig, slots: dict[nn.Module, Any]) -> None:
+def placed_on_host(
+    specs: Iterable[CheckpointSpec],
+    layers: Sequence[str],
+    config: OffloadConfig,
+    *,
+    compile: bool = False,
+    backend: Backend | None = None,
+) -> list[CheckpointSpec]:
+    """`specs` with what they keep waiting on the host, and a placement for each of `layers` but the last.
+
+    Args:
+        specs: the regions in these layers; not changed.
+        layers: names of all layers, in the order of forward.
+        config: what waits on the host: see `apply_offloading`.
+        compile: the layers will be compiled: autograd then keeps a region's tensors, and the placement takes them.
+        backend: see `offload_activations`.
+
+    Raises:
+        ValueError: ``saved`` where nothing is checkpointed.
+    """
+    specs = list(specs)
+    if config.mode == "saved" and not specs:
+        raise ValueError(
+            "offload='saved' moves what activation checkpointing keeps, and ac is 'none' or leaves every layer out. Use "
+            "ac='selective' (or another mode), or offload='all'."
+        )
+    offloader = LayerOffloader(config, backend=backend, needs_layers=False)
+    moved = _moved(layers)
+
+    def on_host(spec: CheckpointSpec) -> CheckpointSpec:
+        inside = all(any(m == name or m.startswith(f"{name}.") for name in moved) for m in spec.members)
+        if config.mode == "boundary" or compile or not inside or not spec.keeps_something:
+            return spec
+        assert spec.policy is not None
+        return dataclasses.replace(spec, policy=HostPolicy(spec.policy), transfer=offloader)
+
+    return [on_host(spec) for spec in specs] + _placements(moved, offloader)
+
+
+class LayerOffloader(Offloader):
+    """An `Offloader` that takes what whole layers save, by enclosing them in an `OffloadWrapper`."""
+
+    def enclose(self, module: nn.Module) -> nn.Module:
+        """`module` inside a wrapper that hands what it saves to this offloader."""
+        return OffloadWrapper(module, self)
+
+
+def _moved(layers: Sequence[str]) -> list[str]:
+    """All but the last: backward starts with that one, so its tensors would only go and come."""
+    names = list(dict.fromkeys(layers))
+    return names[:-1] if len(names) > 1 else names
+
+
+def _placements(layers: Sequence[str], offloader: Offloader) -> list[CheckpointSpec]:
+    return [CheckpointSpec((name,), policy=None, transfer=offloader) for name in layers]
+
+
+def _validate(layers: Sequence[nn.Module], config: OffloadConfig, called: set[nn.Module]) -> None:
     if config.mode != "none" and not layers:
         raise ValueError("apply_offloading was given no layers; nemo_like.layers.find_layers(model) finds them.")
     for index, layer in enumerate(layers):
-        if layer not in slots:
+        if layer not in called:
             raise ValueError(
                 f"layers[{index}], a {type(layer).__name__}, is nothing that the model itself calls: pass its layers, "
                 "and where they are wrapped, the wrappers."
@@ -110,16 +168,11 @@ def _validate(layers: Sequence[nn.Module], config: OffloadConfig, slots: dict[nn
         )
 
 
-def _slots(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """For each module that a non-wrapper calls: every (parent, child name) under which it is registered."""
-    slots: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+def _called_by_model(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module that something else than a wrapper calls."""
     for parent in model.modules():
-        if isinstance(parent, ActivationWrapper):
-            continue
-        for name, child in parent._modules.items():
-            if child is not None:
-                slots.setdefault(child, []).append((parent, name))
-    return slots
+        if not isinstance(parent, ActivationWrapper):
+            yield from parent.children()
 
 
 def offloader_of(model: nn.Module) -> Offloader | None:

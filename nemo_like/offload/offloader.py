@@ -21,7 +21,7 @@ from nemo_like.offload.backends import Backend
 from nemo_like.offload.packing import Packer, storages_in
 from nemo_like.offload.regions import keep_as_before, keep_on_host, moves_everything
 from nemo_like.offload.stats import OffloadStats
-from nemo_like.options import OffloadConfig, normalise
+from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import innermost_saved_tensor_hooks
 
 CHECKPOINTING_MODULES = ("torch.utils.checkpoint", "nemo_like.activation_checkpointing")
@@ -58,20 +58,6 @@ def offload_activations(
     return Offloader(config, model=model, layers=layers, left_out=left_out, backend=backend)
 
 
-def parse_offload(config: OffloadConfig | str | None, default: str = "all") -> OffloadConfig:
-    """An `OffloadConfig` from one, from a mode, or from None (the mode `default`)."""
-    if config is None:
-        return OffloadConfig(mode=default)
-    if isinstance(config, str):
-        return OffloadConfig(mode=normalise(config))
-    if isinstance(config, OffloadConfig):
-        return config
-    raise TypeError(
-        f"offload is {config!r}, a {type(config).__name__}; it must be an OffloadConfig, or one of none, boundary, "
-        "saved and all."
-    )
-
-
 class Offloader(Packer):
     """See `offload_activations`. `stats` are live; `transfer` is what an engine's HOST decisions go through."""
 
@@ -88,7 +74,10 @@ class Offloader(Packer):
         needs_layers: bool = True,
     ) -> None:
         super().__init__(
-            parse_offload(config), backend=backend, use_streams=use_streams, max_inflight_copies=max_inflight_copies
+            OffloadConfig.of(config, default="all"),
+            backend=backend,
+            use_streams=use_streams,
+            max_inflight_copies=max_inflight_copies,
         )
         if needs_layers and self.config.mode in ("boundary", "saved") and not layers:
             raise ValueError(

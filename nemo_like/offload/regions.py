@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
-from nemo_like.activation_checkpointing.regions import CheckpointWrapper
 from nemo_like.activation_checkpointing.transfer import Transfer
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.torch_compat import ActivationWrapper, is_compiled
 
 

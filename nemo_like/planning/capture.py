@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
-from nemo_like.layers.names import bare
+from nemo_like.module_tree import bare
 from nemo_like.planning.fake import FakeRun, cache_off
 from nemo_like.planning.trace import BlockTrace, trace_block
 from nemo_like.tensors import tensors_in

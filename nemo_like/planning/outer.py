@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.layers.names import bare
+from nemo_like.module_tree import bare
 from nemo_like.planning.capture import ModelTrace, replaced_forwards
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.meter import LiveBytes

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
-from nemo_like.layers.names import bare, bare_modules
+from nemo_like.module_tree import bare, bare_modules
 
 FORMAT = 1
 

@@ -15,12 +15,12 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
-from nemo_like.layers.names import bare, bare_modules
 from nemo_like.log import warn_once
+from nemo_like.module_tree import bare, bare_modules
 from nemo_like.options import MemoryBudget
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
-from nemo_like.planning.budget import AUTO_MARGIN, BudgetError, gib, parse_budget, spell
+from nemo_like.planning.budget import BudgetError, gib
 from nemo_like.planning.capture import ModelTrace, trace_model
 from nemo_like.planning.devices import Device, device_at_hand, resolve_device
 from nemo_like.planning.measure import measured_seconds
@@ -239,12 +239,13 @@ class Planner:
         Raises:
             BudgetError: none fits.
         """
-        asked = asked or spell(budget)
+        asked = asked or str(budget)
         if budget.fraction is not None:
             mix = self._within_held(int(budget.fraction * self.held(self.uniform("none"))), asked)
         else:
-            assert budget.peak_bytes is not None
-            mix = self._within_peak(budget.peak_bytes, asked)
+            share = budget.device_share or 0.0
+            limit = int(self.device.memory_bytes * share) if budget.peak_bytes is None else budget.peak_bytes
+            mix = self._within_peak(limit, asked)
         choices = self.proved_all(self.assignment(mix))
         bound = solver.combine_bound([group.numbers for group in self._groups], mix.bytes)
         return self.describe(choices, asked, max(0.0, mix.cost - bound) if bound is not None else 0.0)
@@ -383,8 +384,8 @@ def plan_for(
             "what one step of one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
         )
     target = device_at_hand() if device is None else resolve_device(device)
-    asked = budget if isinstance(budget, str) else spell(budget)
-    parsed = parse_budget(budget, target)
+    asked = str(budget)
+    parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(
         shard_ranks=shard_ranks(mesh, world_size), optimizer=optimizer, param_dtype=param_dtype,
         reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, prefetch=prefetch, tp=axis(mesh, "tp"),
@@ -426,4 +427,4 @@ def _as_choice(problem: BlockProblem, words: tuple[str, ...], label: str) -> Cho
     return replace(problem.choice(solver.Point(0, 0.0, keep, skip)), label=label)
 
 
-__all__ = ["AUTO_MARGIN", "BudgetError", "Planner", "Setup", "plan_for"]
+__all__ = ["BudgetError", "Planner", "Setup", "plan_for"]

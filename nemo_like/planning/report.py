@@ -11,7 +11,7 @@ from typing import Any
 from nemo_like.extras import require
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.plan import Plan
-from nemo_like.planning.planner import AUTO_MARGIN, BudgetError, Planner
+from nemo_like.planning.planner import BudgetError, Planner
 
 MODES = ("none", "full", "selective")
 _MARKS = {"none": "none", "full": "full", "selective": "selective (every second matmul)"}
@@ -44,9 +44,9 @@ class Report:
 def make_report(planner: Planner, budgets: Sequence[str] = (), limit: int | None = None) -> Report:
     """The three modes, plans at a few shares, at `budgets` if given, and the best plan within `limit` bytes.
 
-    `limit` defaults to the device's memory less `AUTO_MARGIN`.
+    `limit` defaults to the share of the device's memory that ``"auto"`` means.
     """
-    limit = int(planner.device.memory_bytes * (1 - AUTO_MARGIN)) if limit is None else limit
+    limit = int(planner.device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0)) if limit is None else limit
     rows = [_row(mode, planner.describe(planner.uniform(mode), mode), limit) for mode in MODES]
     asked = [*budgets] or [f"{share:g}%" for share in (100 * f for f in FRACTIONS)]
     for text in asked:

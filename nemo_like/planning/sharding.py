@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nemo_like.distributed.units import plan_units
-from nemo_like.layers.names import bare
+from nemo_like.module_tree import bare
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-fused", "adamw-8bit", "sgd", "sgd-momentum")
 

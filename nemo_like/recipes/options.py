@@ -106,8 +106,7 @@ class Options:
                 "bfloat16."
             )
         try:
-            if normalise(self.ac) != "auto":  # the planner's own word
-                parse_ac(self.ac)
+            parse_ac(self.ac)
         except ValueError as error:
             raise ValueError(f"--ac: {error}") from error
         if self.json is not None:

@@ -20,7 +20,7 @@ from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.materialize import materialize
 from nemo_like.models import ModelSource, resolve_model
-from nemo_like.options import parse_dtype
+from nemo_like.options import FSDP2, Precision, parse_dtype
 from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.checkpoint import CheckpointStore
 from nemo_like.recipes.data import VOCABULARY, Sampler, TextData, load_text
@@ -254,15 +254,14 @@ def _parallelize(model: nn.Module, options: Options, ranks: Ranks) -> nn.Module:
     samples = options.batch_size // (options.grad_accum * ranks.data_ranks)
     model = parallelize(
         model,
-        options.strategy,
+        FSDP2(cpu_offload=options.cpu_offload) if options.strategy == "fsdp2" else options.strategy,
         options.ac,
         ac_scope=options.scopes,
         compile=False if options.compile == "none" else options.compile,
-        param_dtype=parse_dtype("--dtype", options.dtype),
+        precision=Precision(parse_dtype("--dtype", options.dtype)),
         dp_replicate=options.dp_replicate,
-        cpu_offload=options.cpu_offload,
         offload=None if options.offload == "none" else options.offload,
-        tp=options.tp if options.tp > 1 else None,
+        tp=options.tp,
         sample_input=torch.zeros(samples, options.seq_len, dtype=torch.int64),  # the shapes of a microbatch
         device=ranks.device,
     )

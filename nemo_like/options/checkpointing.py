@@ -1,8 +1,4 @@
-"""What a caller may ask for: frozen dataclasses, and the parsing of their short strings.
-
-Nothing here touches a model. Every function raises `ValueError` (a wrong value) or `TypeError` (a wrong kind of
-value) with the value, the reason and what is accepted.
-"""
+"""What `ac=` may be: a config, a budget, and the one place where its short strings are read."""
 
 from __future__ import annotations
 
@@ -12,38 +8,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_like.extras import require
 from nemo_like.op_lookup import resolve_op
-
-STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
+from nemo_like.options.words import did_you_mean, field_names, normalise, parse_bytes
 
 AC_STRATEGIES: tuple[str, ...] = ("none", "full", "selective", "submodule", "sequential")
-
-_BYTE_UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)} | {
-    f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)
-}
-_DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16,
-}  # fmt: skip
-
-
-def normalise(word: str) -> str:
-    """Lower case, ``-`` as ``_``, no outer blanks: how every short string of ours is compared."""
-    return word.strip().lower().replace("-", "_")
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """``" Did you mean 'x'?"``, or nothing where nothing is close."""
-    close = get_close_matches(word, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +50,9 @@ class CheckpointConfig:
     """Class names of the layers to checkpoint, such as ``["LlamaDecoderLayer"]``; None: found by structure."""
     ops_to_save: Sequence[str] | None = None
     """Ops under ``torch.ops`` whose outputs are kept, such as ``"torch.ops.aten.mm.default"``; None: a built-in set."""
+    policy: Any = None
+    """A policy object that says what is kept inside each region of ``selective``, ``submodule`` or ``sequential``.
+    None: `SelectivePolicy()` for ``selective``, nothing for the others."""
 
     def __post_init__(self) -> None:
         strategy = normalise(self.strategy) if isinstance(self.strategy, str) else self.strategy
@@ -89,6 +64,10 @@ class CheckpointConfig:
         object.__setattr__(self, "strategy", strategy)
         self._check_scalars()
         self._check_names()
+        if self.policy is not None and not is_policy(self.policy):
+            raise TypeError(
+                f"CheckpointConfig.policy is {self.policy!r}; it must be a policy object, such as SelectivePolicy()."
+            )
         self._check_contradictions()
 
     def _check_scalars(self) -> None:
@@ -134,6 +113,12 @@ class CheckpointConfig:
             refuse("ops_to_save", f"strategy is {strategy!r}: only 'selective' keeps single ops.")
         if self.sequential_segments is not None and strategy != "sequential":
             refuse("sequential_segments", f"strategy is {strategy!r}: only 'sequential' makes segments.")
+        if self.policy is not None and strategy not in ("selective", "submodule", "sequential"):
+            refuse("policy", f"strategy is {strategy!r}, which keeps nothing by policy: leave one of the two out.")
+        if self.policy is not None and self.ops_to_save is not None:
+            refuse("policy", "ops_to_save is given too: put the ops into the policy, SelectivePolicy(save_ops=...).")
+        if self.policy is not None and self.use_reentrant and not self.policy.keeps_nothing:
+            refuse("use_reentrant", "a policy keeps tensors, for which only the non-reentrant form has hooks.")
         if self.use_reentrant and strategy in ("selective", "sequential"):
             refuse(
                 "use_reentrant",
@@ -192,33 +177,57 @@ class CheckpointConfig:
         return self.strategy if self.enabled else "none"
 
 
+def is_policy(value: Any) -> bool:
+    """Whether `value` has what the engine needs of a policy (and is not the class of one)."""
+    parts = ("keeps_nothing", "tracked_ops", "start")
+    return not isinstance(value, type) and all(hasattr(value, name) for name in parts)
+
+
 @dataclass(frozen=True)
 class MemoryBudget:
-    """A budget for `nemo_like.parallelize`'s ``ac=``: exactly one of the two fields is set.
+    """A budget for `nemo_like.parallelize`'s ``ac=``: exactly one of the three fields is set.
 
     >>> MemoryBudget.parse("40GiB").peak_bytes
     42949672960
-    >>> MemoryBudget.parse("50%").fraction
-    0.5
+    >>> MemoryBudget.parse("50%").fraction, MemoryBudget.parse("auto").device_share
+    (0.5, 0.9)
     """
 
     peak_bytes: int | None = None
     """Peak bytes per rank of a whole training step."""
     fraction: float | None = None
     """Share (0 to 1) of the activation bytes that no checkpointing would hold."""
+    device_share: float | None = None
+    """Peak bytes per rank as a share (0 to 1) of the device's memory. What is left is for the CUDA context,
+    communication buffers and fragmentation."""
 
     def __post_init__(self) -> None:
-        if (self.peak_bytes is None) == (self.fraction is None):
-            raise ValueError("MemoryBudget needs exactly one of peak_bytes and fraction.")
+        given = [name for name in field_names(MemoryBudget) if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"MemoryBudget was given {' and '.join(given) or 'nothing'}; it needs exactly one of "
+                f"{', '.join(field_names(MemoryBudget))}."
+            )
+        for name in given:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(
+                    f"MemoryBudget.{name} is {value!r}; it must be a number. MemoryBudget.parse reads '40GiB' and '50%'."
+                )
         if self.peak_bytes is not None and not self.peak_bytes > 0:
             raise ValueError(f"MemoryBudget.peak_bytes is {self.peak_bytes!r}; it must be > 0.")
-        if self.fraction is not None and not 0 <= self.fraction <= 1:
-            raise ValueError(f"MemoryBudget.fraction is {self.fraction!r}; it must be between 0 and 1.")
+        for name in ("fraction", "device_share"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"MemoryBudget.{name} is {share!r}; it must be between 0 and 1.")
 
     @classmethod
     def parse(cls, text: str) -> MemoryBudget:
-        """``"40GiB"`` (bytes of peak per rank) or ``"50%"`` (of the activation bytes of no checkpointing)."""
+        """``"40GiB"`` (bytes of peak per rank), ``"50%"`` (of the activation bytes of no checkpointing) or ``"auto"``
+        (nine tenths of the device's memory)."""
         stripped = text.strip()
+        if normalise(stripped) == "auto":
+            return cls(device_share=0.9)
         if stripped.endswith("%"):
             try:
                 return cls(fraction=float(stripped[:-1]) / 100)
@@ -226,57 +235,24 @@ class MemoryBudget:
                 raise ValueError(f"Budget {text!r} is no percentage between 0% and 100%.") from error
         return cls(peak_bytes=parse_bytes(text))
 
-
-@dataclass(frozen=True)
-class OffloadConfig:
-    """Where what is kept waits: in host memory, within these limits."""
-
-    mode: str = "saved"
-    """``none`` | ``boundary`` (layer inputs) | ``saved`` (what the policy keeps) | ``all`` (every activation)."""
-    min_bytes: int = 1 << 20
-    """Smaller storages stay on the device, bytes."""
-    max_inflight_bytes: int = 1 << 30
-    """Device bytes that copies to the host may hold at one time."""
-    prefetch: int = 1
-    """How many layers ahead of backward the way back starts."""
-    pin_memory: bool = True
-    """Use page-locked host memory, where the device has it: needed for copies that overlap with computing."""
-    host_budget_bytes: int | None = None
-    """Host bytes per rank; past it, tensors stay on the device and this is logged once. None: no limit."""
-    on_unsupported: str = "keep"
-    """A tensor that cannot be moved: ``keep`` it on the device, or ``raise``."""
-
-    def __post_init__(self) -> None:
-        for name, known in (("mode", ("none", "boundary", "saved", "all")), ("on_unsupported", ("keep", "raise"))):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"OffloadConfig.{name} is {value!r}; it must be one of {', '.join(known)}.")
-        for name, least in (("min_bytes", 0), ("max_inflight_bytes", 1), ("prefetch", 0), ("host_budget_bytes", 0)):
-            value = getattr(self, name)
-            if value is None and name == "host_budget_bytes":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"OffloadConfig.{name} is {value!r}; it must be a whole number >= {least}.")
-
-
-def parse_bytes(text: str) -> int:
-    """``"40GiB"``, ``"80 GB"``, ``"512MiB"`` or a bare number of bytes, as a whole number of bytes.
-
-    >>> parse_bytes("1.5KiB")
-    1536
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
-    unit = (match[2].upper() or "B") if match else ""
-    if match is None or unit not in _BYTE_UNITS:
-        raise ValueError(f"{text!r} is no size in bytes; write it like '40GiB', '80GB' or '512MiB'.")
-    return math.floor(float(match[1]) * _BYTE_UNITS[unit])
+    def __str__(self) -> str:
+        """As one would write it."""
+        if self.fraction is not None:
+            return f"{self.fraction:.0%}"
+        if self.device_share is not None:
+            return "auto" if self.device_share == 0.9 else f"{self.device_share:.0%} of the device"
+        size = self.peak_bytes or 0
+        return f"{size / 2**30:.2f}GiB" if size >= 2**28 else f"{size / 2**20:.2f}MiB"
 
 
 def parse_ac(ac: Any) -> CheckpointConfig | MemoryBudget:
-    """What ``ac=`` means: a `CheckpointConfig`, or a `MemoryBudget` for the planner.
+    """What ``ac=`` means: a `CheckpointConfig`, or a `MemoryBudget` for the planner. The only place that reads it.
 
     Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"``, ``"sequential"``,
-    ``"auto"`` (raises here unless the planner resolves it first), a budget string, or either dataclass.
+    a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), or either dataclass.
+
+    Raises:
+        ValueError: an unknown word. TypeError: something else.
 
     >>> parse_ac("Selective").mode
     'selective'
@@ -287,35 +263,22 @@ def parse_ac(ac: Any) -> CheckpointConfig | MemoryBudget:
         ac = "none"
     elif ac is True:
         ac = "full"
+    if is_policy(ac):
+        return CheckpointConfig(enabled=True, strategy="selective", policy=ac, profile_before_apply=False)
     if not isinstance(ac, str):
+        what = f"the class {ac.__name__}" if isinstance(ac, type) else f"{ac!r}, a {type(ac).__name__}"
         raise TypeError(
-            f"ac is {ac!r}, a {type(ac).__name__}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
-            "a budget such as '40GiB' or '50%', a MemoryBudget or a CheckpointConfig (CheckpointConfig.from_dict makes one "
-            "of a mapping)."
+            f"ac is {what}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
+            "a budget such as '40GiB' or '50%', a MemoryBudget, a Plan, a policy object or a CheckpointConfig "
+            "(CheckpointConfig.from_dict makes one of a mapping)."
         )
     word = normalise(ac)
     if word in AC_STRATEGIES:
         # A bare word asks for the mode itself, everywhere; only a CheckpointConfig asks for profiling first.
         return CheckpointConfig(enabled=word != "none", strategy=word, profile_before_apply=False)
-    if re.match(r"\s*[\d.]", ac):
+    if word == "auto" or re.match(r"\s*[\d.]", ac):
         return MemoryBudget.parse(ac)
     raise ValueError(
-        f"ac is {ac!r}; it must be one of {', '.join(AC_STRATEGIES)}, or a budget such as '40GiB' or '50%'."
+        f"ac is {ac!r}; it must be one of {', '.join(AC_STRATEGIES)}, or a budget such as '40GiB', '50%' or 'auto'."
         + did_you_mean(word, AC_STRATEGIES)
     )
-
-
-def parse_dtype(name: str, value: Any) -> torch.dtype | None:
-    """A torch dtype, its name (``"bf16"``, ``"bfloat16"``, ...) or None. `name` is the argument's, for the error."""
-    if value is None or isinstance(value, torch.dtype):
-        if value is not None and not value.is_floating_point:
-            raise ValueError(f"{name} is {value}; it must be a floating-point dtype.")
-        return value
-    if isinstance(value, str) and normalise(value) in _DTYPES:
-        return _DTYPES[normalise(value)]
-    raise ValueError(f"{name} is {value!r}; it must be a torch dtype or one of {', '.join(_DTYPES)}.")
-
-
-def field_names(cls: type) -> tuple[str, ...]:
-    """The names of a dataclass's fields, in order."""
-    return tuple(field.name for field in dataclasses.fields(cls))

@@ -1,0 +1,180 @@
+"""`apply_specs`: the only place that puts checkpointing into a model.
+
+Everything is checked, and every wrapper made, before the first one is registered: an error leaves the model untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from nemo_like.activation_checkpointing import kv_sharing
+from nemo_like.activation_checkpointing.sequential import Chunk, Segment, SegmentMember
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.activation_checkpointing.timesteps import UnrolledCell
+from nemo_like.activation_checkpointing.wrapper import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper
+from nemo_like.module_tree import bare, bare_children, bare_modules, join
+from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
+from nemo_like.torch_compat import disable_dynamo_lru_cache
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """A transfer that also takes what a whole module saves for backward, by enclosing the module."""
+
+    def enclose(self, module: nn.Module) -> nn.Module:
+        """`module` inside a wrapper that adds no name; `module` itself is not changed."""
+
+
+def apply_specs(
+    model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: bool = False, without_cache: bool = True
+) -> dict[str, nn.Module]:
+    """Wrap the modules that `specs` name, in place.
+
+    A module that stands in several places (a looped block) gets one wrapper in all of them.
+
+    Args:
+        model: the bare model; changed in place.
+        specs: the regions, in any order; none of them changes nothing.
+        compile: the layers will be compiled afterwards (`nemo_like.compile.compile_layers`).
+        without_cache: where something is replayed, call the model without a key/value cache while gradients are on (a
+            replay would write it twice), unless layers hand states on through it. False: the caller sees to that.
+
+    Returns:
+        What stands in the model now under each name that `specs` hold.
+
+    Raises:
+        ValueError: a name that is not in the model, or two regions with one module; the older form of checkpointing
+            together with `compile`.
+        TypeError: a module is already checkpointed. The model is unchanged in all these cases.
+    """
+    specs = list(specs)
+    tree = _Tree(model)
+    wrappers = _make_wrappers(tree, specs, compile)
+    for name, wrapper in wrappers.items():
+        tree.put(name, wrapper)
+    for spec in specs:
+        for name in spec.members:
+            if spec.calls is not None and isinstance(cell := bare(tree.find(name)), UnrolledCell):
+                cell.checkpoint, cell.chunk_size = True, spec.calls
+            if spec.policy is None and isinstance(spec.transfer, Placement):
+                tree.put(name, spec.transfer.enclose(tree.find(name)))
+    if compile and any(spec.keeps_something for spec in specs):
+        disable_dynamo_lru_cache()
+    if without_cache and wrappers and not kv_sharing.needs_cache(model):
+        kv_sharing.call_without_cache(model)
+    return {name: tree.find(name) for spec in specs for name in spec.members}
+
+
+def check_specs(model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: bool = False) -> None:
+    """Raise what `apply_specs` would raise. Changes nothing."""
+    _make_wrappers(_Tree(model), list(specs), compile)
+
+
+class _Tree:
+    """Where each module of a model is registered, by its name in the bare model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: dict[str, nn.Module] = {}
+        self._slots: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        for parent_name, parent in bare_modules(model):
+            for key, child in bare_children(parent):
+                self._modules[join(parent_name, key)] = child
+                self._slots.setdefault(bare(child), []).append((bare(parent), key))
+
+    def find(self, name: str) -> nn.Module:
+        """The outermost wrapper, or the module itself, that is registered under `name`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        module = self._modules.get(name)
+        if module is None:
+            near = get_close_matches(name, self._modules, n=1)
+            raise ValueError(
+                f"A region names {name!r}, which is no module below this {type(self._model).__name__}."
+                + (f" Did you mean {near[0]!r}?" if near else "")
+            )
+        return module
+
+    def put(self, name: str, wrapper: nn.Module) -> None:
+        """Register `wrapper`, which holds the module of that name, wherever that module stands."""
+        inner = bare(wrapper)
+        for parent, key in self._slots[inner]:
+            # The registered child itself, not `setattr`: a property of the same name may alias it.
+            parent._modules[key] = wrapper
+        for other, module in self._modules.items():
+            if bare(module) is inner:
+                self._modules[other] = wrapper
+
+
+def _make_wrappers(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> dict[str, CheckpointWrapper]:
+    """A wrapper for each module that is to be replayed, by the module's name; nothing is registered yet."""
+    wrappers: dict[str, CheckpointWrapper] = {}
+    taken: dict[int, str] = {}
+    for spec in specs:
+        if spec.policy is None:
+            _check_placement(tree, spec)
+            continue
+        if spec.use_reentrant and compile:
+            raise ValueError(
+                f"use_reentrant is True for {spec.members[0]} and compile is on: torch cannot compile it. Drop one."
+            )
+        make = _maker(spec)
+        for position, name in enumerate(spec.members):
+            module = tree.find(name)
+            other = taken.setdefault(id(bare(module)), name)
+            if other != name or name in wrappers:
+                raise ValueError(f"{name} is in two regions (there it is {other}): it would be replayed twice.")
+            if spec.calls is not None and isinstance(bare(module), UnrolledCell):
+                continue  # it makes its own regions
+            wrappers[name] = make(module, position, name)
+            if spec.keeps_something and len(spec.members) == 1:
+                setattr(wrappers[name], SELECTIVE_AC_WRAPPER_FLAG, True)
+    return wrappers
+
+
+def _maker(spec: CheckpointSpec) -> Callable[[nn.Module, int, str], CheckpointWrapper]:
+    """What makes the wrapper of one member of the region, from the module, its position and its name."""
+    if spec.calls is None and len(spec.members) == 1:
+        return lambda module, _, name: CheckpointWrapper(
+            module, spec.use_reentrant, spec.preserve_rng_state, policy=spec.policy, name=name, transfer=spec.transfer
+        )
+    segment = Segment(len(spec.members)) if spec.calls is None else Chunk(spec.calls)
+    return lambda module, position, name: SegmentMember(
+        module, segment, position, policy=spec.policy, preserve_rng_state=spec.preserve_rng_state,
+        transfer=spec.transfer, name=name,
+    )  # fmt: skip
+
+
+def _check_placement(tree: _Tree, spec: CheckpointSpec) -> None:
+    tree.find(spec.members[0])
+    if not isinstance(spec.transfer, Placement):
+        raise TypeError(
+            f"The region of {spec.members[0]} has policy=None and {type(spec.transfer).__name__} as transfer, which moves "
+            "what a policy keeps, and not what a module saves. Give it an Offloader, or a policy."
+        )
+
+
+def refuse_checkpointed(model: nn.Module) -> None:
+    """Raise ValueError where something in `model` is checkpointed already, by us, PyTorch's wrapper or the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, TorchCheckpointWrapper):
+            raise ValueError(
+                f"{name or 'The model'} is checkpointed already: a second wrapper would replay it twice. "
+                "Apply checkpointing once, to a freshly built model."
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"{name or 'The model'} has its own gradient checkpointing on, and would be replayed twice. "
+                "Call model.gradient_checkpointing_disable() first (in a Trainer: gradient_checkpointing=False)."
+            )
+        if getattr(module, "grad_checkpointing", False) is True:  # timm's word
+            raise ValueError(
+                f"{name or 'The model'} has its own gradient checkpointing on (grad_checkpointing=True), and would be "
+                "replayed twice. Call model.set_grad_checkpointing(False) first."
+            )

@@ -1,0 +1,141 @@
+"""The module wrapper: a module's call as one region. `nemo_like.activation_checkpointing.apply` puts it in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.engine import run_region
+from nemo_like.activation_checkpointing.kv_sharing import CACHE_ARGUMENTS, cache_positions
+from nemo_like.activation_checkpointing.nameless import Nameless
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
+from nemo_like.activation_checkpointing.transfer import Transfer
+from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
+from nemo_like.torch_compat import wrapped_module
+
+SELECTIVE_AC_WRAPPER_FLAG = "_nemo_like_selective_ac"
+"""Set on whole-layer selective wrappers: compile the wrapper itself, so that the partitioner reads the recompute tags."""
+
+
+class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
+    """A module whose activations are replayed in backward. Subclass of PyTorch's wrapper, so tools recognise it.
+
+    Parameter, buffer, module and state-dict names are those of the bare module: the wrapper adds no name of its own.
+    Attributes of the bare module are read and set through it.
+
+    >>> wrapped = CheckpointWrapper(nn.Linear(2, 3))
+    >>> [name for name, _ in nn.Sequential(wrapped).named_parameters()], wrapped.out_features
+    (['0.weight', '0.bias'], 3)
+    """
+
+    # On the class, so that they are the wrapper's own where the module inside has attributes of the same names.
+    policy: Policy = FullPolicy()
+    region_name: str = ""
+    use_reentrant: bool = False
+    preserve_rng_state: bool = True
+    early_stop: bool | None = None
+    transfer: Transfer | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        use_reentrant: bool = False,
+        preserve_rng_state: bool = True,
+        *,
+        policy: Policy | None = None,
+        name: str = "",
+        early_stop: bool | None = None,
+        transfer: Transfer | None = None,
+    ) -> None:
+        """Wrap `module`.
+
+        Args:
+            module: what is replayed as one region.
+            use_reentrant: the older autograd-function form (eager, positional arguments, nothing kept).
+            preserve_rng_state: replay with the forward's random numbers.
+            policy: what is kept inside the region; None keeps nothing.
+            name: the module's name, for error messages; default: its class name.
+            early_stop: end the replay at the last tensor that backward needs; None: what `set_early_stop` says.
+            transfer: how outputs with the decision HOST move; None: synchronous copies.
+
+        Raises:
+            TypeError: `module` is no module, or already such a wrapper.
+            ValueError: `use_reentrant` together with a policy that keeps something.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"CheckpointWrapper wraps a torch.nn.Module, not {module!r}, a {type(module).__name__}.")
+        if isinstance(module, TorchCheckpointWrapper):
+            raise TypeError(
+                f"{name or 'The module'} is already checkpointed: wrapping it twice would replay it twice. "
+                "Apply checkpointing once, or pass unwrap_checkpoint_wrapper(module)."
+            )
+        policy = FullPolicy() if policy is None else policy
+        if use_reentrant and not isinstance(policy, FullPolicy):
+            raise ValueError(
+                f"use_reentrant=True keeps nothing inside a region, so it cannot follow {type(policy).__name__}; "
+                "use use_reentrant=False."
+            )
+        super().__init__(module)
+        self.policy = policy
+        self.region_name = name or type(module).__name__
+        self.use_reentrant = use_reentrant
+        self.preserve_rng_state = preserve_rng_state
+        self.early_stop = early_stop
+        self.transfer = transfer
+        self._cache_positions = cache_positions(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, as one region where gradients are on."""
+        if not torch.is_grad_enabled():
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+        self._refuse_cache(args, kwargs)
+        if self.use_reentrant:
+            return self._forward_reentrant(args, kwargs)
+        return run_region(
+            self._checkpoint_wrapped_module,
+            args,
+            kwargs,
+            policy=self.policy,
+            name=self.region_name,
+            preserve_rng_state=self.preserve_rng_state,
+            transfer=self.transfer,
+            early_stop=self.early_stop,
+        )
+
+    def _refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None]
+        given += [name for at, name in self._cache_positions.items() if at < len(args) and args[at] is not None]
+        if given:
+            raise RuntimeError(
+                f"{self.region_name} was called with {given[0]}= while gradients are on: its replay would write "
+                "that cache a second time. Call the model with use_cache=False in training, or under torch.no_grad()."
+            )
+
+    def _forward_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("use_reentrant=True cannot be compiled; use use_reentrant=False.")
+        if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+            tensors = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
+            raise TypeError(
+                f"{self.region_name} was called with tensors by keyword ({', '.join(tensors)}), whose gradients "
+                "use_reentrant=True loses; use use_reentrant=False."
+            )
+        takes_gradients = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+        if not takes_gradients and any(p.requires_grad for p in self._checkpoint_wrapped_module.parameters()):
+            raise RuntimeError(
+                f"{self.region_name} has weights to train and no input that requires a gradient, as behind a frozen "
+                "embedding: use_reentrant=True would leave them without gradients. Use use_reentrant=False."
+            )
+        return torch.utils.checkpoint.checkpoint(
+            lambda *positional: self._checkpoint_wrapped_module(*positional, **kwargs),
+            *args,
+            use_reentrant=True,
+            preserve_rng_state=self.preserve_rng_state,
+        )
+
+
+def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
+    """The module inside a checkpoint wrapper (ours or PyTorch's), or `module` itself."""
+    return wrapped_module(module) if isinstance(module, TorchCheckpointWrapper) else module

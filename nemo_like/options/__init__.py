@@ -1,0 +1,36 @@
+"""What a caller may ask for: frozen dataclasses that check themselves, and the parsing of their short strings.
+
+Nothing here touches a model. Everything raises `ValueError` (a wrong value) or `TypeError` (a wrong kind of value) with
+the value, the reason and what is accepted. A default stands here and nowhere else.
+"""
+
+from nemo_like.options.checkpointing import AC_STRATEGIES, CheckpointConfig, MemoryBudget, parse_ac
+from nemo_like.options.parallel import (
+    FROZEN_SHARDING,
+    FSDP2,
+    STRATEGIES,
+    OffloadConfig,
+    Precision,
+    TensorParallel,
+    parse_strategy,
+)
+from nemo_like.options.words import did_you_mean, field_names, normalise, parse_bytes, parse_dtype
+
+__all__ = [
+    "AC_STRATEGIES",
+    "FROZEN_SHARDING",
+    "FSDP2",
+    "STRATEGIES",
+    "CheckpointConfig",
+    "MemoryBudget",
+    "OffloadConfig",
+    "Precision",
+    "TensorParallel",
+    "did_you_mean",
+    "field_names",
+    "normalise",
+    "parse_ac",
+    "parse_bytes",
+    "parse_dtype",
+    "parse_strategy",
+]

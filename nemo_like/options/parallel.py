@@ -1,0 +1,215 @@
+"""How a model is split, cast and placed: FSDP2, tensor parallelism, precision, host offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from nemo_like.options.words import did_you_mean, normalise, parse_dtype
+
+STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
+FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
+
+
+@dataclass(frozen=True)
+class FSDP2:
+    """FSDP2 with what only it has. Usable as ``strategy=`` of `nemo_like.parallelize`; ``"fsdp2"`` means the defaults.
+
+    >>> FSDP2(reshard_after_forward=False).forward_prefetch
+    1
+    """
+
+    reshard_after_forward: bool | int | None = None
+    """Free the gathered parameters after forward and gather them again in backward. None: layers do, except the last,
+    which backward needs at once; tail and root do not. True / False: all / none. A number: layers stay sharded over
+    that many ranks in between (a divisor of the shard axis)."""
+    forward_prefetch: int = 1
+    """How many following units each unit gathers ahead in forward; 0: FSDP's implicit prefetch."""
+    backward_prefetch: int = 1
+    """The same for backward."""
+    cpu_offload: bool = False
+    """Keep parameter shards, gradients and optimizer state in host memory."""
+    frozen_sharding: str = "root"
+    """Frozen layers of a tower (vision, audio, or unnamed beside layers that train) that a rank without such an input
+    skips. ``root``: gathered with the root on every rank, so that nobody waits. ``replicate``: whole on every rank.
+    ``per_layer``: like any layer, least memory; it **hangs** as soon as one rank runs the tower and another does not."""
+
+    def __post_init__(self) -> None:
+        for name in ("forward_prefetch", "backward_prefetch"):
+            depth = getattr(self, name)
+            if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+                raise ValueError(f"{name} is {depth!r}; it must be a whole number of units >= 0.")
+        reshard = self.reshard_after_forward
+        if reshard is not None and not isinstance(reshard, int):
+            raise TypeError(f"reshard_after_forward is {reshard!r}; it must be None, a bool or a number of ranks.")
+        if not isinstance(reshard, bool | None) and reshard < 2:
+            raise ValueError(f"reshard_after_forward is {reshard!r}; as a number of ranks it must be at least 2.")
+        if not isinstance(self.cpu_offload, bool):
+            raise TypeError(f"cpu_offload is {self.cpu_offload!r}; it must be True or False.")
+        if self.frozen_sharding not in FROZEN_SHARDING:
+            raise ValueError(
+                f"frozen_sharding is {self.frozen_sharding!r}; it must be one of {', '.join(FROZEN_SHARDING)}."
+            )
+
+
+def parse_strategy(strategy: Any) -> tuple[str, FSDP2]:
+    """What ``strategy=`` means: ``fsdp2``, ``ddp`` or ``single``, and FSDP2's options (their defaults for the others).
+
+    Raises:
+        ValueError: an unknown word. TypeError: neither a word nor an `FSDP2`.
+    """
+    if isinstance(strategy, FSDP2):
+        return "fsdp2", strategy
+    if not isinstance(strategy, str):
+        raise TypeError(f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}, or an FSDP2(...).")
+    word = normalise(strategy)
+    if word not in STRATEGIES:
+        raise ValueError(
+            f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}." + did_you_mean(word, STRATEGIES)
+        )
+    return word, FSDP2()
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Split each large weight over `size` ranks. ``tp=2`` means the defaults.
+
+    >>> TensorParallel.of(2)
+    TensorParallel(size=2, plan=None, sequence_parallel=False, loss_parallel=False)
+    """
+
+    size: int = 1
+    """Ranks that share a layer's matmuls; must divide the number of ranks."""
+    plan: Mapping[str, Any] | None = None
+    """Module name pattern to `ParallelStyle` or its name; None: the model's own plan."""
+    sequence_parallel: bool = False
+    """Norms and residuals are split along the sequence too."""
+    loss_parallel: bool = False
+    """The logits stay split by vocabulary."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"tp is {self.size!r}; it must be a whole number of ranks >= 1.")
+        if self.plan is not None and not isinstance(self.plan, Mapping):
+            raise TypeError(f"TensorParallel.plan is {self.plan!r}; it must map name patterns to styles.")
+        for name in ("sequence_parallel", "loss_parallel"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"TensorParallel.{name} is {getattr(self, name)!r}; it must be True or False.")
+
+    @classmethod
+    def of(cls, tp: int | TensorParallel) -> TensorParallel:
+        """What ``tp=`` means: a number of ranks, or the object."""
+        return tp if isinstance(tp, TensorParallel) else cls(tp)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes to compute, reduce and answer in; parameters and optimizer state stay as they are.
+
+    FSDP2 casts parameters; the other strategies use autocast. Names (``"bf16"``) become dtypes.
+
+    >>> Precision("bf16").reduce_dtype
+    torch.float32
+    """
+
+    param_dtype: torch.dtype | str | None = None
+    """The dtype to compute in; None: that of the parameters."""
+    reduce_dtype: torch.dtype | str | None = None
+    """The dtype to reduce gradients in (FSDP2). None: float32 where `param_dtype` is given, because gradients of many
+    ranks are summed, and a 16-bit sum loses what a 16-bit product does not; else that of the gradients."""
+    output_dtype: torch.dtype | str | None = None
+    """The dtype of the model's floating-point outputs; None: as they come."""
+    cast_forward_inputs: bool = True
+    """FSDP2: cast what a unit's forward is called with to `param_dtype`."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            object.__setattr__(self, name, parse_dtype(name, getattr(self, name)))
+        if self.param_dtype is not None and self.reduce_dtype is None:
+            object.__setattr__(self, "reduce_dtype", torch.float32)
+
+    @classmethod
+    def of(cls, precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None) -> Precision:
+        """What ``precision=`` means: a dtype to compute in (or its name), torch's policy, or the object.
+
+        Raises:
+            ValueError: an unknown or integer dtype. TypeError: something else.
+        """
+        if precision is None:
+            return cls()
+        if isinstance(precision, Precision):
+            return precision
+        if isinstance(precision, MixedPrecisionPolicy):
+            # There, None means that gradients are reduced as they are computed.
+            reduce = precision.reduce_dtype or precision.param_dtype
+            return cls(precision.param_dtype, reduce, precision.output_dtype, precision.cast_forward_inputs)
+        if isinstance(precision, str | torch.dtype):
+            return cls(parse_dtype("precision", precision))
+        raise TypeError(
+            f"precision is {precision!r}; it must be a dtype such as 'bf16', a Precision or a MixedPrecisionPolicy."
+        )
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype | None]:
+        """The three by name, as dtypes."""
+        names = ("param_dtype", "reduce_dtype", "output_dtype")
+        return {name: parse_dtype(name, getattr(self, name)) for name in names}
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The same for `fully_shard`."""
+        return MixedPrecisionPolicy(**self.dtypes, cast_forward_inputs=self.cast_forward_inputs)
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Where what is kept waits: in host memory, within these limits."""
+
+    mode: str = "saved"
+    """``none`` | ``boundary`` (layer inputs) | ``saved`` (what the policy keeps) | ``all`` (every activation)."""
+    min_bytes: int = 1 << 20
+    """Smaller storages stay on the device, bytes."""
+    max_inflight_bytes: int = 1 << 30
+    """Device bytes that copies to the host may hold at one time."""
+    prefetch: int = 1
+    """How many layers ahead of backward the way back starts."""
+    pin_memory: bool = True
+    """Use page-locked host memory, where the device has it: needed for copies that overlap with computing."""
+    host_budget_bytes: int | None = None
+    """Host bytes per rank; past it, tensors stay on the device and this is logged once. None: no limit."""
+    on_unsupported: str = "keep"
+    """A tensor that cannot be moved: ``keep`` it on the device, or ``raise``."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("mode", ("none", "boundary", "saved", "all")), ("on_unsupported", ("keep", "raise"))):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"OffloadConfig.{name} is {value!r}; it must be one of {', '.join(known)}.")
+        for name, least in (("min_bytes", 0), ("max_inflight_bytes", 1), ("prefetch", 0), ("host_budget_bytes", 0)):
+            value = getattr(self, name)
+            if value is None and name == "host_budget_bytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"OffloadConfig.{name} is {value!r}; it must be a whole number >= {least}.")
+
+    @classmethod
+    def of(cls, offload: OffloadConfig | str | None, default: str = "none") -> OffloadConfig:
+        """What ``offload=`` means: a config, its mode, or None (the mode `default`).
+
+        Raises:
+            ValueError: an unknown mode. TypeError: something else.
+        """
+        if offload is None:
+            return cls(mode=default)
+        if isinstance(offload, str):
+            return cls(mode=normalise(offload))
+        if isinstance(offload, OffloadConfig):
+            return offload
+        raise TypeError(
+            f"offload is {offload!r}, a {type(offload).__name__}; it must be an OffloadConfig, or one of none, boundary, "
+            "saved and all."
+        )

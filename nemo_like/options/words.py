@@ -1,0 +1,61 @@
+"""Short strings that callers write: words, sizes in bytes, dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+_BYTE_UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)} | {
+    f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)
+}
+_DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16,
+}  # fmt: skip
+
+
+def normalise(word: str) -> str:
+    """Lower case, ``-`` as ``_``, no outer blanks: how every short string of ours is compared."""
+    return word.strip().lower().replace("-", "_")
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """``" Did you mean 'x'?"``, or nothing where nothing is close."""
+    close = get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def parse_bytes(text: str) -> int:
+    """``"40GiB"``, ``"80 GB"``, ``"512MiB"`` or a bare number of bytes, as a whole number of bytes.
+
+    >>> parse_bytes("1.5KiB")
+    1536
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = (match[2].upper() or "B") if match else ""
+    if match is None or unit not in _BYTE_UNITS:
+        raise ValueError(f"{text!r} is no size in bytes; write it like '40GiB', '80GB' or '512MiB'.")
+    return math.floor(float(match[1]) * _BYTE_UNITS[unit])
+
+
+def parse_dtype(name: str, value: Any) -> torch.dtype | None:
+    """A torch dtype, its name (``"bf16"``, ``"bfloat16"``, ...) or None. `name` is the argument's, for the error."""
+    if value is None or isinstance(value, torch.dtype):
+        if value is not None and not value.is_floating_point:
+            raise ValueError(f"{name} is {value}; it must be a floating-point dtype.")
+        return value
+    if isinstance(value, str) and normalise(value) in _DTYPES:
+        return _DTYPES[normalise(value)]
+    raise ValueError(f"{name} is {value!r}; it must be a torch dtype or one of {', '.join(_DTYPES)}.")
+
+
+def field_names(cls: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields, in order."""
+    return tuple(field.name for field in dataclasses.fields(cls))

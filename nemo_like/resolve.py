@@ -1,0 +1,220 @@
+"""`resolve`: whatever the caller said, as a list of `CheckpointSpec`. Nothing here changes the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from nemo_like.activation_checkpointing import kv_sharing
+from nemo_like.activation_checkpointing.apply import refuse_checkpointed
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, named_ops_policy
+from nemo_like.activation_checkpointing.spec import CheckpointSpec, How, one_region_each, segments_of
+from nemo_like.activation_checkpointing.submodules import submodules_to_checkpoint
+from nemo_like.cells import timestep_specs
+from nemo_like.choice import choose_layers
+from nemo_like.layers import Layer, find_layers, select_layers
+from nemo_like.log import is_rank_zero, logger, warn_once
+from nemo_like.module_tree import bare, join
+from nemo_like.offload import placed_on_host
+from nemo_like.options import CheckpointConfig, MemoryBudget, OffloadConfig, parse_ac
+from nemo_like.planning.apply import plan_specs
+from nemo_like.planning.plan import Plan
+from nemo_like.planning.planner import plan_for
+from nemo_like.profiling import MemoryProfiler
+
+Asked = CheckpointConfig | MemoryBudget | Plan
+
+
+def read_ac(ac: Any) -> Asked:
+    """What ``ac=`` means, as one value.
+
+    Raises:
+        ValueError, TypeError: as `parse_ac`.
+    """
+    if isinstance(ac, CheckpointConfig) and not ac.enabled and ac != CheckpointConfig():
+        warn_once(
+            "A CheckpointConfig with settings was given, but its field enabled is False, the default: nothing is "
+            "checkpointed. Set enabled=True."
+        )
+    return ac if isinstance(ac, Plan) else parse_ac(ac)
+
+
+def layers_for(
+    model: nn.Module, asked: Asked, scope: str | Iterable[str], layers: Iterable[str | nn.Module] | None
+) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    """Every repeated layer of `model`, and those to checkpoint: in scope, and such that something in them trains.
+
+    Raises:
+        ValueError: no layers, an unknown scope or one that selects nothing, a frozen model, one that is checkpointed.
+    """
+    refuse_checkpointed(model)
+    found = find_layers(model, layers)
+    # A wrong scope is an error also where nothing is checkpointed.
+    idle = isinstance(asked, CheckpointConfig) and asked.mode == "none"
+    return found, select_layers(found, scope, drop_frozen=not idle)
+
+
+def resolve(
+    model: nn.Module,
+    asked: Asked,
+    found: Sequence[Layer],
+    chosen: Sequence[Layer],
+    *,
+    sample_input: Any = None,
+    offload: OffloadConfig | None = None,
+    compile: bool = False,
+    planning: Mapping[str, Any] | None = None,
+) -> list[CheckpointSpec]:
+    """The regions that `asked` means on `model`, which is not changed; a budget is planned here, a profile measured.
+
+    Args:
+        model: the bare model.
+        asked: from `read_ac`.
+        found, chosen: from `layers_for`; all of `found` are offloaded, `chosen` are checkpointed.
+        sample_input: one batch, for a budget and for a config that measures first.
+        offload: what waits in host memory; None: nothing.
+        compile: the layers will be compiled.
+        planning: what else `plan_for` is to know.
+
+    Raises:
+        ValueError, TypeError: a budget without a sample input or one that cannot be met (`BudgetError`), a plan for
+            another model, layers that share keys and values where a plan can't, a config that does not fit the model.
+    """
+    if isinstance(asked, MemoryBudget | Plan):
+        _refuse_plan_through_cache(model, asked)
+        plan = asked if isinstance(asked, Plan) else _planned(model, asked, chosen, sample_input, planning or {})
+        specs = plan_specs(model, plan)
+        _refuse_partial(plan, chosen)
+    else:
+        specs = config_specs(model, chosen, asked, _measured_bytes(model, asked, sample_input))
+    if offload is None or offload.mode == "none":
+        return specs
+    return placed_on_host(specs, [layer.fqn for layer in found], offload, compile=compile)
+
+
+def config_specs(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    config: CheckpointConfig,
+    saved_bytes: Mapping[str, int] | None = None,
+) -> list[CheckpointSpec]:
+    """The regions that a config means on the layers in scope.
+
+    `saved_bytes`, measured activation bytes by layer name, decide what is above the config's threshold and balance
+    the segments of ``"sequential"``.
+    """
+    if config.mode == "none":
+        return []
+    if config.snn_timestep_checkpoint:
+        return timestep_specs(model, config)
+    narrowed = choose_layers(model, layers, config, saved_bytes)
+    if not narrowed:
+        return []
+    names = [layer.fqn for layer in narrowed]
+    how = How(
+        policy=_policy(config), use_reentrant=config.use_reentrant, preserve_rng_state=config.preserve_rng_state
+    )
+    through_cache = kv_sharing.needs_cache(model)
+    if through_cache and config.mode != "submodule":
+        warn_once(
+            f"ac={config.mode!r} was asked for, but this model's layers share keys and values through the cache, which a "
+            "replayed attention would write twice: checkpointing MLPs and norms only."
+        )
+        how["policy"] = FullPolicy()
+    if through_cache or config.mode == "submodule":
+        return one_region_each(_submodule_names(narrowed, skip_attention=through_cache), **how)
+    if config.mode == "sequential":
+        weights = None if saved_bytes is None else [saved_bytes.get(name, 0) for name in names]
+        return segments_of(names, config.sequential_segments, weights, **how)
+    return one_region_each(names, **how)
+
+
+def _policy(config: CheckpointConfig) -> Policy:
+    """What the config keeps inside a region."""
+    if config.policy is not None:
+        return config.policy
+    if config.mode != "selective":
+        return FullPolicy()
+    if config.ops_to_save is None:
+        return SelectivePolicy()
+    return named_ops_policy(config.ops_to_save)
+
+
+def _submodule_names(layers: Sequence[Layer], *, skip_attention: bool) -> list[str]:
+    """Norms, attentions and MLPs of the layers, each module once; layers without any are left out (said once).
+
+    Raises:
+        ValueError: no layer has any.
+    """
+    inside = {layer: submodules_to_checkpoint(layer.module) for layer in layers}
+    without = [type(bare(layer.module)).__name__ for layer, names in inside.items() if not names]
+    if len(without) == len(layers):
+        raise ValueError(
+            f"A {without[0]} has no MLP, attention or norm sub-module to checkpoint; use ac='full' or 'selective', which "
+            "replay whole layers."
+        )
+    if without:
+        warn_once(
+            f"ac='submodule' was asked for; {', '.join(dict.fromkeys(without))} has no MLP, attention or norm sub-module "
+            "and keeps its activations."
+        )
+    names: dict[nn.Module, str] = {}
+    for layer in layers:
+        for name in submodules_to_checkpoint(layer.module, skip_attention=skip_attention):
+            names.setdefault(bare(layer.module).get_submodule(name), join(layer.fqn, name))
+    return list(names.values())
+
+
+def _refuse_plan_through_cache(model: nn.Module, asked: MemoryBudget | Plan) -> None:
+    if kv_sharing.needs_cache(model):
+        what = f"ac is {asked}" if isinstance(asked, MemoryBudget) else "ac is a plan"
+        raise ValueError(
+            f"{what}, but this model's layers share keys and values through the cache, which a replay would write "
+            "twice, so whole layers can't follow a plan. Use ac='submodule'."
+        )
+
+
+def _refuse_partial(plan: Plan, chosen: Sequence[Layer]) -> None:
+    """Raise ValueError where layers in scope are not in the plan: they would keep all that they save."""
+    planned = {layer.fqn for layer in plan.layers}
+    missing = [layer.fqn for layer in chosen if layer.fqn not in planned]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ValueError(
+            f"The plan has {len(planned)} layers, and this model has {', '.join(missing[:4])}{more} besides, which nobody "
+            "planned. Make the plan again for this model, or pass layers= with the planned ones to leave the others alone."
+        )
+
+
+def _planned(
+    model: nn.Module, budget: MemoryBudget, chosen: Sequence[Layer], sample_input: Any, planning: Mapping[str, Any]
+) -> Plan:
+    if sample_input is None:
+        raise ValueError(
+            f"ac is {budget}, a memory budget: bytes depend on batch and sequence. Pass sample_input=, what one step of "
+            "one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
+        )
+    plan = plan_for(model, budget, sample_input, layers=[layer.fqn for layer in chosen], **planning)
+    if is_rank_zero():
+        logger.info(
+            f"ac={plan.budget!r}: predicted peak {plan.peak_bytes / 2**30:.2f} GiB per rank, replay "
+            f"{plan.replay_share:.0%} of a forward pass."
+        )
+    return plan
+
+
+def _measured_bytes(model: nn.Module, config: CheckpointConfig, sample_input: Any) -> dict[str, int] | None:
+    """Activation bytes by layer name, where the config asks for a measurement and there is an input for it."""
+    wanted = config.profile_before_apply or config.mode == "sequential"
+    if config.mode == "none" or not wanted or sample_input is None:
+        return None
+    if any(parameter.is_meta for parameter in model.parameters()):
+        warn_once(
+            "A measurement of each layer was asked for, but the model is on the meta device and cannot run: all layers "
+            "count alike. Pass a model with weights, or no sample_input."
+        )
+        return None
+    report = MemoryProfiler(model).profile(sample_input, config.profile_num_runs)
+    return {row.name: row.activation_bytes for row in report}
