@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.compile import compile_layers, parse_compile
 from nemo_like.distributed.agreement import check_agreement
-from nemo_like.distributed.launch import device_for, world_size
+from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
@@ -131,9 +131,10 @@ def parallelize(
     _check_compile(backend is not None, asked)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
-    mesh = _mesh(word, mesh, dp_replicate, tensor.size, device)
+    asked_device = None if device is None else checked_device(device)
+    mesh = _mesh(word, mesh, dp_replicate, tensor.size, asked_device)
     shard_mesh = mesh if word == "fsdp2" else None
-    target = device_for(device, None if mesh is None else mesh.device_type)
+    target = asked_device or local_device(None if mesh is None else mesh.device_type)
     split = _check_tensor_parallel(shard_mesh, asked, tensor)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
@@ -219,7 +220,7 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, precision: Pre
 
 
 def _mesh(
-    strategy: str, mesh: DeviceMesh | None, dp_replicate: int, tp: int, device: str | torch.device | None
+    strategy: str, mesh: DeviceMesh | None, dp_replicate: int, tp: int, device: torch.device | None
 ) -> DeviceMesh | None:
     """The mesh to work on; None for one rank, where no process group is made or used."""
     ranks = world_size()
@@ -246,7 +247,7 @@ def _mesh(
         return None
     if strategy == "ddp" and dp_replicate not in (1, ranks):
         raise ValueError(f"dp_replicate is {dp_replicate}, but 'ddp' replicates over all {ranks} ranks; use 'fsdp2'.")
-    device_type = None if device is None else torch.device(device).type
+    device_type = None if device is None else device.type
     return mesh if mesh is not None else build_mesh(dp_replicate=dp_replicate, tp=tp, device_type=device_type)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.activation_checkpointing.wrapper import apply_selective_checkpointing_to_layers
 from nemo_like.offload import Offloader, apply_offloading, offload_activations
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.journal import Journal, find_hazards

@@ -1,17 +1,20 @@
 """The table of operators: what it says of each, how operators are named, and that decisions are logged."""
 
+import dataclasses
 import logging
 
 import pytest
 import torch
 import torch.nn.attention.varlen  # registers torch_attn
-from nemo_like.checkpointing import parse_checkpointing
 
 from nemo_like import log
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing import policy as policies
+from nemo_like.layers import find_layers
 from nemo_like.op_lookup import find_op, resolve_op
 from nemo_like.options import CheckpointConfig
+from nemo_like.resolve import config_specs
+from tests.decoders import PlainDecoder
 
 aten = torch.ops.aten
 
@@ -97,7 +100,8 @@ def test_a_packet_leaves_out_what_writes_and_what_takes_no_tensor():
 
 def test_a_packet_means_the_same_in_a_config_and_in_a_policy():
     config = CheckpointConfig(enabled=True, ops_to_save=["aten.mm", "aten.max"])
-    by_config = parse_checkpointing(config)[1]
+    config = dataclasses.replace(config, profile_before_apply=False)
+    by_config = config_specs(model := PlainDecoder(), find_layers(model), config)[0].policy
     by_hand = policies.SelectivePolicy(every_nth_matmul=None, save_ops=("aten.mm", "aten.max"))
     assert set(by_config.tracked_ops()) == set(by_hand.tracked_ops()) == resolve_op("aten.mm") | resolve_op("aten.max")
     assert {aten.mm.default, aten.max.dim} <= set(by_config.tracked_ops())

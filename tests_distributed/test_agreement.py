@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nemo_like import parallelize
+from nemo_like.options import FSDP2
 from tests.decoders import batch, build, loss_of
 from tests_distributed.spawn import run_ranks
 from tests_distributed.tiny import Decoder
@@ -28,17 +29,17 @@ def _differing(rank: int, world_size: int, by_rank: list[dict[str, Any]]) -> str
     ("by_rank", "said"),
     [
         (
-            [dict(reshard_after_forward=True), dict(reshard_after_forward=False)],
-            ["reshard_after_forward is True on rank 0 and False on rank 1"],
+            [dict(strategy=FSDP2(True)), dict(strategy=FSDP2(False))],
+            ["strategy is FSDP2(reshard_after_forward=True, ", "on rank 0 and FSDP2(reshard_after_forward=False, "],
         ),
-        ([dict(param_dtype="bf16"), dict()], ["param_dtype is 'bf16' on rank 0 and None on rank 1"]),
-        ([dict(reshard_after_forward=-1), dict()], ["reshard_after_forward is -1 on rank 0 and None on rank 1"]),
+        ([dict(precision="bf16"), dict()], ["precision is 'bf16' on rank 0 and None on rank 1"]),
+        ([dict(ac="ful"), dict()], ["ac is 'ful' on rank 0 and 'selective' on rank 1"]),
         (
             [dict(ac="full"), dict(ac="none", dp_replicate=2)],
             ["ac is 'full' on rank 0 and 'none' on rank 1", "dp_replicate is 1 on rank 0 and 2 on rank 1"],
         ),
         ([dict(strategy="fsdp2"), dict(strategy="ddp")], ["strategy is 'fsdp2' on rank 0 and 'ddp' on rank 1"]),
-        ([dict(tp=2), dict()], ["tp is 2 on rank 0 and None on rank 1"]),
+        ([dict(tp=2), dict()], ["tp is 2 on rank 0 and 1 on rank 1"]),
         ([dict(offload="all"), dict()], ["offload is 'all' on rank 0 and None on rank 1"]),
     ],
 )

@@ -71,14 +71,12 @@ def local_device(device_type: str | None = None) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
-def device_for(device: str | torch.device | None, device_type: str | None = None) -> torch.device:
-    """The device that ``device=`` means: that one, or where it is None, this rank's of `device_type`.
+def checked_device(device: str | torch.device) -> torch.device:
+    """The device that ``device=`` names, once it is sure that a model can train there.
 
     Raises:
         ValueError: no device is written like that, or this machine has none of the kind or number.
     """
-    if device is None:
-        return local_device(device_type)
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
