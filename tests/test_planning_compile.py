@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from nemo_like.activation_checkpointing.wrapper import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper
+from nemo_like.compile import compile_layers
 from nemo_like.planning import apply_plan, plan_for
 
 pytest.importorskip("scipy")
@@ -54,13 +54,9 @@ def _run(budget: str | None, backend: str | None, dropout: float, torchs: Sequen
     plan = None
     if budget is not None:
         plan = plan_for(model, budget, x, device="h100-80gb")
-        apply_plan(model, plan, device_type="cpu")
-        for layer in model.layers:
-            if isinstance(layer, CheckpointWrapper):
-                setattr(layer, SELECTIVE_AC_WRAPPER_FLAG, True)
+        apply_plan(model, plan, device_type="cpu", compile=backend is not None)
     if backend is not None:
-        for layer in model.layers:
-            layer.compile(backend=backend)
+        compile_layers(model, backend, model.layers)
     torch.manual_seed(1)
     params = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import SelectivePolicy, parallelize, plan_for
+from nemo_like import MemoryBudget, SelectivePolicy, parallelize, plan_for
 from nemo_like.cli import main
+from nemo_like.options import FSDP2
+from nemo_like.planning.devices import resolve_device
 from tests.decoders import PlainDecoder, batch
 
 
@@ -30,7 +32,8 @@ def test_a_policy_class_is_not_a_policy() -> None:
 
 
 def test_a_number_of_ranks_is_positive_on_one_rank_too() -> None:
-    _refused("reshard_after_forward is -1", reshard_after_forward=-1)
+    with pytest.raises(ValueError, match="reshard_after_forward is -1"):
+        FSDP2(reshard_after_forward=-1)
 
 
 class _WithLoss(PlainDecoder):
@@ -44,6 +47,33 @@ def test_a_plan_for_fewer_layers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"plan has 2 layers.*blocks\.2, blocks\.3"):
         parallelize(model, "single", plan)
     parallelize(model, "single", plan, layers=["blocks.0", "blocks.1"])  # said, it is what was asked for
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(peak_bytes="40GiB"), r"peak_bytes is '40GiB'.*MemoryBudget\.parse\('40GiB'\)"),
+        (dict(fraction="50%"), r"fraction is '50%'.*MemoryBudget\.parse\('50%'\)"),
+        (dict(peak_bytes=True), "peak_bytes is True"),
+        (dict(fraction=float("nan")), "fraction is nan"),
+    ],
+)
+def test_a_budget_of_the_wrong_kind_says_how_to_write_it(fields: dict[str, object], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        MemoryBudget(**fields)
+
+
+@pytest.mark.parametrize("budget", [0.5, None, True])
+def test_a_number_is_no_budget(budget: object) -> None:
+    with pytest.raises(TypeError, match=r"budget is .*'40GiB' or '50%'"):
+        plan_for(_WithLoss(layers=2), budget, (batch(2),))
+
+
+def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
+    assert resolve_device("h100") == resolve_device("h100-80gb")
+    assert resolve_device("A100").name == "a100-80gb"
+    with pytest.raises(ValueError, match="'h' is neither one of"):
+        resolve_device("h")
 
 
 @pytest.mark.parametrize(

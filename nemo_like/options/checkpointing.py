@@ -211,9 +211,8 @@ class MemoryBudget:
         for name in given:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(
-                    f"MemoryBudget.{name} is {value!r}; it must be a number. MemoryBudget.parse reads '40GiB' and '50%'."
-                )
+                way = f": write MemoryBudget.parse({value!r})" if isinstance(value, str) else ""
+                raise TypeError(f"MemoryBudget.{name} is {value!r}, a {type(value).__name__}; it must be a number{way}.")
         if self.peak_bytes is not None and not self.peak_bytes > 0:
             raise ValueError(f"MemoryBudget.peak_bytes is {self.peak_bytes!r}; it must be > 0.")
         for name in ("fraction", "device_share"):
@@ -224,7 +223,13 @@ class MemoryBudget:
     @classmethod
     def parse(cls, text: str) -> MemoryBudget:
         """``"40GiB"`` (bytes of peak per rank), ``"50%"`` (of the activation bytes of no checkpointing) or ``"auto"``
-        (nine tenths of the device's memory)."""
+        (nine tenths of the device's memory).
+
+        Raises:
+            TypeError: `text` is no string. ValueError: it is none of the three.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"budget is {text!r}; write it as '40GiB' or '50%', as 'auto', or as a MemoryBudget.")
         stripped = text.strip()
         if normalise(stripped) == "auto":
             return cls(device_share=0.9)
@@ -265,10 +270,11 @@ def parse_ac(ac: Any) -> CheckpointConfig | MemoryBudget:
         ac = "full"
     if is_policy(ac):
         return CheckpointConfig(enabled=True, strategy="selective", policy=ac, profile_before_apply=False)
+    if isinstance(ac, type):
+        raise TypeError(f"ac is the class {ac.__name__}; it must be an object of it: ac={ac.__name__}().")
     if not isinstance(ac, str):
-        what = f"the class {ac.__name__}" if isinstance(ac, type) else f"{ac!r}, a {type(ac).__name__}"
         raise TypeError(
-            f"ac is {what}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
+            f"ac is {ac!r}, a {type(ac).__name__}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
             "a budget such as '40GiB' or '50%', a MemoryBudget, a Plan, a policy object or a CheckpointConfig "
             "(CheckpointConfig.from_dict makes one of a mapping)."
         )

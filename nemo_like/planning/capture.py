@@ -114,7 +114,25 @@ def _forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, k
                 f"does not have ({error}). Mixture-of-experts models of transformers can with "
                 "experts_implementation='grouped_mm'."
             ) from error
+        if isinstance(error, RuntimeError | TypeError | IndexError | AttributeError):
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"The forward pass of {type(model).__name__} failed on the sample input ({_shapes(args, kwargs)}), run on "
+                f"tensors without values: {reason}. Give what one step of one rank gives to the "
+                "model; if that is what this is, the model cannot be planned: use a mode instead of a budget."
+            ) from error
         raise
+
+
+def _shapes(args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """Arguments as one would describe them: tensors by dtype and shape, others by type."""
+
+    def of(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return type(value).__name__
+
+    return ", ".join([*map(of, args), *(f"{name}: {of(value)}" for name, value in kwargs.items())])
 
 
 @dataclass

@@ -47,6 +47,9 @@ def resolve_device(spec: str | Path | Device) -> Device:
     if isinstance(spec, Device):
         return spec
     table, name = _table(), str(spec).strip().lower().replace("_", "-")
+    begun = [known for known in known_devices() if known.startswith(f"{name}-")]
+    if len(begun) == 1:  # "h100", where the table has it with one size of memory
+        name = begun[0]
     if name in known_devices():
         return _device(name, table[name])
     path = Path(spec)
