@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_like.activation_checkpointing.kv_sharing import disable_cache
+
 VOCAB, DIM, SIDE, PATCH = 64, 32, 16, 4
 IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN, START, END = 50, 51, 52, 53, 54
 PATCHES = (SIDE // PATCH) ** 2
@@ -32,7 +34,10 @@ class Family:
     def build(self, seed: int = 0) -> nn.Module:
         """The model in training mode, its weights drawn from `seed`."""
         torch.manual_seed(seed)
-        return self.make().float().train()
+        model = self.make().float().train()
+        # A checkpointed model is called without a cache, which picks other kernels in some models: the bare one too.
+        disable_cache(model)
+        return model
 
     def step(self, model: nn.Module, seed: int = 1) -> Tensor:
         """The loss of one forward pass; random numbers (dropout) start from `seed`."""

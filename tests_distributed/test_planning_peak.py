@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from nemo_like.options import FSDP2
+from nemo_like.options import FSDP2, MemoryBudget
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
@@ -135,7 +135,6 @@ def _compare(rank, world_size, name, modes):
     from nemo_like.distributed.shard import shard_layers
     from nemo_like.layers import find_layers
     from nemo_like.planning.apply import apply_plan
-    from nemo_like.planning.budget import parse_budget as parse
     from nemo_like.planning.devices import resolve_device
     from nemo_like.planning.planner import Planner, Setup
 
@@ -150,7 +149,7 @@ def _compare(rank, world_size, name, modes):
         if mode in ("none", "full", "selective"):
             plan = planner.describe(planner.uniform(mode), mode)
         else:
-            plan = planner.plan(parse(mode, planner.device), mode)
+            plan = planner.plan(MemoryBudget.parse(mode), mode)
         apply_plan(model, plan, device_type="cpu")
         assert mode == "none" or any(isinstance(m, CheckpointWrapper) for m in model.modules())
         shard_layers(model, find_layers(model), build_mesh(device_type="cpu"))
