@@ -88,7 +88,7 @@ def _install_output_recorders(model: nn.Module) -> None:
     if install is None:
         return
     for module in model.modules():
-        if getattr(module, "_can_record_outputs", None):
+        if getattr(module, "can_record_outputs", None):
             install(module)
 
 
