@@ -24,9 +24,10 @@ from tests.decoders import NAMES, PlainDecoder, batch, build, loss_of
 def test_the_public_names_are_these() -> None:
     # Frozen on purpose: a name that users import is added or taken away knowingly.
     assert nemo_like.__all__ == [
-        "ActivationCheckpointTransform", "CheckpointConfig", "CheckpointWrapper", "MemoryBudget", "MemoryProfiler",
-        "OffloadConfig", "Plan", "ProfileReport", "SelectiveCheckpointer", "SelectivePolicy",
-        "apply_activation_checkpointing", "checkpoint_timesteps", "materialize", "parallelize", "plan_for",
+        "FSDP2", "ActivationCheckpointTransform", "CheckpointConfig", "CheckpointWrapper", "MemoryBudget",
+        "MemoryProfiler", "OffloadConfig", "Plan", "Precision", "ProfileReport", "SelectiveCheckpointer",
+        "SelectivePolicy", "TensorParallel", "apply_activation_checkpointing", "checkpoint_timesteps",
+        "materialize", "parallelize", "plan_for",
     ]  # fmt: skip
     assert all(getattr(nemo_like, name).__doc__ for name in nemo_like.__all__)
     signature = inspect.signature(parallelize)
