@@ -85,7 +85,8 @@ def _install_output_recorders(model: nn.Module) -> None:
     """
     recording = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(recording, "maybe_install_capturing_hooks", None)
-    if install is None:
+    # Only where the model itself reads hidden states: the recorders break graphs under compilation, and pickling.
+    if install is None or not any(hasattr(getattr(m, "config", None), "vision_feature_layer") for m in model.modules()):
         return
     for module in model.modules():
         if getattr(module, "can_record_outputs", None):
