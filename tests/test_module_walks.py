@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
@@ -212,5 +213,33 @@ def test_a_wrapped_norm_is_taken_for_a_norm_and_for_a_wrapper() -> None:
     wrapped = CheckpointWrapper(nn.LayerNorm(4))
     assert isinstance(wrapped, nn.LayerNorm) and isinstance(wrapped, CheckpointWrapper)
     assert type(wrapped) is CheckpointWrapper and "LayerNorm" in repr(wrapped)
+
+
+def test_a_wrapped_layer_is_taken_for_its_class_too() -> None:
     layer = CheckpointWrapper(ScaledBlock())
-    assert not isinstance(layer, ScaledBlock) and layer.__class__ is CheckpointWrapper
+    assert isinstance(layer, ScaledBlock) and isinstance(layer, CheckpointWrapper)
+    assert type(layer) is CheckpointWrapper and "ScaledBlock" in repr(layer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accelerate_finds_each_layer_once_by_its_class(mode: str) -> None:
+    """accelerate's FSDP2 shards the modules of a class on a walk over `named_children`."""
+    fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils", reason="needs accelerate")
+    model = _wrapped("llama", mode)
+    found = fsdp_utils.get_module_children_bottom_up(model, return_fqns=True)
+    names = [name for name, module in found if isinstance(module, LlamaDecoderLayer)]
+    assert names == [f"model.layers.{index}" for index in range(3)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_hidden_states_are_recorded_at_every_layer(family: str, mode: str) -> None:
+    """transformers records them at the modules of a class, on a walk over `named_children`."""
+    ids = torch.arange(12).reshape(2, 6) % 16
+    expected = _model(family)(ids, use_cache=False, output_hidden_states=True).hidden_states
+    wrapped = _wrapped(family, mode)
+    hidden = wrapped(ids, output_hidden_states=True).hidden_states
+    assert len(hidden) == len(expected) == 4
+    assert all(torch.equal(state, bare) for state, bare in zip(hidden, expected, strict=True))
+    hidden[1].square().sum().backward()
+    assert wrapped.get_input_embeddings().weight.grad.abs().sum() > 0

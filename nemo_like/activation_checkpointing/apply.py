@@ -5,7 +5,6 @@ Everything is checked, and every wrapper made, before the first one is registere
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Protocol, runtime_checkable
@@ -55,8 +54,6 @@ def apply_specs(
     specs = list(specs)
     tree = _Tree(model)
     wrappers = _make_wrappers(tree, specs, compile)
-    if wrappers:
-        _install_output_recorders(model)
     for name, wrapper in wrappers.items():
         tree.put(name, wrapper)
     for spec in specs:
@@ -75,22 +72,6 @@ def apply_specs(
 def check_specs(model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: bool = False) -> None:
     """Raise what `apply_specs` would raise. Changes nothing."""
     _make_wrappers(_Tree(model), list(specs), compile)
-
-
-def _install_output_recorders(model: nn.Module) -> None:
-    """Let transformers put its recorders of hidden states on the layers now, while it can find them.
-
-    It puts them on at the first call that asks for hidden states (LLaVA's vision tower, always), by the layers' class,
-    on a walk by `named_children`, which passes a wrapper and not the layer inside (seen with transformers 5.23).
-    """
-    recording = sys.modules.get("transformers.utils.output_capturing")
-    install = getattr(recording, "maybe_install_capturing_hooks", None)
-    # Only where the model itself reads hidden states: the recorders break graphs under compilation, and pickling.
-    if install is None or not any(hasattr(getattr(m, "config", None), "vision_feature_layer") for m in model.modules()):
-        return
-    for module in model.modules():
-        if getattr(module, "can_record_outputs", None):
-            install(module)
 
 
 class _Tree:

@@ -81,13 +81,14 @@ class Nameless(nn.Module):
 
     @property
     def __class__(self) -> type:
-        """The class of the module inside where that is a leaf (a norm), so that ``isinstance`` finds it by its class.
+        """The class of the module inside, so that ``isinstance`` finds it: walks by `named_children` meet the wrapper alone.
 
-        Trainers leave norms out of weight decay by ``isinstance(child, nn.LayerNorm)``. A layer's children say
-        themselves what they are, and code that looks for layers by class must not find each twice.
+        Trainers leave norms out of weight decay by ``isinstance(child, nn.LayerNorm)``, transformers records hidden
+        states at the modules of a layer's class, accelerate shards modules of a class. A walk by `modules`, which meets
+        the module inside too, finds a class twice there; ``type(module)`` tells the two apart.
         """
         inner = self.__dict__.get("_modules", {}).get(_INNER)
-        return type(self) if inner is None or inner._modules else inner.__class__
+        return type(self) if inner is None else inner.__class__
 
     @__class__.setter
     def __class__(self, value: type) -> None:
@@ -95,7 +96,9 @@ class Nameless(nn.Module):
         said = self.__class__
         if said is not type(self) and not issubclass(value, type(self)):
             bases = tuple(type(self) if base is said else base for base in value.__bases__)
-            value = type(value.__name__, bases, dict(value.__dict__))
+            # Only what FSDP2 adds. transformers puts a forward of its own into every subclass of its layers: that one
+            # would run the layer past the wrapper.
+            value = type(value.__name__, bases, {key: item for key, item in vars(value).items() if not hasattr(said, key)})
         _set_type(self, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from nemo_like.extras import require
-from nemo_like.log import warn_once
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 _transformers = require("transformers", "hf", "for the Trainer integration")
@@ -81,12 +80,6 @@ def checkpoint_for_trainer(
         return model
     refuse_two_kinds_of_checkpointing(args)
     compiled = bool(getattr(args, "torch_compile", False))
-    if getattr(args, "fsdp", None):
-        warn_once(
-            "The trainer's fsdp settings shard layers by their class, and ac= puts a wrapper of another class around whole "
-            "layers: accelerate then finds none of them and gathers the model as one unit. Use ac='submodule', or "
-            "nemo_like.parallelize and a loop of your own."
-        )
     return apply_activation_checkpointing(model, ac, scope, compiled, sample_input=sample_input)
 
 
