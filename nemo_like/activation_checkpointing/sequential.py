@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like.activation_checkpointing.ambient import Ambient
+from nemo_like.activation_checkpointing.containers import map_leaves
 from nemo_like.activation_checkpointing.engine_inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine_modes import ForwardMode, kinds_for
 from nemo_like.activation_checkpointing.engine_region import Region
@@ -28,6 +29,7 @@ from nemo_like.activation_checkpointing.module_world import ModuleWorld, module_
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.log import warn_once
 
 
 class Segment:
@@ -196,6 +198,8 @@ class _SegmentRegion(Region):
         self._preserve_rng_state = first.preserve_rng_state
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Earlier]] = {}
         """id of a tensor that a call returned → itself (weakly), its version then, and which it is."""
+        self._entered: set[int] = set()
+        """Tensors in objects that came in from outside, which the first call's arguments hold."""
 
     def stop_unless_waited_for(self) -> None:
         """Stop early in the last call only: a layer that FSDP gathered for its replay must get to its end."""
@@ -212,7 +216,7 @@ class _SegmentRegion(Region):
 
     def record(self, run: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
         """Make one call, with autograd keeping handles in the place of tensors."""
-        marked_args, marked_kwargs = _map(lambda tensor: self._earlier(tensor) or tensor, (args, kwargs))
+        marked_args, marked_kwargs = map_leaves(self._marked, (args, kwargs))
         call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
         try:
@@ -234,6 +238,21 @@ class _SegmentRegion(Region):
             self._outputs[id(tensor)] = (weakref.ref(tensor), tensor._version, mark)
         return out
 
+    def _marked(self, leaf: Any) -> Any:
+        """What to keep of an argument: a mark in the place of an output of the region, else itself."""
+        if isinstance(leaf, Tensor):
+            return self._earlier(leaf) or leaf
+        inside = [v for v in getattr(leaf, "__dict__", {}).values() if isinstance(v, Tensor) and v.grad_fn is not None]
+        if not self.calls:
+            self._entered.update(map(id, inside))
+        elif not self._entered.issuperset(map(id, inside)):
+            warn_once(
+                f"Layers hand a {type(leaf).__name__} on that holds what an earlier layer of the same segment returned: "
+                "where no backward follows a forward, its memory is never freed. Make it a dataclass, pass the tensor "
+                "itself, use ac='full', or run such forwards under torch.no_grad()."
+            )
+        return leaf
+
     def end(self) -> None:
         """No call comes any more: forget what no replay can reach."""
         if self.complete:
@@ -254,16 +273,8 @@ class _SegmentRegion(Region):
 
 
 def _map(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
-    """`function` on every `kind` in nested tuples, lists and dicts: the containers in which arguments are saved."""
-    if isinstance(value, kind):
-        return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(_map(function, item, kind) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return type(value)._make(_map(function, item, kind) for item in value)
-    if type(value) is dict:
-        return {key: _map(function, item, kind) for key, item in value.items()}
-    return value
+    """`function` on every `kind` in `value` and its containers, in which arguments are saved."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, value)
 
 
 def _tensors(value: Any) -> list[Tensor]:
