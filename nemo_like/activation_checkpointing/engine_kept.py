@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import Decision
 from nemo_like.activation_checkpointing.transfer import HostHandle
 from nemo_like.op_lookup import Op
@@ -29,6 +30,11 @@ class Kept:
         """The random-number state after a call that drew and is kept."""
         self.private = False
         """The value is a copy of our own, made because the original was about to be changed in place."""
+
+    def recompute(self) -> None:
+        """Drop what is kept: replay computes it, unless it must never run twice."""
+        if self.decision is Decision.SKIP or not facts(self.op).pinned:
+            self.decision, self.value, self.rng_after = Decision.RECOMPUTE, None, None
 
 
 class OnHost:

@@ -6,7 +6,7 @@ metadata calls) passes through uncounted, so that it may differ between forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from nemo_like.activation_checkpointing import ops
@@ -157,6 +157,12 @@ class ForwardMode(_Mode):
             if not tensors_in(out):
                 raise RegionError(f"Region {self.region_name!r}: {func} returns no tensor and can't be skipped.")
         return entry
+
+    def replay_instead(self, ops: Collection[Op]) -> None:
+        """Decide anew, at the end of forward: compute what was to be skipped, and what `ops` made, in replay."""
+        for entry in self.kept:
+            if entry.decision is SKIP or entry.op in ops:
+                entry.recompute()
 
     def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
         """`func` is about to write: give whatever is kept of the written storages a copy of its own."""

@@ -27,8 +27,10 @@ from nemo_like.activation_checkpointing.engine_modes import ForwardMode, ReplayM
 from nemo_like.activation_checkpointing.errors import RegionError
 from nemo_like.activation_checkpointing.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.module_world import ModuleWorld, module_of
-from nemo_like.activation_checkpointing.policy import HOST, SAVE, PlanMismatchError, Policy
+from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer, Transfer
+from nemo_like.log import warn_once
 from nemo_like.tensors import tensors_in
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -79,6 +81,7 @@ class Region:
         self.handles: list[weakref.ref[_Handle]] = []
         self.kept: list[Kept] = []
         self.forward_mode: ForwardMode | None = None
+        self.replay_mode: ReplayMode | None = None
         self.complete = False
         self.consumed = False
         self.graph_kept = False
@@ -110,8 +113,10 @@ class Region:
             with saved_tensors_hooks(pack, self.unpack), self.forward_mode or nullcontext(), watcher or nullcontext():
                 out = self.fn(*args, **kwargs)
             finish = getattr(decide, "finish", None)
-            if finish is not None:
-                finish()
+            misfit = finish() if finish is not None else None
+            if misfit is not None and self.forward_mode is not None:
+                self.forward_mode.replay_instead(misfit.ops)
+                say_misfit(self.name, misfit.reason)
         except PlanMismatchError as error:
             self.drop()
             raise PlanMismatchError(f"Region {self.name!r}: {error}") from error
@@ -200,24 +205,29 @@ class Region:
             )
         live = [index for index, reference in enumerate(self.handles) if reference() is not None]
         self.last = live[-1]
-        self.position = 0
-        self.lent: list[Tensor] = []
         self.unwaited = torch_compat.unwaited_collectives()
         args, kwargs = self.inputs.get(self.name)
-        values = self.values_for_replay(keep)
-        mode = ReplayMode(self.kinds, self.kept, values, self.name) if not self.policy.keeps_nothing else None
-        self.replay_mode = mode
         outer = self.forward_mode
         if outer is not None:
             outer.paused = True
+        mode: ReplayMode | None = None
         try:
-            self.run_again(args, kwargs, mode)
+            try:
+                mode = self.new_replay_mode(keep)
+                self.run_again(args, kwargs, mode)
+            except RegionError:
+                skipped = mode.skipped_so_far() if mode is not None else ""
+                if getattr(self.policy, "strict", True) or not skipped:
+                    raise
+                self.skip_nothing()
+                say_misfit(self.name, f"it skips {skipped}, and this call's backward needs what is made of that")
+                self.run_again(args, kwargs, self.new_replay_mode(keep))
         except BaseException as error:
             self.drop()
             error.add_note(f"(raised in the replay of checkpointed region {self.name!r}, in backward)")
             raise
         finally:
-            self.lent = []
+            self.lent.clear()
             self.replay_mode = None
             if outer is not None:
                 outer.paused = False
@@ -225,6 +235,21 @@ class Region:
             handle = self.handles[index]()
             if handle is not None and handle.value is not None and handle.value.requires_grad:
                 handle.value = handle.value.detach()
+
+    def new_replay_mode(self, keep: bool) -> ReplayMode | None:
+        """What puts kept outputs back in the replay that now begins; nothing where nothing is kept."""
+        self.position = 0
+        self.lent: list[Tensor] = []
+        values = self.values_for_replay(keep)
+        mode = None if self.policy.keeps_nothing else ReplayMode(self.kinds, self.kept, values, self.name)
+        self.replay_mode = mode
+        return mode
+
+    def skip_nothing(self) -> None:
+        """Decide anew, after a replay that needed what was skipped: compute that, and what is gone since."""
+        for entry in self.kept:
+            if entry.decision is SKIP or (entry.decision in (SAVE, HOST) and entry.value is None):
+                entry.recompute()
 
     def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
         buffers = self.buffers.restored() if self.buffers is not None else nullcontext()
@@ -264,6 +289,7 @@ class Region:
 
     def values_for_replay(self, keep: bool) -> list[Any]:
         values = []
+        skips = any(entry.decision is SKIP for entry in self.kept)
         for entry in self.kept:
             if entry.decision is HOST:
                 for item in on_host(entry.value):
@@ -275,8 +301,8 @@ class Region:
                 if keep:
                     value = map_tensors(private_copy if entry.private else Tensor.detach, value)
             values.append(value)
-            if not keep:
-                entry.value = None
+            if not keep and not (skips and facts(entry.op).pinned):
+                entry.value = None  # the list hands it out once; a second try can't run a pinned operator again
         self.consumed = not keep and any(entry.decision in (SAVE, HOST) for entry in self.kept)
         return values
 
@@ -350,6 +376,16 @@ class Region:
             f"{tuple(handle.shape)} and {handle.dtype} in forward, and has {tuple(tensor.shape)} and {tensor.dtype} in "
             "replay. Something in the region depends on state that changed since."
         )
+
+
+def say_misfit(region: str, reason: str) -> None:
+    """Once for all regions: a batch of another kind is met by each layer in turn, and may come again."""
+    warn_once(
+        f"Region {region!r} runs other operators than its plan was made for ({reason}), as where a mask, or none, sends "
+        "attention another way. In such calls, what the plan does not fit is computed again: gradients are the same, "
+        "backward takes longer. Plan with a sample_input that is like most batches of the run.",
+        key="misfit",
+    )
 
 
 def _nothing(owner: Any, name: str) -> bool:

@@ -179,6 +179,11 @@ def pinned_ops() -> frozenset[Op]:
     return _present(name for name, row in _ROWS.items() if row.pinned)
 
 
+def attention_ops() -> frozenset[Op]:
+    """The attention kernels, of those that this torch and the packages imported so far have."""
+    return _present(name for name, row in _ROWS.items() if row.attention)
+
+
 def _present(names: Iterable[str]) -> frozenset[Op]:
     return frozenset(op for op in map(find_op, names) if op is not None)
 

@@ -41,6 +41,15 @@ class PlanMismatchError(RuntimeError):
     """A region did not run the operators that its decision table was made for."""
 
 
+@dataclass(frozen=True)
+class Misfit:
+    """Why the decisions of one region call can't all stand, told at the end of its forward."""
+
+    ops: frozenset[Op]
+    """The operators whose outputs are to be computed again, unless they must never be."""
+    reason: str
+
+
 @runtime_checkable
 class Policy(Protocol):
     """What the engine needs of a policy."""
@@ -54,8 +63,9 @@ class Policy(Protocol):
     def start(self) -> Decide:
         """A fresh decision function, for one region call.
 
-        If it has an attribute ``finish``, the engine calls that at the end of the region's forward; if it has a true
-        attribute ``needs_call``, the engine calls it with ``(op, index, args, kwargs, output)``.
+        If it has an attribute ``finish``, the engine calls that at the end of the region's forward: it may raise, or
+        return a `Misfit`. If it has a true attribute ``needs_call``, the engine calls it with ``(op, index, args, kwargs,
+        output)``.
         """
 
 
@@ -190,9 +200,13 @@ def named_ops_policy(names: Sequence[str | Op]) -> SelectivePolicy:
 class DecisionTable:
     """A fixed decision for each invocation of each tracked operator: what a plan becomes.
 
-    `decisions` maps an operator (or its name) to one `Decision` per invocation in the region. The table is strict: a
-    region that runs a listed operator more or fewer times raises `PlanMismatchError`. Operators that must never be
-    replayed (`ops.pinned_ops`) are kept even where the table does not list them.
+    `decisions` maps an operator (or its name) to one `Decision` per invocation in the region. Operators that must never
+    be replayed (`ops.pinned_ops`) are kept even where the table does not list them.
+
+    `strict` (the default): a region that runs a listed operator more or fewer times raises `PlanMismatchError`, and a
+    replay that needs what was skipped raises `RegionError`. Otherwise such a call, of another batch than the table was
+    made for (its mask takes another branch), keeps what still fits, skips nothing, replays the rest, and says so once;
+    and the row of an attention kernel counts for whichever kernel attention is given to.
 
     Raises:
         ValueError: an unknown operator; one that can't be tracked; SKIP of an operator that draws random numbers;
@@ -205,42 +219,49 @@ class DecisionTable:
 
     keeps_nothing = False
 
-    def __init__(self, decisions: Mapping[Op | str, Sequence[Decision]]) -> None:
+    def __init__(self, decisions: Mapping[Op | str, Sequence[Decision]], *, strict: bool = True) -> None:
+        self.strict = strict
         self.decisions: dict[Op, tuple[Decision, ...]] = {}
         for name, row in decisions.items():
             for op in sorted(_only_op(name), key=str):
                 self.decisions[op] = tuple(_as_decision(item) for item in row)
                 _check_row(op, self.decisions[op])
-        self._tracked = frozenset(self.decisions) | table.pinned_ops()
+        listed = [op for op in self.decisions if table.facts(op).attention]
+        self._kernel = listed[0] if len(listed) == 1 and not strict else None
+        self._tracked = frozenset(self.decisions) | table.pinned_ops() | self._other_kernels()
+
+    def _other_kernels(self) -> frozenset[Op]:
+        """The attention kernels that the one row of attention stands for, besides the listed one."""
+        return table.attention_ops() if self._kernel is not None else frozenset()
 
     def tracked_ops(self) -> Collection[Op]:
-        """The listed operators, and those that must never be replayed."""
+        """The operators that have a row, and those that must never be replayed."""
         return self._tracked
 
     def start(self) -> Decide:
         """A decision function that also checks, at the region's end, that every row was used up."""
-        return _TableRun(self.decisions)
+        return _TableRun(self.decisions) if self.strict else _LenientRun(self.decisions, self._kernel)
 
     def to_json(self) -> dict[str, list[str]]:
         """Operator name → decisions, as plain JSON values."""
         return {str(op): [d.value for d in row] for op, row in sorted(self.decisions.items(), key=lambda p: str(p[0]))}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Sequence[str]]) -> DecisionTable:
+    def from_json(cls, data: Mapping[str, Sequence[str]], strict: bool = True) -> DecisionTable:
         """The inverse of `to_json`."""
-        return cls({name: [_as_decision(item) for item in row] for name, row in data.items()})
+        return cls({name: [_as_decision(item) for item in row] for name, row in data.items()}, strict=strict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_json, (self.to_json(),)
+        return type(self).from_json, (self.to_json(), self.strict)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DecisionTable) and self.decisions == other.decisions
+        return isinstance(other, DecisionTable) and (self.decisions, self.strict) == (other.decisions, other.strict)
 
     def __hash__(self) -> int:
         return hash(tuple(sorted((str(op), row) for op, row in self.decisions.items())))
 
     def __repr__(self) -> str:
-        return f"DecisionTable({self.to_json()})"
+        return f"DecisionTable({self.to_json()}{'' if self.strict else ', strict=False'})"
 
 
 def _only_op(name: Op | str) -> frozenset[Op]:
@@ -275,8 +296,6 @@ def _check_row(op: Op, row: tuple[Decision, ...]) -> None:
 class _TableRun:
     """One region's walk through a `DecisionTable`."""
 
-    __slots__ = ("_counts", "_rows")
-
     def __init__(self, rows: Mapping[Op, tuple[Decision, ...]]) -> None:
         self._rows = rows
         self._counts: dict[Op, int] = {}
@@ -293,12 +312,48 @@ class _TableRun:
             )
         return row[index]
 
-    def finish(self) -> None:
+    def finish(self) -> Misfit | None:
         """Raise unless every row was used to its end."""
-        for op, row in self._rows.items():
-            ran = self._counts.get(op, 0)
-            if ran != len(row):
-                raise PlanMismatchError(
-                    f"{op} ran {ran} times, and the decision table has {len(row)} entries for it: the table was made "
-                    "for another block or another input. Make the plan again for this one."
-                )
+        misfit = self.misfit()
+        if misfit is not None:
+            raise PlanMismatchError(
+                f"{misfit.reason}: the table was made for another block or another input. Make the plan again for this one."
+            )
+        return None
+
+    def misfit(self) -> Misfit | None:
+        """The operators that ran more or fewer times than their rows say."""
+        wrong = [op for op, row in self._rows.items() if self._counts.get(op, 0) != len(row)]
+        if not wrong:
+            return None
+        op = wrong[0]
+        reason = f"{op} ran {self._counts.get(op, 0)} times, and the decision table has {len(self._rows[op])} entries for it"
+        return Misfit(frozenset(wrong), reason)
+
+
+class _LenientRun(_TableRun):
+    """A walk that goes on where the rows do not fit, and tells at the end which ones did not."""
+
+    def __init__(self, rows: Mapping[Op, tuple[Decision, ...]], kernel: Op | None) -> None:
+        super().__init__(rows)
+        self._kernel = kernel
+        """The attention kernel whose row counts for all of them."""
+
+    def __call__(self, op: Op, index: int) -> Decision:
+        known = table.facts(op)
+        if known.attention and self._kernel is not None:
+            op, index = self._kernel, self._counts.get(self._kernel, 0)
+        row = self._rows.get(op)
+        if row is None:
+            return SAVE
+        self._counts[op] = index + 1
+        if index >= len(row):
+            return SAVE if known.pinned else RECOMPUTE
+        return row[index]
+
+    def finish(self) -> Misfit | None:
+        """The rows that did not fit, with all kernels of attention in the place of the listed one."""
+        misfit = self.misfit()
+        if misfit is None or self._kernel not in misfit.ops:
+            return misfit
+        return Misfit(misfit.ops | table.attention_ops(), misfit.reason)

@@ -50,14 +50,18 @@ class LayerPlan:
     """Op name → decision of each invocation; None: the layer is no region."""
 
     def policy(self, device_type: str | None = None) -> Policy | None:
-        """The engine's policy for this layer on `device_type` (default: where this process trains); None: no region."""
+        """The engine's policy for this layer on `device_type` (default: where this process trains); None: no region.
+
+        It is not strict: a batch with another mask than the sample's trains on, with more to replay.
+        """
         if self.decisions is None:
             return None
         if not self.decisions:
             return FullPolicy()
         target = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         rename = {name: _ATTENTION.get(target, name) for name in _ATTENTION.values()}
-        return DecisionTable.from_json({rename.get(name, name): row for name, row in self.decisions.items()})
+        rows = {rename.get(name, name): row for name, row in self.decisions.items()}
+        return DecisionTable.from_json(rows, strict=False)
 
 
 @dataclass(frozen=True)
