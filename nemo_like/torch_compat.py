@@ -130,6 +130,14 @@ def version_of(tensor: Tensor) -> int | None:
     return getattr(tensor, "_version", None)
 
 
+def generator_id(generator: torch.Generator) -> int:
+    """What two Python objects of one generator have in common; operators are given another object than their caller.
+
+    Where torch does not tell, the object's own id.
+    """
+    return getattr(generator, "_cdata", id(generator))
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that `tensor` is a differentiable view of; None for no view."""
     return getattr(tensor, "_base", None)

@@ -211,6 +211,23 @@ def test_version_and_base():
     assert torch_compat.version_of(bare) is None and torch_compat.base_of(bare) is None
 
 
+def test_two_objects_of_one_generator_have_one_id():
+    seen = []
+
+    class Watch(torch_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(kwargs["generator"])
+            return func(*args, **kwargs)
+
+    generator = torch.Generator()
+    with Watch():
+        torch.rand(2, generator=generator)
+    assert torch_compat.generator_id(seen[0]) == torch_compat.generator_id(generator)
+    assert torch_compat.generator_id(torch.Generator()) != torch_compat.generator_id(generator)
+    nameless = SimpleNamespace()
+    assert torch_compat.generator_id(nameless) == id(nameless)
+
+
 @pytest.mark.parametrize("takes", [True, False])
 def test_a_policy_function_of_pytorch_sees_the_output(monkeypatch, takes):
     if takes and not torch_compat._context_takes_output:

@@ -1,8 +1,8 @@
 """Everything around a region that steers its results and is no argument: taken at forward, put back for replay.
 
-Random-number state, autocast, the choice of SDPA back end, a replaced `F.scaled_dot_product_attention`, function
-modes (a context-parallel patch, ``with torch.device(...)``), float32 matmul precision. Other packages add theirs
-with `register`. Values that are as they were cost a comparison and no more.
+Random numbers (torch's, Python's, NumPy's, a generator of one's own), autocast, the choice of SDPA back end, a replaced
+`F.scaled_dot_product_attention`, function modes (a context-parallel patch, ``with torch.device(...)``), float32 matmul
+precision. Other packages add theirs with `register`. Values that are as they were cost a comparison and no more.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nemo_like.activation_checkpointing.generators import Generators
+from nemo_like.activation_checkpointing.host_random import HostRandom
 from nemo_like.torch_compat import function_modes, sdp_priority, set_sdp_priority
 
 Restore = Callable[[], AbstractContextManager[Any]]
@@ -68,14 +70,22 @@ def accelerator_type() -> str | None:
     return current.type if getattr(module, "is_initialized", lambda: False)() else None
 
 
-def rng_state() -> tuple[torch.Tensor, str | None, torch.Tensor | None]:
-    """The random-number state of the CPU and of the accelerator in use."""
+RngState = tuple[torch.Tensor, str | None, torch.Tensor | None] | tuple[torch.Generator, torch.Tensor]
+
+
+def rng_state(generator: torch.Generator | None = None) -> RngState:
+    """The random-number state of the CPU and of the accelerator in use, or of `generator`."""
+    if generator is not None:
+        return generator, generator.get_state()
     device = accelerator_type()
     return torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state() if device else None
 
 
-def set_rng_state(state: tuple[torch.Tensor, str | None, torch.Tensor | None]) -> None:
+def set_rng_state(state: RngState) -> None:
     """Go back, or on, to what `rng_state` returned."""
+    if len(state) == 2:
+        state[0].set_state(state[1])
+        return
     cpu, device, on_device = state
     torch.set_rng_state(cpu)
     if device is not None and on_device is not None:
@@ -89,8 +99,8 @@ class Ambient:
     """
 
     __slots__ = (
-        "_autocast", "_autocast_cache", "_cpu_rng", "_device", "_device_rng", "_extras", "_matmul_precision",
-        "_modes", "_sdpa", "_sdpa_flags", "_sdpa_priority",
+        "_autocast", "_autocast_cache", "_cpu_rng", "_device", "_device_rng", "_extras", "_host_random",
+        "_matmul_precision", "_modes", "_sdpa", "_sdpa_flags", "_sdpa_priority", "generators",
     )  # fmt: skip
 
     def __init__(self, preserve_rng_state: bool = True) -> None:
@@ -105,6 +115,9 @@ class Ambient:
         self._extras = [restore for capture in _registered.values() if (restore := capture()) is not None]
         self._cpu_rng: torch.Tensor | None = torch.get_rng_state() if preserve_rng_state else None
         self._device_rng = torch.get_device_module(device).get_rng_state() if preserve_rng_state and device else None
+        self._host_random: HostRandom | None = HostRandom() if preserve_rng_state else None
+        self.generators: Generators | None = Generators() if preserve_rng_state else None
+        """Those of the region's own, as they are found; None: random numbers are left as they are."""
 
     def forget_unused_rng(self) -> None:
         """Call at the end of forward: drops the random-number state if no number was drawn meanwhile."""
@@ -114,6 +127,10 @@ class Ambient:
             now = torch.get_device_module(self._device).get_rng_state()
             if torch.equal(self._device_rng, now):
                 self._device_rng = None
+        if self._host_random is not None and not self._host_random.forget_unused():
+            self._host_random = None
+        if self.generators is not None and not self.generators.forget_unused():
+            self.generators = None
 
     def restored(self) -> AbstractContextManager[None]:
         """A context manager: within it everything is as it was, after it everything is as before it."""
@@ -134,6 +151,10 @@ class Ambient:
             yield
 
     def _restore_rng(self, stack: contextlib.ExitStack) -> None:
+        if self._host_random is not None:
+            self._host_random.restore(stack)
+        if self.generators is not None:
+            self.generators.restore(stack)  # before torch's own, one of which may be among them, noted later than entry
         if self._cpu_rng is not None:
             stack.callback(torch.set_rng_state, torch.get_rng_state())
             torch.set_rng_state(self._cpu_rng)

@@ -24,6 +24,7 @@ from nemo_like.activation_checkpointing.engine_kept import (
     versions,
 )
 from nemo_like.activation_checkpointing.errors import RegionError
+from nemo_like.activation_checkpointing.generators import Generators
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.op_lookup import Op
@@ -115,8 +116,11 @@ class ForwardMode(_Mode):
         self.counts: dict[Op, int] = {}
         self.paused = False
         self.keeps_rng = True
+        self.generators: Generators | None = None
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and self.generators is not None and kwargs.get("generator") is not None:
+            self.generators.note(kwargs["generator"])
         kind = self.kinds.get(id(func))
         if kind is None:
             kind = self.kinds.of(func)
@@ -130,7 +134,8 @@ class ForwardMode(_Mode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         entry = self.keep(func, out, kind, args, kwargs)
         if kind == RANDOM and self.keeps_rng and entry.decision in (SAVE, HOST) and ops.draws(func, args, kwargs):
-            entry.rng_after = rng_state()  # replay won't draw these numbers, and later calls must get the same ones
+            # Replay won't draw these numbers, and later calls must get the same ones.
+            entry.rng_after = rng_state(kwargs.get("generator") if kwargs else None)
         return out
 
     def keep(self, func: Op, out: Any, kind: int, args: Any, kwargs: Any) -> Kept:

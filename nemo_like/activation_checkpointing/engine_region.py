@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nemo_like import torch_compat
 from nemo_like.activation_checkpointing import engine_inputs, engine_watch
 from nemo_like.activation_checkpointing.ambient import Ambient
+from nemo_like.activation_checkpointing.engine_generators import watch_generators
 from nemo_like.activation_checkpointing.engine_kept import (
     Kept,
     map_tensors,
@@ -109,8 +110,12 @@ class Region:
         if engine_watch.start is not None:
             watcher = engine_watch.start(self.name, lambda: self.kept, tensors_in([args, kwargs]))
             pack = _watched(self.pack, watcher)
+        own = self.world.generators if self.world is not None else ()
+        given = (*args, *kwargs.values())
+        draws = watch_generators(self.ambient.generators, self.forward_mode, self.fn, given, own)
+        packing = saved_tensors_hooks(pack, self.unpack)
         try:
-            with saved_tensors_hooks(pack, self.unpack), self.forward_mode or nullcontext(), watcher or nullcontext():
+            with packing, self.forward_mode or nullcontext(), draws, watcher or nullcontext():
                 out = self.fn(*args, **kwargs)
             finish = getattr(decide, "finish", None)
             misfit = finish() if finish is not None else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.errors import RegionError
+from nemo_like.activation_checkpointing.generators import is_generator
 from nemo_like.torch_compat import version_of
 
 _HOOKS = (
@@ -32,7 +33,7 @@ _ABSENT = object()
 class _State:
     """One module as it was before the forward; tensors of plain attributes are `BufferSnapshot`'s."""
 
-    __slots__ = ("attributes", "buffers", "containers", "hooks", "module", "parameters")
+    __slots__ = ("attributes", "buffers", "containers", "generators", "hooks", "module", "parameters")
 
     def __init__(self, module: nn.Module) -> None:
         own = module.__dict__
@@ -42,6 +43,7 @@ class _State:
         self.hooks = [(name, own[name].copy()) for name in _HOOKS]
         self.attributes: dict[str, Any] = {}
         self.containers: list[tuple[str, Any, Any]] = []
+        self.generators: list[Any] = []
         for name, value in own.items():
             kind = type(value)
             if kind in _PLAIN or (kind is tuple and all(type(item) in _PLAIN for item in value)):
@@ -50,6 +52,8 @@ class _State:
                 values = value.values() if kind is dict else value
                 if all(type(item) in _PLAIN for item in values):
                     self.containers.append((name, value, value.copy()))
+            elif is_generator(value):
+                self.generators.append(value)
 
 
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules", *_HOOKS})
@@ -58,10 +62,11 @@ _REGISTERED = frozenset({"_parameters", "_buffers", "_modules", *_HOOKS})
 class ModuleWorld:
     """The modules of a region as its forward finds them. Costs some microseconds for each module."""
 
-    __slots__ = ("_flags", "_states", "_versions")
+    __slots__ = ("_flags", "_states", "_versions", "generators")
 
     def __init__(self, module: nn.Module) -> None:
         self._states = [_State(child) for child in module.modules()]
+        self.generators = [generator for state in self._states for generator in state.generators]
         parameters = {id(p): p for state in self._states for p in state.parameters.values() if p is not None}
         self._flags = [(p, p.requires_grad) for p in parameters.values() if p.is_leaf]
         self._versions: list[tuple[dict[str, Any], str, Tensor, int | None]] = []

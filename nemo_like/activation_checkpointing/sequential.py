@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like.activation_checkpointing.ambient import Ambient
 from nemo_like.activation_checkpointing.containers import map_leaves
+from nemo_like.activation_checkpointing.engine_generators import watch_generators
 from nemo_like.activation_checkpointing.engine_inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine_modes import ForwardMode, kinds_for
 from nemo_like.activation_checkpointing.engine_region import Region
@@ -219,8 +220,10 @@ class _SegmentRegion(Region):
         marked_args, marked_kwargs = map_leaves(self._marked, (args, kwargs))
         call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
+        own = call.world.generators if call.world is not None else ()
+        draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), own)
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or nullcontext():
+            with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or nullcontext(), draws:
                 out = run(*args, **kwargs)
         except BaseException:
             self.drop()
