@@ -1,4 +1,4 @@
-"""``nemo-like COMMAND``: each command is a module of `nemo_like.commands`, imported when it is the one asked for."""
+"""``nemo-like COMMAND``: each is a module of `nemo_like.commands`, imported when it is the one asked for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from nemo_like import __version__, commands
+
+_SUFFIX = "_command"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = next((word for word in argv if not word.startswith("-")), None)
     for name in names:
         # Only the command that runs, or all of them for the overview, is worth importing.
-        module = importlib.import_module(f"nemo_like.commands.{name}") if asked in (name, None) else None
+        module = importlib.import_module(f"nemo_like.commands.{name}{_SUFFIX}") if asked in (name, None) else None
         subparser = subparsers.add_parser(name, help=module.HELP if module else None)
         if module is not None:
             subparser.description = module.HELP
@@ -43,4 +45,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_names() -> list[str]:
     """The commands there are, by name."""
-    return sorted(module.name for module in pkgutil.iter_modules(commands.__path__) if not module.name.startswith("_"))
+    modules = (module.name for module in pkgutil.iter_modules(commands.__path__))
+    return sorted(name.removesuffix(_SUFFIX) for name in modules if name.endswith(_SUFFIX))

@@ -171,10 +171,8 @@ def _planning(mesh: DeviceMesh | None, optimizer: str, precision: Precision, fsd
         mesh=mesh,
         world_size=1 if mesh is None else None,
         optimizer=optimizer,
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        reshard_after_forward=fsdp.reshard_after_forward,
-        prefetch=(fsdp.forward_prefetch, fsdp.backward_prefetch),
+        precision=precision,
+        fsdp=fsdp,
     )
 
 

@@ -15,8 +15,8 @@ from nemo_like import parallelize
 from nemo_like.activation_checkpointing import SelectivePolicy, apply_full_layer_checkpointing_to_layers
 from nemo_like.compile import compile_layers, parse_compile
 from nemo_like.log import forget_announcements
-from tests.decoders import LAYERS, NAMES, PlainDecoder, batch, build, loss_of
-from tests.test_kv_sharing import build as build_kv_shared
+from tests.models.decoders import LAYERS, NAMES, PlainDecoder, batch, build, loss_of
+from tests.models.kv_shared import build as build_kv_shared
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 

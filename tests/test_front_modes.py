@@ -15,7 +15,7 @@ from nemo_like.offload import offloader_of
 from nemo_like.options import FSDP2
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import BudgetError, plan_for
-from tests.decoders import batch, build, loss_of
+from tests.models.decoders import batch, build, loss_of
 
 IDS = batch(2)
 SAMPLE = {"input_ids": IDS}

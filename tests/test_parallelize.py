@@ -18,7 +18,7 @@ from nemo_like.activation_checkpointing import SelectivePolicy, unwrap_checkpoin
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from nemo_like.log import forget_announcements
 from nemo_like.options import FSDP2, Precision
-from tests.decoders import NAMES, PlainDecoder, batch, build, loss_of
+from tests.models.decoders import NAMES, PlainDecoder, batch, build, loss_of
 
 
 def test_the_public_names_are_these() -> None:

@@ -10,7 +10,7 @@ from nemo_like import MemoryBudget, SelectivePolicy, parallelize, plan_for
 from nemo_like.cli import main
 from nemo_like.options import FSDP2
 from nemo_like.planning.devices import resolve_device
-from tests.decoders import PlainDecoder, batch
+from tests.models.decoders import PlainDecoder, batch
 
 
 def _refused(message: str, **arguments: object) -> None:

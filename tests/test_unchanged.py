@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from nemo_like import CheckpointConfig, MemoryBudget, SelectivePolicy, apply_activation_checkpointing, parallelize
 from nemo_like.options import FSDP2, OffloadConfig, Precision, TensorParallel
 from nemo_like.planning import plan_for
-from tests.decoders import PlainDecoder, batch, build
+from tests.models.decoders import PlainDecoder, batch, build
 
 IDS = batch(2)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")

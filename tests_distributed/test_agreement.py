@@ -10,9 +10,9 @@ from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.options import FSDP2
-from tests.decoders import batch, build, loss_of
+from tests.models.decoders import batch, build, loss_of
+from tests.models.tiny import Decoder
 from tests_distributed.spawn import run_ranks
-from tests_distributed.tiny import Decoder
 
 
 def _differing(rank: int, world_size: int, by_rank: list[dict[str, Any]]) -> str:

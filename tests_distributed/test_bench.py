@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_like.bench import BenchOptions
-from nemo_like.bench import memory as memory_suite
+from nemo_like.bench import suite_memory as memory_suite
 from tests_distributed.spawn import run_ranks
 
 

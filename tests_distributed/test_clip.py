@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
+from tests.models.tiny import Decoder, tokens, whole
 from tests_distributed.spawn import run_ranks
-from tests_distributed.tiny import Decoder, tokens, whole
 
 pytestmark = pytest.mark.compat
 

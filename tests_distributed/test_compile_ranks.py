@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nemo_like import parallelize
-from tests.decoders import batch, build, loss_of
-from tests.test_kv_sharing import build as build_kv_shared
+from tests.models.decoders import batch, build, loss_of
+from tests.models.kv_shared import build as build_kv_shared
 from tests_distributed.spawn import run_ranks
 
 

@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from nemo_like import apply_activation_checkpointing
+from tests.models.tied_decoder import DIM, Block
 from tests_distributed.spawn import run_ranks
-from tests_distributed.test_tensor_parallel import DIM, MODES, Block
 
 LENGTH = 16
+
+MODES = ("none", "full", "selective", "submodule")
 
 
 @contextlib.contextmanager

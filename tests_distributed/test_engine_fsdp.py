@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from tests.engine_blocks import LlamaBlock
+from tests.models.blocks import LlamaBlock
 from tests_distributed.spawn import run_ranks
 
 POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy(), "kept": SelectivePolicy(every_nth_matmul=None)}

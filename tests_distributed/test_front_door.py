@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing import CheckpointWrapper
 from nemo_like.options import FSDP2
-from tests.decoders import NAMES, batch, build, loss_of
+from tests.models.decoders import NAMES, batch, build, loss_of
 from tests_distributed.spawn import run_ranks
-from tests_distributed.test_matrix import MODES
+
+MODES = ("none", "full", "selective", "submodule")
 
 
 def _structure(rank: int, world_size: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_like import parallelize
 from nemo_like.options import TensorParallel
-from tests.decoders import batch, build, loss_of
+from tests.models.decoders import batch, build, loss_of
 from tests_distributed.spawn import run_ranks
 
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from nemo_like import parallelize
 from nemo_like.layers import find_layers, layer_groups
 from nemo_like.options import FSDP2
-from tests.families import FAMILIES
-from tests.test_layers_families import k_bit, with_lora
+from tests.models.adapted import k_bit, with_lora
+from tests.models.families import FAMILIES
 from tests_distributed.spawn import run_ranks
 
 NAMES = (

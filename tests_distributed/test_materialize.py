@@ -14,8 +14,8 @@ from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.sources import CheckpointUnreadableError
+from tests.models.tiny import Decoder, llama, tokens, whole
 from tests_distributed.spawn import run_ranks
-from tests_distributed.tiny import Decoder, llama, tokens, whole
 
 
 def _meta_llama(**changes: Any) -> nn.Module:

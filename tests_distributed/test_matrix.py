@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
-from tests.decoders import NAMES, batch, build, loss_of
+from tests.models.decoders import NAMES, batch, build, loss_of
 from tests_distributed.spawn import run_ranks
 
 MODES = ("none", "full", "selective", "submodule")

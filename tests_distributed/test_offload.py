@@ -22,32 +22,31 @@ from nemo_like.distributed.shard import shard_layers
 from nemo_like.layers import find_layers
 from nemo_like.offload import apply_offloading, offload_activations
 from nemo_like.offload.backends import CopyingBackend
-from nemo_like.offload.journal import Journal, find_hazards
 from nemo_like.options import OffloadConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
-from tests import decoders
+from tests.models import decoders
+from tests.offload.journal import JournaledCopying, find_hazards
 from tests_distributed.spawn import run_ranks
 
 ANY_SIZE: dict[str, Any] = {"min_bytes": 0, "pin_memory": False}
 
 
-class Watching(CopyingBackend):
+class Watching(JournaledCopying):
     """Counts the bytes of a model's weights, gathered or not, among what goes to the host."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(lazy=True)
-        self.journal = Journal()
         self.model = model
         self.weight_bytes = 0
         self.gathered_seen = 0
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, **regions: Any) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         if stream is self.copy_out:
             weights = [p._local_tensor if isinstance(p, DTensor) else p for p in self.model.parameters()]
             self.gathered_seen += any(not isinstance(p, DTensor) for p in self.model.parameters())
             if any(w.untyped_storage() is source.untyped_storage() for w in weights):
                 self.weight_bytes += source.numel()
-        super().copy(target, source, stream, **regions)
+        super().copy(target, source, stream)
 
 
 def _local_gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -208,8 +207,7 @@ def _tensor_parallel(rank: int, world: int, mode: str, sequence: bool) -> tuple[
             input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=False
         )
         parallelize_module(model[0], mesh, to_shards)
-    backend = CopyingBackend(lazy=True)
-    backend.journal = Journal()
+    backend = JournaledCopying(lazy=True)
     offloader = apply_offloading(
         model, list(model), OffloadConfig(mode=mode, max_inflight_bytes=1, **ANY_SIZE), backend=backend
     )

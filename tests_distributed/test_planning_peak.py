@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from nemo_like.options import FSDP2, MemoryBudget
+from nemo_like.options import FSDP2, MemoryBudget, Precision
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
@@ -134,7 +134,7 @@ def _compare(rank, world_size, name, modes):
     from nemo_like.distributed.mesh import build_mesh
     from nemo_like.distributed.shard import shard_layers
     from nemo_like.layers import find_layers
-    from nemo_like.planning.apply import apply_plan
+    from nemo_like.planning.apply_plan import apply_plan
     from nemo_like.planning.devices import resolve_device
     from nemo_like.planning.planner import Planner, Setup
 
@@ -164,37 +164,34 @@ def test_predicted_peak_is_within_one_per_cent(name):
             assert abs(predicted - measured) <= 0.01 * measured, (mode, predicted, measured, where, parts)
 
 
-BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 SETTINGS = (
-    ("llama", BF16, BF16, {}),
-    ("llama", {"reshard_after_forward": False}, {}, {"reshard_after_forward": False}),
-    ("llama", {"prefetch": (2, 2)}, {}, {"forward_prefetch": 2, "backward_prefetch": 2}),
-    ("mixtral", BF16, BF16, {}),
+    ("llama", Precision("bf16"), FSDP2()),
+    ("llama", Precision(), FSDP2(reshard_after_forward=False)),
+    ("llama", Precision(), FSDP2(forward_prefetch=2, backward_prefetch=2)),
+    ("mixtral", Precision("bf16"), FSDP2()),
 )
 
 
 def _settings(rank, world_size, cases, mode):
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     from nemo_like.distributed.mesh import build_mesh
     from nemo_like.distributed.shard import shard_layers
     from nemo_like.layers import find_layers
-    from nemo_like.planning.apply import apply_plan
+    from nemo_like.planning.apply_plan import apply_plan
     from nemo_like.planning.devices import resolve_device
     from nemo_like.planning.planner import Planner, Setup
 
     rows = []
-    for name, setup, precision, sharding in cases:
+    for name, precision, fsdp in cases:
         torch.manual_seed(0)
         batch = _batch(name, rank)
         model = MODELS[name]().train()
-        planner = Planner(model, batch, device=resolve_device("cpu"), setup=Setup(shard_ranks=world_size, **setup))
+        setup = Setup(shard_ranks=world_size, precision=precision, fsdp=fsdp)
+        planner = Planner(model, batch, device=resolve_device("cpu"), setup=setup)
         plan = planner.describe(planner.uniform(mode), mode)
         apply_plan(model, plan, device_type="cpu")
         if world_size > 1:
             mesh = build_mesh(device_type="cpu")
-            policy = MixedPrecisionPolicy(**precision)
-            shard_layers(model, find_layers(model), mesh, mp_policy=policy, options=FSDP2(**sharding))
+            shard_layers(model, find_layers(model), mesh, mp_policy=precision.policy, options=fsdp)
         rows.append((name, plan.peak_bytes, _measured(model, batch), plan.peak_at))
     return rows
 
@@ -208,5 +205,5 @@ def test_settings_of_fsdp_are_followed():
 
 def test_one_rank_has_whole_parameters_and_gradients():
     for name, mode in (("llama", "none"), ("llama", "full"), ("llava", "full")):
-        ((_, predicted, measured, where),) = _settings(0, 1, [(name, {}, {}, {})], mode)
+        ((_, predicted, measured, where),) = _settings(0, 1, [(name, Precision(), FSDP2())], mode)
         assert abs(predicted - measured) <= 0.01 * measured, (name, mode, predicted, measured, where)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nemo_like.recipes.options import Options
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.job_options import Options
 from nemo_like.recipes.pretrain import main, train
-from nemo_like.recipes.ranks import Ranks
 from tests_distributed.spawn import run_ranks
 
 LLAMA = {

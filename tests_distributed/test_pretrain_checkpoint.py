@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore
-from nemo_like.recipes.ranks import OtherRankError, Ranks
+from nemo_like.recipes.agree import OtherRankError, Ranks
+from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore
 from tests_distributed.spawn import RankDiedError, run_ranks
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.options import FSDP2
+from tests.models.tiny import Decoder, gradients, llama, tokens, whole
 from tests_distributed.counting import CountCollectives
 from tests_distributed.spawn import run_ranks
-from tests_distributed.tiny import Decoder, gradients, llama, tokens, whole
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -20,8 +20,8 @@ from nemo_like.distributed.state_dict import (
     set_model_state,
     set_optimizer_state,
 )
+from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import run_ranks
-from tests_distributed.tiny import Decoder, tokens
 
 MODES = (
     "bare",

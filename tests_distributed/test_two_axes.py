@@ -12,8 +12,8 @@ from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.state_dict import get_model_state, set_model_state
+from tests.models.tiny import Decoder, gradients, tokens
 from tests_distributed.spawn import run_ranks
-from tests_distributed.tiny import Decoder, gradients, tokens
 
 
 def _decoder(meta: bool = False) -> Decoder:

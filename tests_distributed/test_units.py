@@ -18,8 +18,8 @@ from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.units import plan_units
 from nemo_like.layers import Layer
 from nemo_like.options import FSDP2
+from tests.models.tiny import Decoder
 from tests_distributed.fake import fake_rank
-from tests_distributed.tiny import Decoder
 
 
 def _ids(params: Any) -> list[int]:

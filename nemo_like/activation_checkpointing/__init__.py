@@ -1,7 +1,7 @@
 """Activation checkpointing of given modules: regions, what they keep, and the eager engine. Needs torch alone."""
 
 from nemo_like.activation_checkpointing.apply import apply_specs
-from nemo_like.activation_checkpointing.engine_compile import make_selective_checkpoint_context_fn
+from nemo_like.activation_checkpointing.engine.compiled import make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.kv_sharing import detect_kv_sharing_and_maybe_disable_cache
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec

@@ -7,7 +7,7 @@ hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in o
 - through the cache: turning it off breaks the model, replaying attention corrupts it, so attention is not replayed;
 - through a dictionary passed to each layer (``shared_kv_states``, transformers 5.x): the replay writes the same
   values under the same key, and every reader's replay comes before its writer's, so whole layers may be replayed
-  and the cache is not needed. `tests/test_kv_sharing.py` proves it for both models.
+  and the cache is not needed. `tests/activation_checkpointing/test_kv_sharing.py` proves it for both models.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ operators that only some builds of torch or some packages have do no harm where 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,3 +238,16 @@ def is_device_to_host_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
     if device is None or not args or not isinstance(args[0], torch.Tensor):
         return False
     return torch.device(device).type == "cpu" and args[0].device.type != "cpu"
+
+
+def moved_bytes(op: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    """Bytes read and written by a kernel that touches each input and output once; 0 for an allocation or a view."""
+    if facts(op).free:
+        return 0
+    return sum(_touched(t) for t in inputs) + sum(_touched(t) for t in outputs)
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Elements at distinct addresses: an expanded dim is read once."""
+    distinct = math.prod(size for size, stride in zip(tensor.shape, tensor.stride()) if stride != 0)
+    return distinct * tensor.element_size() if tensor.numel() else 0

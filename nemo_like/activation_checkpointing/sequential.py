@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from nemo_like.activation_checkpointing.ambient import Ambient
-from nemo_like.activation_checkpointing.containers import map_leaves
-from nemo_like.activation_checkpointing.engine_generators import watch_generators
-from nemo_like.activation_checkpointing.engine_inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine_modes import ForwardMode, kinds_for
-from nemo_like.activation_checkpointing.engine_region import Region
-from nemo_like.activation_checkpointing.module_state import BufferSnapshot
-from nemo_like.activation_checkpointing.module_world import ModuleWorld, module_of
+from nemo_like.activation_checkpointing.engine.ambient import Ambient
+from nemo_like.activation_checkpointing.engine.containers import map_leaves
+from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, kinds_for
+from nemo_like.activation_checkpointing.engine.generator_mode import watch_generators
+from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
+from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot
+from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld, module_of
+from nemo_like.activation_checkpointing.engine.region import Region
+from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import Policy
-from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import warn_once
 
@@ -263,7 +263,7 @@ class _SegmentRegion(Region):
         finish = getattr(self._decide, "finish", None)
         if finish is not None:
             finish()
-        self.settle_kept()
+        self.drop_unreachable()
         self.forward_mode = None
         self.complete = True
 

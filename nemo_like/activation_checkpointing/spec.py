@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypedDict, Unpack
 
+from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
-from nemo_like.activation_checkpointing.transfer import Transfer
 
 KEEP_NOTHING = FullPolicy()
 

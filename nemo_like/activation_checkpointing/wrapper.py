@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.engine import run_region
+from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.kv_sharing import CACHE_ARGUMENTS, cache_positions
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
-from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import wrapped_module
 

@@ -1,11 +1,11 @@
 """Benchmarks: what each mode costs and saves on a given model. Timings are reports, never assertions.
 
 A suite is a module of this package with ``HELP: str`` and ``run(options: BenchOptions) -> Results``; results have
-``table() -> str``, ``to_json() -> str`` and ``plot(path)``. `nemo_like.bench.report.Table` is a ready one.
+``table() -> str``, ``to_json() -> str`` and ``plot(path)``. `nemo_like.bench.bench_report.Table` is a ready one.
 """
 
-from nemo_like.bench.options import BenchOptions
-from nemo_like.bench.report import Results, Table
+from nemo_like.bench.bench_report import Results, Table
+from nemo_like.bench.suite_options import BenchOptions
 
 SUITES = ("memory", "overhead", "offload", "planning", "scale")
 """The names of the suites; each is the module of that name in this package."""

@@ -2,13 +2,12 @@
 
 `AcceleratorBackend` is for CUDA, and for what PyTorch lets one program like it (XPU, NPU); `CopyingBackend` is for the
 CPU. All ordering decisions are made by `nemo_like.offload.mover`, which both serve, so that what is checked on a CPU is
-what runs on a GPU. A back end with a `journal` writes each call into it (see `nemo_like.offload.journal`).
+what runs on a GPU. Every access to memory and every order between two of them is one call here, so that tests can write
+them down and look for races.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -17,13 +16,11 @@ from typing import Any
 import torch
 
 from nemo_like.log import warn_once
-from nemo_like.offload.journal import HOST, Entry, Journal, Region
 
 
 class Backend(ABC):
     """One device's streams and memory. Streams and events are opaque to callers."""
 
-    journal: Journal | None = None
     copy_out: Any
     """The stream of copies to the host."""
     copy_back: Any
@@ -31,35 +28,37 @@ class Backend(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._event_numbers = itertools.count()
-        self._spaces = itertools.count()
 
-    # ------------------------------------------------------------------------------------------------ what differs
     @abstractmethod
     def current_stream(self) -> Any:
         """The stream that the caller's own operators run on."""
 
     @abstractmethod
-    def stream_name(self, stream: Any) -> str:
-        """A name that is the stream's own, for the journal."""
+    def record(self, stream: Any) -> Any:
+        """An event that happens when `stream` has done all it was given so far."""
 
     @abstractmethod
-    def _record(self, stream: Any) -> Any: ...
+    def wait(self, stream: Any, event: Any) -> None:
+        """Work given to `stream` from now on starts after `event`. Does not block the host."""
 
     @abstractmethod
-    def _wait(self, stream: Any, event: Any) -> None: ...
+    def done(self, event: Any) -> bool:
+        """Whether `event` has happened. Does not block."""
 
     @abstractmethod
-    def _done(self, event: Any) -> bool: ...
+    def synchronize(self, event: Any) -> None:
+        """Block the host until `event` has happened."""
 
     @abstractmethod
-    def _synchronize(self, event: Any) -> None: ...
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Copy bytes, (n,) uint8 to (n,) uint8, on `stream`."""
 
     @abstractmethod
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None: ...
+    def lend(self, tensor: torch.Tensor, stream: Any, made_on: Any) -> None:
+        """Operators of `stream` read `tensor` from here on.
 
-    @abstractmethod
-    def _hold(self, tensor: torch.Tensor, stream: Any) -> None: ...
+        The allocator knows of the stream that the memory was `made_on`; it must not reuse it before another is done.
+        """
 
     @abstractmethod
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -69,64 +68,9 @@ class Backend(ABC):
     def serves(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies where this back end moves things from."""
 
-    # -------------------------------------------------------------------------------------------- what callers call
     def device_memory(self, nbytes: int) -> torch.Tensor:
         """Device memory of the current stream's pool, uint8 of shape (nbytes,)."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def record(self, stream: Any) -> tuple[int, Any]:
-        """An event that happens when `stream` has done all it was given so far."""
-        event = (next(self._event_numbers), self._record(stream))
-        self._note("record", stream, event=event[0])
-        return event
-
-    def wait(self, stream: Any, event: tuple[int, Any]) -> None:
-        """Work given to `stream` from now on starts after `event`. Does not block the host."""
-        self._wait(stream, event[1])
-        self._note("wait", stream, event=event[0])
-
-    def done(self, event: tuple[int, Any]) -> bool:
-        """Whether `event` has happened. Does not block."""
-        done = self._done(event[1])
-        if done:
-            self._note("seen", None, event=event[0])
-        return done
-
-    def synchronize(self, event: tuple[int, Any]) -> None:
-        """Block the host until `event` has happened."""
-        self._synchronize(event[1])
-        self._note("seen", None, event=event[0])
-
-    def copy(
-        self, target: torch.Tensor, source: torch.Tensor, stream: Any, *, writes: Region, reads: Region
-    ) -> None:
-        """Copy bytes, (n,) uint8 to (n,) uint8, on `stream`. `writes` and `reads` say which, for the journal."""
-        self._copy(target, source, stream)
-        self._note("copy", stream, writes=writes, reads=reads)
-
-    def hold(self, tensor: torch.Tensor, stream: Any, region: Region) -> None:
-        """The allocator may reuse the tensor's memory only after what `stream` has been given so far."""
-        self._hold(tensor, stream)
-        self._note("hold", stream, reads=region)
-
-    def note_use(self, stream: Any, region: Region) -> None:
-        """Tell the journal that operators of `stream` read `region` from here on."""
-        self._note("use", stream, reads=region)
-
-    def note_allocation(self, memory: torch.UntypedStorage, stream: Any, *, produced: bool) -> str:
-        """A journal's name for a device allocation; its end is noted by itself. `produced`: `stream` wrote it."""
-        if self.journal is None:
-            return ""
-        space = f"device-{next(self._spaces)}"
-        region = Region(space, 0, memory.nbytes())
-        if produced:
-            self._note("produce", stream, writes=region)
-        weakref.finalize(memory, self._note, "release", stream, writes=region).atexit = False
-        return space
-
-    def _note(self, kind: Any, stream: Any, **fields: Any) -> None:
-        if self.journal is not None:
-            self.journal.add(Entry(kind, HOST if stream is None else self.stream_name(stream), **fields))
 
 
 class AcceleratorBackend(Backend):
@@ -148,29 +92,27 @@ class AcceleratorBackend(Backend):
     def current_stream(self) -> Any:
         return self._module.current_stream(self.device)
 
-    def stream_name(self, stream: Any) -> str:
-        return f"stream-{stream.stream_id}"
-
-    def _record(self, stream: Any) -> Any:
+    def record(self, stream: Any) -> Any:
         event = self._module.Event()
         event.record(stream)
         return event
 
-    def _wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: Any, event: Any) -> None:
         stream.wait_event(event)
 
-    def _done(self, event: Any) -> bool:
+    def done(self, event: Any) -> bool:
         return event.query()
 
-    def _synchronize(self, event: Any) -> None:
+    def synchronize(self, event: Any) -> None:
         event.synchronize()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
 
-    def _hold(self, tensor: torch.Tensor, stream: Any) -> None:
-        tensor.record_stream(stream)
+    def lend(self, tensor: torch.Tensor, stream: Any, made_on: Any) -> None:
+        if stream != made_on:
+            tensor.record_stream(stream)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pin_memory)
@@ -197,10 +139,7 @@ class CopyingBackend(Backend):
     def current_stream(self) -> Any:
         return self.stream
 
-    def stream_name(self, stream: Any) -> str:
-        return stream.name
-
-    def _record(self, stream: Any) -> Any:
+    def record(self, stream: Any) -> Any:
         event = _QueueEvent(stream)
         if self._runs_at_once(stream):
             event.happened = True
@@ -208,25 +147,25 @@ class CopyingBackend(Backend):
             stream.work.append(event.happen)
         return event
 
-    def _wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: Any, event: Any) -> None:
         if self._runs_at_once(stream):
             event.force()
         else:
             stream.work.append(event.force)
 
-    def _done(self, event: Any) -> bool:
+    def done(self, event: Any) -> bool:
         return event.happened
 
-    def _synchronize(self, event: Any) -> None:
+    def synchronize(self, event: Any) -> None:
         event.force()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         if self._runs_at_once(stream):
             target.copy_(source)
         else:
             stream.work.append(lambda: target.copy_(source))
 
-    def _hold(self, tensor: torch.Tensor, stream: Any) -> None:
+    def lend(self, tensor: torch.Tensor, stream: Any, made_on: Any) -> None:
         pass  # Python's reference counts keep CPU memory as long as a queued copy needs it
 
     def _runs_at_once(self, stream: Any) -> bool:

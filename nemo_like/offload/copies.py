@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from nemo_like.offload.pool import Block
 
-if TYPE_CHECKING:
-    from nemo_like.offload.mover import Mover
-
 Event = Any
 """As `Backend.record` returns it."""
+Range = tuple[int, int]
+"""Bytes [lo, hi)."""
 
 
 @dataclass(eq=False)
-class Segment:
+class HostSegment:
     """Bytes [lo, hi) of a storage, on the host."""
 
     lo: int
@@ -44,7 +44,6 @@ class Span:
     round: int = 0
     buffer: torch.Tensor | None = None  # (hi - lo,) uint8 on the device
     buffer_version: int | None = None
-    buffer_space: str = ""
     ready: Event = None
     stream: Any = None
     waiting: bool = False
@@ -64,18 +63,25 @@ class Group:
         self.nbytes = 0
 
 
+class Dead:
+    """What died since somebody last looked: notes left by ``__del__``, which may run in any thread at any time."""
+
+    def __init__(self) -> None:
+        self.copies: deque[tuple[list[HostSegment], list[Span]]] = deque()
+        self.readers: deque[tuple[weakref.ref[StorageCopy], int, int, int]] = deque()
+
+
 class StorageCopy:
     """What is on the host of one device storage, at one version of its contents. Dies with its last saved tensor."""
 
-    def __init__(self, mover: Mover, storage: torch.UntypedStorage, version: int) -> None:
-        self.mover = mover
+    def __init__(self, storage: torch.UntypedStorage, version: int, dead: Dead) -> None:
+        self._dead = dead
         self.version = version
         self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.nbytes = storage.nbytes()
-        self.segments: list[Segment] = []
+        self.segments: list[HostSegment] = []
         self.spans: list[Span] = []
         self.group: Group | None = None
-        self.space = mover.backend.note_allocation(storage, mover.backend.current_stream(), produced=True)
 
     def original(self) -> torch.UntypedStorage | None:
         """The device storage, where somebody still keeps it alive and full."""
@@ -88,27 +94,24 @@ class StorageCopy:
 
     def __del__(self) -> None:
         # Any thread, any time, the collector's included: leave a note and touch nothing.
-        self.mover.dead_copies.append((self.segments, self.spans))
+        self._dead.copies.append((self.segments, self.spans))
 
 
 class Reader:
     """One saved tensor's place among those that share a copy; its end is noticed by itself."""
 
-    __slots__ = ("copy", "hi", "last_round", "lo")
+    __slots__ = ("_dead", "copy", "hi", "last_round", "lo")
 
-    def __init__(self, copy: StorageCopy, lo: int, hi: int) -> None:
+    def __init__(self, copy: StorageCopy, lo: int, hi: int, dead: Dead) -> None:
+        self._dead = dead
         self.copy = copy
         self.lo = lo
         self.hi = hi
         self.last_round = -1
 
-    def fetch(self) -> tuple[torch.Tensor, int]:
-        """See `Mover.fetch`."""
-        return self.copy.mover.fetch(self.copy, self.lo, self.hi, self)
-
     def __del__(self) -> None:
         # As for `StorageCopy.__del__`: any thread, any time.
-        self.copy.mover.dead_readers.append((weakref.ref(self.copy), self.lo, self.hi, self.last_round))
+        self._dead.readers.append((weakref.ref(self.copy), self.lo, self.hi, self.last_round))
 
 
 def bytes_of(storage: torch.UntypedStorage, lo: int, hi: int) -> torch.Tensor:
@@ -122,3 +125,37 @@ def at_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
     for _ in range(version):
         torch.autograd.graph.increment_version(tensor)
     return tensor
+
+
+def gaps(covered: Iterable[Range], lo: int, hi: int) -> list[Range]:
+    """The parts of ``[lo, hi)`` that no range of `covered` (disjoint, any order) covers, in order.
+
+    >>> gaps([(2, 4), (6, 9)], 0, 8)
+    [(0, 2), (4, 6)]
+    """
+    found, at = [], lo
+    for start, end in sorted(covered):
+        if end <= at:
+            continue
+        if start >= hi:
+            break
+        if start > at:
+            found.append((at, start))
+        at = max(at, end)
+    if at < hi:
+        found.append((at, hi))
+    return found
+
+
+def overlap(first: Range, second: Range) -> bool:
+    """Whether two ranges share a byte.
+
+    >>> overlap((0, 4), (3, 5)), overlap((0, 4), (4, 5))
+    (True, False)
+    """
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def round_down(value: int, step: int) -> int:
+    """The largest multiple of `step` that is not above `value`."""
+    return value - value % step

@@ -87,9 +87,10 @@ class KeptHandle:
 class HostHandle:
     """A plain strided tensor whose storage waits on the host."""
 
-    __slots__ = ("conjugate", "dtype", "guard", "offset", "reader", "shape", "stride")
+    __slots__ = ("conjugate", "dtype", "guard", "mover", "offset", "reader", "shape", "stride")
 
-    def __init__(self, tensor: torch.Tensor, reader: Reader, guard: InPlaceGuard | None) -> None:
+    def __init__(self, tensor: torch.Tensor, mover: Mover, reader: Reader, guard: InPlaceGuard | None) -> None:
+        self.mover = mover
         self.reader = reader
         self.guard = guard
         self.dtype = tensor.dtype
@@ -102,7 +103,7 @@ class HostHandle:
         if self.guard is not None:
             self.guard.check()
         with torch.no_grad():
-            data, start = self.reader.fetch()
+            data, start = self.mover.fetch(self.reader)
             itemsize = self.dtype.itemsize
             data = data[: data.numel() - data.numel() % itemsize].view(self.dtype)
             # A view, not a new tensor on the storage: a write into it is then seen by the buffer's version counter.
@@ -134,18 +135,18 @@ class SubclassHandle:
 class ChosenHandle:
     """An operator's output that an engine chose, before autograd has seen it.
 
-    Unlike a saved tensor it may be changed in place later, if `settle` is called first; what was chosen stays. It
+    Unlike a saved tensor it may be changed in place later, if `before_change` is called first; what was chosen stays. It
     stays on the device until `start`: an engine drops what turns out to be needless, and that need not be copied.
     """
 
-    __slots__ = ("__weakref__", "_alias", "_inner", "_move", "_settled", "_source", "_version")
+    __slots__ = ("__weakref__", "_alias", "_inner", "_move", "_source", "_source_changed", "_version")
 
     def __init__(self, source: torch.Tensor, move: Callable[[torch.Tensor], Handle]) -> None:
         # Not the output itself, which is about to get a graph: that would be a reference cycle.
         self._alias: torch.Tensor | None = source.detach()
         self._move = move
         self._inner: Handle | None = None
-        self._settled = False
+        self._source_changed = False
         # Below autograd no probe can share the version counter; the tensor itself lives as long as one of its views.
         self._source = weakref.ref(source)
         self._version = version_of(source)
@@ -159,7 +160,7 @@ class ChosenHandle:
 
     def get(self) -> torch.Tensor:
         source = self._source()
-        if not self._settled and source is not None and version_of(source) != self._version:
+        if not self._source_changed and source is not None and version_of(source) != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{source.dtype} {list(source.shape)}], kept by activation checkpointing, was changed after its "
@@ -167,24 +168,24 @@ class ChosenHandle:
             )
         inner = self.start()
         tensor = inner.get()
-        # Whoever settled it writes into it, in replay too: the next replay must find it as it was.
-        return tensor.clone() if self._settled and isinstance(inner, KeptHandle) else tensor
+        # Whoever changes the source writes into it, in replay too: the next replay must find it as it was.
+        return tensor.clone() if self._source_changed and isinstance(inner, KeptHandle) else tensor
 
     def prefetch(self) -> None:
         """Start the way back."""
         for handle in _host_handles(self.start()):
-            handle.reader.copy.mover.prefetch_copy(handle.reader.copy, handle.reader.lo, handle.reader.hi)
+            handle.mover.prefetch_for(handle.reader)
 
-    def settle(self) -> None:
+    def before_change(self) -> None:
         """The source is about to change."""
-        if self._settled:
+        if self._source_changed:
             return
-        self._settled = True
+        self._source_changed = True
         inner = self.start()
         if isinstance(inner, KeptHandle):
             self._inner = KeptHandle(inner.get().clone())
         for handle in _host_handles(inner):
-            handle.reader.copy.mover.settle(handle.reader.copy)
+            handle.mover.part_from_source(handle.reader.copy)
 
 
 def _host_handles(handle: Handle) -> Iterator[HostHandle]:
@@ -225,4 +226,4 @@ def move_plain(
     """
     lo, hi = byte_range(tensor)
     copy = mover.offload(tensor.untyped_storage(), lo, hi, version)
-    return None if copy is None else HostHandle(tensor, Reader(copy, lo, hi), guard)
+    return None if copy is None else HostHandle(tensor, mover, mover.reader(copy, lo, hi), guard)

@@ -17,10 +17,21 @@ import torch
 
 from nemo_like.log import warn_once
 from nemo_like.offload.backends import Backend
-from nemo_like.offload.copies import Event, Group, Reader, Segment, Span, StorageCopy, at_version, bytes_of
-from nemo_like.offload.journal import Region
+from nemo_like.offload.copies import (
+    Dead,
+    Event,
+    Group,
+    HostSegment,
+    Reader,
+    Span,
+    StorageCopy,
+    at_version,
+    bytes_of,
+    gaps,
+    overlap,
+    round_down,
+)
 from nemo_like.offload.pool import ALIGNMENT, Block, HostPool
-from nemo_like.offload.ranges import gaps, overlap, round_down
 from nemo_like.offload.stats import OffloadStats
 from nemo_like.torch_compat import version_of
 
@@ -53,8 +64,7 @@ class Mover:
         self.max_inflight_copies = max_inflight_copies
         self.prefetch = prefetch
         self.stats = OffloadStats() if stats is None else stats
-        self.dead_copies: deque[tuple[list[Segment], list[Span]]] = deque()
-        self.dead_readers: deque[tuple[weakref.ref[StorageCopy], int, int, int]] = deque()
+        self._dead = Dead()
         self._lock = threading.RLock()
         self._inflight: deque[tuple[Event, torch.UntypedStorage, int]] = deque()
         self._inflight_bytes = 0
@@ -86,7 +96,7 @@ class Mover:
             key = (id(storage), version)
             copy = self._copies.get(key)
             if copy is None or copy.original() is not storage:
-                copy = StorageCopy(self, storage, version[-1] or 0)
+                copy = StorageCopy(storage, version[-1] or 0, self._dead)
             missing = gaps([(segment.lo, segment.hi) for segment in copy.segments], lo, hi)
             if missing and not self._copy_out(copy, storage, missing):
                 return None
@@ -109,15 +119,9 @@ class Mover:
         backend = self.backend
         backend.wait(backend.copy_out, backend.record(backend.current_stream()))
         for (lo, hi), block in zip(missing, blocks, strict=True):
-            backend.copy(
-                block.bytes(0, hi - lo),
-                bytes_of(storage, lo, hi),
-                backend.copy_out,
-                writes=_host_region(block, 0, hi - lo),
-                reads=Region(copy.space, lo, hi),
-            )
+            backend.copy(block.bytes(0, hi - lo), bytes_of(storage, lo, hi), backend.copy_out)
         written = backend.record(backend.copy_out)
-        copy.segments += [Segment(lo, hi, block, written) for (lo, hi), block in zip(missing, blocks, strict=True)]
+        copy.segments += [HostSegment(lo, hi, block, written) for (lo, hi), block in zip(missing, blocks, strict=True)]
         moved = sum(hi - lo for lo, hi in missing)
         self.stats.moved_bytes += moved
         self.stats.copies += len(missing)
@@ -177,12 +181,17 @@ class Mover:
         group.nbytes += copy.nbytes
 
     # ---------------------------------------------------------------------------------------------------------- back
-    def fetch(self, copy: StorageCopy, lo: int, hi: int, reader: Reader) -> tuple[torch.Tensor, int]:
-        """Bytes of `copy` on the device, ready for the current stream.
+    def reader(self, copy: StorageCopy, lo: int, hi: int) -> Reader:
+        """A place for one saved tensor, bytes [lo, hi), among those that `offload` entered."""
+        return Reader(copy, lo, hi, self._dead)
+
+    def fetch(self, reader: Reader) -> tuple[torch.Tensor, int]:
+        """The reader's bytes on the device, ready for the current stream.
 
         Returns:
-            a (n,) uint8 tensor and the offset in the storage of its first byte; [lo, hi) lies inside.
+            a (n,) uint8 tensor and the offset in the storage of its first byte; the reader's bytes lie inside.
         """
+        copy, lo, hi = reader.copy, reader.lo, reader.hi
         with self._lock:
             self._collect()
             self._retire()
@@ -196,21 +205,19 @@ class Mover:
             buffer = self._buffer_of(copy, span)
             backend, stream = self.backend, self.backend.current_stream()
             backend.wait(stream, span.ready)
-            region = Region(span.buffer_space, 0, span.hi - span.lo)
-            backend.note_use(stream, region)
-            if stream != span.stream:
-                backend.hold(buffer, stream, region)
+            backend.lend(buffer, stream, span.stream)
             self._read(span, reader)
             self._look_ahead(copy)
             return buffer, span.lo
 
-    def prefetch_copy(self, copy: StorageCopy, lo: int, hi: int) -> None:
-        """Start the way back of [lo, hi), where it is not on the device any more."""
+    def prefetch_for(self, reader: Reader) -> None:
+        """Start the way back of the reader's bytes, where they are not on the device any more."""
+        copy, lo, hi = reader.copy, reader.lo, reader.hi
         with self._lock:
             if copy.original() is None:
                 self._prefetch(copy, copy.span_of(lo, hi))
 
-    def settle(self, copy: StorageCopy) -> None:
+    def part_from_source(self, copy: StorageCopy) -> None:
         """The original is about to change: what the current stream does next comes after the copy's reading of it.
 
         From here on the copy stands for itself: the original is neither read in its place nor shared with.
@@ -242,7 +249,6 @@ class Mover:
         backend = self.backend
         stream = backend.current_stream()
         buffer = backend.device_memory(span.hi - span.lo)
-        span.buffer_space = backend.note_allocation(buffer.untyped_storage(), stream, produced=False)
         backend.wait(backend.copy_back, backend.record(stream))  # earlier kernels may still use this memory
         for segment in copy.segments:
             start, end = max(segment.lo, span.lo), min(segment.hi, span.hi)
@@ -253,8 +259,6 @@ class Mover:
                 buffer.data[start - span.lo : end - span.lo],  # a copy is no change: not to be counted as one
                 segment.block.bytes(start - segment.lo, end - segment.lo),
                 backend.copy_back,
-                writes=Region(span.buffer_space, start - span.lo, end - span.lo),
-                reads=_host_region(segment.block, start - segment.lo, end - segment.lo),
             )
         span.ready = backend.record(backend.copy_back)
         for segment in copy.segments:
@@ -330,8 +334,8 @@ class Mover:
     # -------------------------------------------------------------------------------------------------- what is over
     def _collect(self) -> None:
         """Take back what died since the last call."""
-        while self.dead_readers:
-            reference, lo, hi, last_round = self.dead_readers.popleft()
+        while self._dead.readers:
+            reference, lo, hi, last_round = self._dead.readers.popleft()
             copy = reference()
             if copy is not None:
                 span = copy.span_of(lo, hi)
@@ -339,8 +343,8 @@ class Mover:
                 span.unread -= last_round != span.round
                 if span.tensors > 0:
                     self._end_round(span)
-        while self.dead_copies:
-            segments, spans = self.dead_copies.popleft()
+        while self._dead.copies:
+            segments, spans = self._dead.copies.popleft()
             for span in spans:
                 self._drop_buffer(span)
             for segment in segments:
@@ -380,7 +384,3 @@ class Mover:
 def _nothing() -> None:
     """A dead weak reference."""
     return None
-
-
-def _host_region(block: Block, start: int, end: int) -> Region:
-    return Region(f"slab-{block.slab.number}", block.lo + start, block.lo + end)

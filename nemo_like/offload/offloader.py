@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from nemo_like.offload.backends import Backend
+from nemo_like.offload.host_policy import keep_as_before, keep_on_host, moves_everything
 from nemo_like.offload.packing import Packer, storages_in
-from nemo_like.offload.regions import keep_as_before, keep_on_host, moves_everything
 from nemo_like.offload.stats import OffloadStats
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import innermost_saved_tensor_hooks

@@ -74,7 +74,7 @@ class Packer:
             return self._pack(tensor)
 
     def to_host(self, tensor: torch.Tensor) -> ChosenHandle:
-        """As `pack`, for an operator's output that an engine chose (`nemo_like.activation_checkpointing.transfer`)."""
+        """As `pack`, for an operator's output that an engine chose (the engine's `Transfer`)."""
         with torch.no_grad():
             self.start_chosen()
             if self._resting:
@@ -94,10 +94,10 @@ class Packer:
         """Start the way back of a tensor that `to_host` took."""
         handle.prefetch()
 
-    def settle(self, handle: Any) -> None:
+    def before_change(self, handle: Any) -> None:
         """The tensor that `to_host` took is about to be changed in place: what was taken stays as it is."""
         with torch.no_grad():
-            handle.settle()
+            handle.before_change()
 
     @staticmethod
     def unpack(handle: Handle) -> torch.Tensor:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nemo_like.offload.ranges import power_of_two, round_up
-
 ALIGNMENT = 512
 """Bytes. CUDA's allocator gives the same alignment, and it is a multiple of every dtype's size."""
 SLAB_BYTES = 64 << 20
@@ -25,7 +23,6 @@ class Slab:
     """One allocation. `free` holds its unused ranges, sorted, never touching each other."""
 
     memory: torch.Tensor  # (bytes,) uint8
-    number: int
     free: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -66,7 +63,6 @@ class HostPool:
         self.budget_bytes = budget_bytes
         self.slab_bytes = slab_bytes
         self.slabs: list[Slab] = []
-        self._next_number = 0
         self.live_bytes = 0
         """Bytes of blocks that are out."""
         self.peak_live_bytes = 0
@@ -143,8 +139,21 @@ class HostPool:
         except (RuntimeError, MemoryError) as error:  # what torch raises when pinning or allocating fails
             self.refusal = f"{wanted} bytes of host memory were refused ({str(error).splitlines()[0]})"
             return None
-        slab = Slab(memory, self._next_number, [(0, wanted)])
-        self._next_number += 1
+        slab = Slab(memory, [(0, wanted)])
         self.slabs.append(slab)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return slab
+
+
+def round_up(value: int, step: int) -> int:
+    """The smallest multiple of `step` that is not below `value`."""
+    return -(-value // step) * step
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is not below `value` (at least 1).
+
+    >>> power_of_two(5), power_of_two(8)
+    (8, 8)
+    """
+    return 1 << max(value - 1, 0).bit_length()

@@ -1,6 +1,6 @@
 """Planning: what to keep of each layer for a memory budget, and what a training step will peak at, without a GPU."""
 
-from nemo_like.planning.apply import apply_plan
+from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.plan import LayerPlan, Plan, PlanError
 from nemo_like.planning.planner import BudgetError, Planner, Setup, plan_for
 

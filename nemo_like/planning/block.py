@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.op_lookup import Op
-from nemo_like.planning import cost, solver
-from nemo_like.planning.devices import Device
-from nemo_like.planning.trace import BlockTrace, OpRecord
+from nemo_like.planning import solver
+from nemo_like.planning.block_trace import BlockTrace, OpRecord
+from nemo_like.planning.devices import Device, op_seconds
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BlockProblem:
     def __post_init__(self) -> None:
         kept = [(i, op) for i, op in enumerate(self.trace.ops) if not op.view]
         object.__setattr__(self, "records", tuple(op for _, op in kept))
-        roofline = tuple(cost.op_seconds(op, self.device) for _, op in kept)
+        roofline = tuple(op_seconds(op, self.device) for _, op in kept)
         object.__setattr__(self, "seconds", roofline if self.measured is None else self.measured)
         object.__setattr__(self, "_index", {i: k for k, (i, _) in enumerate(kept)})
 

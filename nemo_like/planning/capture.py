@@ -17,8 +17,8 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
 from nemo_like.module_tree import bare
+from nemo_like.planning.block_trace import BlockTrace, trace_block
 from nemo_like.planning.fake import FakeRun, cache_off
-from nemo_like.planning.trace import BlockTrace, trace_block
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import tree_flatten, tree_map_only
 
@@ -39,7 +39,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One call of one layer, in the order in which they run."""
 
     fqn: str
@@ -51,7 +51,7 @@ class Call:
 class ModelTrace:
     """A model's layers as it calls them, and what is needed to run any of them again."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[TracedCall, ...]
     kinds: tuple[Kind, ...]
     shared_bytes: int
     """Storages that several layers are called with (position tables, masks), counted once."""
@@ -139,7 +139,7 @@ def _shapes(args: tuple, kwargs: Mapping[str, Any]) -> str:
 class _Watcher:
     model: nn.Module
     layers: Sequence[Any]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     _keys: dict[Any, int] = field(default_factory=dict)
     _uses: dict[int, set[int]] = field(default_factory=dict)
@@ -172,16 +172,16 @@ class _Watcher:
                 self._uses.setdefault(id(storage), set()).add(len(self.calls))
             kind = self._keys.get(key)
             if kind is not None and not run_all:
-                self.calls.append(Call(layer.fqn, module, kind))
+                self.calls.append(TracedCall(layer.fqn, module, kind))
                 return tree_map_only(torch.Tensor, _another, self.kinds[kind].output)
             position = len(self.calls)
-            self.calls.append(Call(layer.fqn, module, -1))
+            self.calls.append(TracedCall(layer.fqn, module, -1))
             saved = tree_map_only(torch.Tensor, _leaf, (args, kwargs))
             output = forward(*args, **kwargs)
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
                 self.kinds.append(Kind(module, saved[0], saved[1], output, own))
-            self.calls[position] = Call(layer.fqn, module, kind)
+            self.calls[position] = TracedCall(layer.fqn, module, kind)
             return output
 
         return watching

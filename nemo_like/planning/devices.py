@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.options import did_you_mean
+from nemo_like.planning.block_trace import OpRecord
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,12 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
 _FIELDS = (
     "memory_gb", "bf16_tflops", "fp32_tflops", "memory_gbps", "host_link_gbps", "matmul", "attention", "bandwidth",
 )  # fmt: skip
+
+
+def op_seconds(op: OpRecord, device: Device) -> float:
+    """``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` (Williams et al., "Roofline", CACM 2009)."""
+    if op.view:
+        return 0.0
+    kind = "half" if op.half else "single"
+    speed = (device.attention_flops if facts(op.op).attention else device.matmul_flops)[kind]
+    return max(op.flops / speed, op.moved / device.bandwidth)

@@ -1,14 +1,18 @@
-"""Counting live bytes: every storage that an op makes, until the last tensor on it is gone."""
+"""What planning measures with: live bytes counted over storages, and op times taken on the device at hand."""
 
 from __future__ import annotations
 
+import statistics
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from nemo_like.torch_compat import TorchDispatchMode, tree_flatten
+from nemo_like.planning.block_trace import TraceMismatchError
+from nemo_like.planning.capture import Kind
+from nemo_like.torch_compat import TorchDispatchMode, tree_flatten, tree_map
 
 
 class LiveBytes(TorchDispatchMode):
@@ -56,3 +60,71 @@ class LiveBytes(TorchDispatchMode):
         """The peak since the last lap."""
         peak, self.peak = self.peak, self.live
         return peak
+
+
+class _OpClock(TorchDispatchMode):
+    """Time of each op, in order, with its name."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.times: list[tuple[Any, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.wait()
+        start = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.wait()
+        self.times.append((func, time.perf_counter() - start))
+        return out
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measured_seconds(kind: Kind, device: torch.device | str, runs: int = 5) -> tuple[float, ...]:
+    """Median time of each computing op of a block over `runs` forward passes with random weights, after a warm-up.
+
+    The block's parameters and inputs are allocated on `device`: this needs the memory of one block without
+    checkpointing. Times include the launch, so short ops look as expensive as they are in eager mode.
+
+    Raises:
+        TraceMismatchError: the ops that ran are not those of the block's trace.
+    """
+    device = torch.device(device)
+    assert kind.trace is not None
+    wanted = [op.op for op in kind.trace.ops if not op.view]
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_floating_point():
+            made = torch.randn(value.shape, device=device).mul_(0.02).to(value.dtype)
+            return made.requires_grad_(value.requires_grad)
+        return torch.zeros(value.shape, dtype=value.dtype, device=device)
+
+    args, kwargs, state = tree_map(real, (kind.args, kind.kwargs, dict(kind.state)))
+    samples: list[list[float]] = []
+    for run in range(runs + 1):
+        with _OpClock(device) as clock:
+            out = torch.func.functional_call(kind.module, state, args, kwargs)
+        del out
+        times = _computing(clock.times, wanted, kind.trace.name)
+        if run:  # the first one warms up
+            samples.append(times)
+    return tuple(statistics.median(column) for column in zip(*samples))
+
+
+def _computing(times: list[tuple[Any, float]], wanted: list[Any], name: str) -> list[float]:
+    """Times of the ops in `wanted`, which must occur in this order among all that ran."""
+    found: list[float] = []
+    for op, seconds in times:
+        if len(found) < len(wanted) and op is wanted[len(found)]:
+            found.append(seconds)
+    if len(found) != len(wanted):
+        raise TraceMismatchError(
+            f"{name}: measuring found {len(found)} of {len(wanted)} traced ops; the next one, {wanted[len(found)]}, did "
+            "not run on this device in this order. Plan from the device table instead (leave out --measure)."
+        )
+    return found

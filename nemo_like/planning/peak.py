@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nemo_like.planning.block_memory import BlockMemory
 from nemo_like.planning.outer import OuterMemory, Stretch
-from nemo_like.planning.profile import BlockMemory
-from nemo_like.planning.sharding import Sharding, Unit
+from nemo_like.planning.sharding import Sharding, UnitBytes
 
 PARTS = (
     "parameters", "optimizer state", "gradients", "gathered layers", "gathered root", "reduce buffers",
@@ -29,7 +29,7 @@ class LayerMemory:
     inputs: int
     """Those inputs."""
     memory: BlockMemory
-    unit: Unit | None
+    unit: UnitBytes | None
     """Its FSDP2 unit; None where it belongs to the root."""
 
 
@@ -129,7 +129,7 @@ def _backward_stretch(outer: OuterMemory, count: int, i: int) -> Stretch:
 class _Comm:
     """What FSDP2 has gathered and is reducing, as `torch.distributed.fsdp` does it with synchronous gathers."""
 
-    def __init__(self, walk: _Walk, sharding: Sharding, units: Sequence[Unit | None]) -> None:
+    def __init__(self, walk: _Walk, sharding: Sharding, units: Sequence[UnitBytes | None]) -> None:
         self.walk, self.now, self.s, self.units = walk, walk.now, sharding, units
         self.on = sharding.world > 1
         self.flat: dict[int, int] = {}
@@ -147,7 +147,7 @@ class _Comm:
         self._gather("gathered root", self.s.root)
         self._fetch_ahead(-1)
 
-    def _gather(self, part: str, unit: Unit) -> None:
+    def _gather(self, part: str, unit: UnitBytes) -> None:
         """One unit into its flat buffer and out of it, in forward."""
         self.walk.look("gathering", **{part.replace(" ", "_"): unit.gathered + unit.gather_input})
         self._keep(part, unit.gathered)
@@ -230,7 +230,7 @@ class _Comm:
         self.now["gathered layers"] -= self.open.pop(i, 0)
         self._reduce(unit, grads)
 
-    def _reduce(self, unit: Unit, grads: int) -> None:
+    def _reduce(self, unit: UnitBytes, grads: int) -> None:
         """Gradients are copied into the flat buffer, freed, reduced, and cast to the parameters' dtype."""
         self.now["reduce buffers"] -= self.last_reduce
         self.now["reduce buffers"] += unit.reduce_input
@@ -241,7 +241,7 @@ class _Comm:
         self.now["gradients"] += unit.grad
         self.now["running layer"] = max(0, running - grads)
 
-    def _cast(self, unit: Unit) -> int:
+    def _cast(self, unit: UnitBytes) -> int:
         return unit.grad if unit.grad != unit.reduce_output else 0
 
     def finish(self, root_grads: int) -> None:
@@ -253,5 +253,5 @@ class _Comm:
         self._reduce(self.s.root, 0)
         self.now["reduce buffers"] = 0
 
-    def _unit(self, i: int) -> Unit | None:
+    def _unit(self, i: int) -> UnitBytes | None:
         return self.units[i]

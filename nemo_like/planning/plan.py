@@ -187,3 +187,19 @@ def layer_signature(module: nn.Module) -> str:
     """Class name and a digest of parameter names, shapes and dtypes of a layer."""
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     return f"{type(module).__name__}:{hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+
+
+class BudgetError(ValueError):
+    """No plan fits the budget. `smallest_bytes` is the least that one does fit."""
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.smallest_bytes)  # it travels from rank 0 to the others
+
+
+def gib(size: int) -> str:
+    """Bytes for a message."""
+    return f"{size / 2**30:.2f}GiB" if size >= 2**28 else f"{size / 2**20:.2f}MiB"

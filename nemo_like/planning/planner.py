@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from nemo_like.activation_checkpointing.errors import RegionError
+from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.module_tree import bare, bare_modules
-from nemo_like.options import MemoryBudget
+from nemo_like.options import FSDP2, MemoryBudget, Precision
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
-from nemo_like.planning.budget import BudgetError, gib
+from nemo_like.planning.block_memory import BlockMemory, block_memory
 from nemo_like.planning.capture import ModelTrace, trace_model
 from nemo_like.planning.devices import Device, device_at_hand, resolve_device
-from nemo_like.planning.measure import measured_seconds
+from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
-from nemo_like.planning.plan import LayerPlan, Plan, layer_signature
-from nemo_like.planning.profile import BlockMemory, block_memory
-from nemo_like.planning.ranks import axis, same_on_all_ranks, shard_ranks
-from nemo_like.planning.sharding import OPTIMIZERS, Sharding, optimizer_bytes, sharding_of
-from nemo_like.planning.tensor_parallel import local_twin
+from nemo_like.planning.plan import BudgetError, LayerPlan, Plan, gib, layer_signature
+from nemo_like.planning.sharding import (
+    OPTIMIZERS,
+    Sharding,
+    axis,
+    local_twin,
+    optimizer_bytes,
+    same_on_all_ranks,
+    shard_ranks,
+    sharding_of,
+)
 
 _RNG_STATE = torch.get_rng_state().numel()
 
@@ -42,12 +49,10 @@ class Setup:
     shard_ranks: int = 1
     """Ranks that FSDP2 shards parameters over (``dp_shard`` x ``cp``); 1: none."""
     optimizer: str = "adamw"
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    reshard_after_forward: bool | int | None = None
-    prefetch: tuple[int, int] = (1, 1)
+    precision: Precision = field(default_factory=Precision)
+    fsdp: FSDP2 = field(default_factory=FSDP2)
     tp: int = 1
-    """Tensor-parallel ranks (see `nemo_like.planning.tensor_parallel`)."""
+    """Tensor-parallel ranks (see `nemo_like.planning.sharding`)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class Planner:
                 f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
             )
-        self.traced: ModelTrace = trace_model(self.model, self.layers, sample_input, dtype=setup.param_dtype)
+        dtype = setup.precision.dtypes["param_dtype"]
+        self.traced: ModelTrace = trace_model(self.model, self.layers, sample_input, dtype=dtype)
         at_hand = "cuda" if torch.cuda.is_available() else "cpu"
         self.problems = [
             BlockProblem(trace, device, measured_seconds(kind, at_hand) if measure else None)
@@ -206,9 +212,8 @@ class Planner:
         """Its FSDP2 units on one rank."""
         s = self.setup
         return sharding_of(
-            self.model, self.layers, shard_ranks=s.shard_ranks, param_dtype=s.param_dtype, reduce_dtype=s.reduce_dtype,
-            reshard_after_forward=s.reshard_after_forward, prefetch=s.prefetch,
-        )  # fmt: skip
+            self.model, self.layers, shard_ranks=s.shard_ranks, precision=s.precision, fsdp=s.fsdp
+        )
 
     def peak(self, choices: Sequence[Choice]) -> Peak:
         """Predicted peak per rank of a whole step with these choices."""
@@ -343,10 +348,8 @@ def plan_for(
     device: str | Device | None = None,
     optimizer: str = "adamw",
     layers: Any = None,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    reshard_after_forward: bool | int | None = None,
-    prefetch: tuple[int, int] = (1, 1),
+    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = None,
+    fsdp: FSDP2 = FSDP2(),  # noqa: B008 - frozen
     skip: bool | None = None,
     host: bool = False,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
@@ -365,7 +368,7 @@ def plan_for(
         optimizer: see `nemo_like.planning.sharding.optimizer_bytes`.
         layers: as for `nemo_like.layers.find.find_layers`; where they are some of the layers that would be found, the
             others are left without checkpointing, and count in the peak.
-        param_dtype, reduce_dtype, reshard_after_forward, prefetch: as FSDP2 will use them.
+        precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``).
         skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed (else said once).
         host: also consider keeping outputs in host memory, over the device's link.
         loss_fn: the loss of the model's output; default: its ``loss``, or the sum of its output.
@@ -387,8 +390,8 @@ def plan_for(
     asked = str(budget)
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(
-        shard_ranks=shard_ranks(mesh, world_size), optimizer=optimizer, param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, prefetch=prefetch, tp=axis(mesh, "tp"),
+        shard_ranks=shard_ranks(mesh, world_size), optimizer=optimizer, precision=Precision.of(precision), fsdp=fsdp,
+        tp=axis(mesh, "tp"),
     )  # fmt: skip
 
     def make() -> Plan:

@@ -1,28 +1,30 @@
-"""Bytes of FSDP2's units: what is gathered, reduced and stored on one rank.
+"""What one rank holds: bytes of FSDP2's units, a tensor-parallel share of a model, and one plan for all ranks.
 
-Follows what PyTorch's ``fully_shard`` does (torch 2.13): each parameter is sharded on dim 0, padded to a multiple of
-the shard axis; a unit is gathered into one flat buffer and copied out of it; its gradients are copied into one flat
+The bytes follow PyTorch's ``fully_shard`` (torch 2.13): each parameter is sharded on dim 0, padded to a multiple of the
+shard axis; a unit is gathered into one flat buffer and copied out of it; its gradients are copied into one flat
 buffer and reduced; one such buffer stays alive until the next unit's.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from nemo_like.distributed.units import plan_units
 from nemo_like.module_tree import bare
+from nemo_like.options import FSDP2, Precision
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-fused", "adamw-8bit", "sgd", "sgd-momentum")
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitBytes:
     """One FSDP2 unit on one rank, bytes."""
 
     kind: str
@@ -47,12 +49,12 @@ class Unit:
 class Sharding:
     """How a model's state lies on one rank."""
 
-    units: tuple[Unit, ...]
+    units: tuple[UnitBytes, ...]
     """Units of the layers, each once."""
     modules: tuple[int, ...]
     """For each of them, the id of the bare layer."""
-    tail: Unit | None
-    root: Unit
+    tail: UnitBytes | None
+    root: UnitBytes
     replicated: int
     """Parameters that every rank holds whole."""
     world: int
@@ -63,7 +65,7 @@ class Sharding:
     """Ids of the tail's parameters."""
 
     @property
-    def all(self) -> tuple[Unit, ...]:
+    def all(self) -> tuple[UnitBytes, ...]:
         """Every unit once."""
         return (*self.units, *((self.tail,) if self.tail else ()), self.root)
 
@@ -74,20 +76,21 @@ class Sharding:
 
 
 def sharding_of(
-    model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None, reshard_after_forward: bool | int | None = None,
-    prefetch: tuple[int, int] = (1, 1),
-) -> Sharding:  # fmt: skip
+    model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2
+) -> Sharding:
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks."""
     plan = plan_units(model, layers)
     last = plan.layers[-1] if plan.layers else None
+    dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
 
-    def unit(source: Any) -> Unit:
+    def unit(source: Any) -> UnitBytes:
         if source.kind == "layer" and source is not last:
-            reshard = True if reshard_after_forward is None else bool(reshard_after_forward)
+            reshard = True if asked is None else bool(asked)
         else:
-            reshard = reshard_after_forward if isinstance(reshard_after_forward, bool) and source.kind != "dtype" else False
-        return _unit(source.kind, source.params, shard_ranks, param_dtype, reduce_dtype, bool(reshard))
+            reshard = asked if isinstance(asked, bool) and source.kind != "dtype" else False
+        return _unit(
+            source.kind, source.params, shard_ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], bool(reshard)
+        )
 
     root = unit(plan.root)
     for extra in plan.by_dtype:
@@ -99,7 +102,7 @@ def sharding_of(
         root=root,
         replicated=sum(p.numel() * p.element_size() for p in plan.replicated),
         world=shard_ranks,
-        prefetch=prefetch,
+        prefetch=(fsdp.forward_prefetch, fsdp.backward_prefetch),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
     )
 
@@ -107,14 +110,14 @@ def sharding_of(
 def _unit(
     kind: str, params: Sequence[nn.Parameter], ranks: int, param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None, reshard: bool,
-) -> Unit:  # fmt: skip
+) -> UnitBytes:  # fmt: skip
     shards = [(_padded(p, ranks) // ranks, p) for p in params]
     trained = [(n, p) for n, p in shards if p.requires_grad]
     compute = [(n, (param_dtype or p.dtype).itemsize) for n, p in shards]
     reduce = [(n, (reduce_dtype or param_dtype or p.dtype).itemsize) for n, p in trained]
     stored = [n * p.element_size() for n, p in shards]
     cast = param_dtype is not None
-    return Unit(
+    return UnitBytes(
         kind=kind,
         shard=sum(stored),
         gathered=sum(n * size for n, size in compute) * ranks,
@@ -127,9 +130,9 @@ def _unit(
     )
 
 
-def _join(a: Unit, b: Unit) -> Unit:
+def _join(a: UnitBytes, b: UnitBytes) -> UnitBytes:
     numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard", "largest")}
-    return Unit(kind=a.kind, reshard=a.reshard, largest=max(a.largest, b.largest), **numbers)
+    return UnitBytes(kind=a.kind, reshard=a.reshard, largest=max(a.largest, b.largest), **numbers)
 
 
 def _padded(param: torch.Tensor, ranks: int) -> int:
@@ -160,3 +163,81 @@ def optimizer_bytes(sharding: Sharding, name: str, trainable_shard: int) -> tupl
     if name not in table:
         raise ValueError(f"optimizer is {name!r}; it must be one of {', '.join(OPTIMIZERS)}.")
     return table[name]
+
+
+T = TypeVar("T")
+
+
+def shard_ranks(mesh: Any, world_size: int | None) -> int:
+    """Ranks that FSDP2 shards over: ``dp_shard`` x ``cp`` of `mesh`, or `world_size`, or the process group's size."""
+    if mesh is not None:
+        return axis(mesh, "dp_shard") * axis(mesh, "cp") if mesh.mesh_dim_names else mesh.size()
+    if world_size is not None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; it must be >= 1.")
+        return world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 1
+
+
+def axis(mesh: Any, name: str) -> int:
+    """Size of an axis of `mesh`; 1 where there is none."""
+    return mesh[name].size() if mesh is not None and name in (mesh.mesh_dim_names or ()) else 1
+
+
+def same_on_all_ranks(make: Callable[[], T]) -> T:
+    """Rank 0 calls `make`; its result, or its error, is everybody's."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return make()
+    if torch.distributed.get_world_size() == 1:
+        return make()
+    box: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            box = [make()]
+        except Exception as error:  # noqa: BLE001 - handed on to every rank, where it is raised
+            box = [error]
+    torch.distributed.broadcast_object_list(box, src=0)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    return box[0]
+
+
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
+
+
+def local_twin(model: nn.Module, tp: int) -> nn.Module:
+    """A twin of a Hugging Face decoder on the meta device, with the parameters that one of `tp` ranks holds.
+
+    Attention heads and FFN width are divided, which is what the column- and row-wise styles of a tensor-parallel plan
+    do; norms, embedding and head stay whole, and so do the logits, which such plans gather. Sequence parallelism is
+    not modelled.
+
+    Raises:
+        ValueError: the model has no config that says these sizes, or one of them is not a multiple of `tp`.
+    """
+    if tp == 1:
+        return model
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise ValueError(
+            f"tp={tp}: {type(model).__name__} has no transformers config to read heads and widths from, so the share "
+            "of one rank is unknown. Plan it with tp=1 and the model of one rank."
+        )
+    local = copy.deepcopy(config)
+    text: Any = local.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if heads and not getattr(text, "head_dim", None):
+        text.head_dim = text.hidden_size // heads
+    for name in _DIVIDED:
+        value = getattr(text, name, None)
+        if value is None:
+            continue
+        if value % tp:
+            raise ValueError(f"tp={tp} does not divide {name}={value} of {type(model).__name__}; use a divisor of it.")
+        setattr(text, name, value // tp)
+    with torch.device("meta"):
+        twin = type(model)(local)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    return (twin if dtype is None else twin.to(dtype)).train(model.training)

@@ -1,8 +1,8 @@
 """Measured bytes and time per layer, and which layers to replay for a budget. Needs torch alone."""
 
 from nemo_like.profiling.meters import CpuMeter, CudaMeter, StorageRegistry
+from nemo_like.profiling.profile_report import LayerProfile, ProfileReport
 from nemo_like.profiling.profiler import BudgetUnmeetableError, MemoryProfiler, recommend
-from nemo_like.profiling.report import LayerProfile, ProfileReport
 
 __all__ = [
     "BudgetUnmeetableError",

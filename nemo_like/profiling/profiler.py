@@ -12,10 +12,10 @@ from torch import nn
 
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.log import say_once
+from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
+from nemo_like.profiling.measured_run import preserved_state
+from nemo_like.profiling.profile_report import MB, LayerProfile, ProfileReport
 from nemo_like.profiling.recommend import LayerCall, cheapest_layers
-from nemo_like.profiling.report import MB, LayerProfile, ProfileReport
-from nemo_like.profiling.state import preserved_state
-from nemo_like.profiling.trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
 from nemo_like.torch_compat import tree_map
 
 

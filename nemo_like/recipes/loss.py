@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import Corpus, held_out_windows, unigram_entropy
-from nemo_like.recipes.ranks import Ranks
 
 
 class DivergedError(RuntimeError):

@@ -20,11 +20,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from nemo_like.distributed import launch
 from nemo_like.extras import MissingExtraError
-from nemo_like.recipes.checkpoint import CheckpointError
+from nemo_like.recipes.agree import OtherRankError, Ranks
+from nemo_like.recipes.job_checkpoint import CheckpointError
+from nemo_like.recipes.job_options import Options, parse_options
 from nemo_like.recipes.loss import DivergedError
-from nemo_like.recipes.options import Options, parse_options
 from nemo_like.recipes.progress import memory_peak
-from nemo_like.recipes.ranks import OtherRankError, Ranks
 from nemo_like.recipes.summary import summarise, write_summary
 from nemo_like.recipes.trainer import Trainer
 

@@ -22,15 +22,15 @@ from nemo_like.distributed.materialize import materialize
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.options import FSDP2, Precision, parse_dtype
 from nemo_like.parallelizer import parallelize
-from nemo_like.recipes.checkpoint import CheckpointStore
+from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import VOCABULARY, Sampler, TextData, load_text
 from nemo_like.recipes.interrupt import Interrupt
+from nemo_like.recipes.job_checkpoint import CheckpointStore
+from nemo_like.recipes.job_options import Options
 from nemo_like.recipes.loss import DivergedError, HeldOut, LossLog, next_byte_loss
-from nemo_like.recipes.options import Options
 from nemo_like.recipes.progress import Progress
-from nemo_like.recipes.ranks import Ranks
+from nemo_like.recipes.run_state import about_run, check_same_run, gather_state, make_optimizer
 from nemo_like.recipes.schedule import Schedule
-from nemo_like.recipes.state import about_run, check_same_run, gather_state, make_optimizer, put_state
 
 
 class Trainer:
@@ -102,7 +102,6 @@ class Trainer:
                     "--resume=auto to start anew where there is none."
                 )
             return
-        put_state(self.model, state)
         self.step = step
 
     # ------------------------------------------------------------------------------------------------------ the loop

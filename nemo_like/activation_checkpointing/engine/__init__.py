@@ -1,0 +1,109 @@
+"""The eager engine: one region of the forward pass that backward replays, keeping what a policy says.
+
+How it works. Autograd's saved-tensor hooks give each tensor that autograd would keep a small `_Handle` instead. The
+first handle that backward opens replays the region: the function runs again on the saved inputs, and hooks of the
+replay give each live handle its tensor, up to the last one, where the replay stops. Policies with something to keep
+add a dispatch mode to both runs (see `engine_modes`). The region's inputs are saved by autograd itself, *outside*
+our hooks: hooks further out (offloading, an outer region) get them, and a later in-place change is noticed.
+
+The design is described in the comments of PyTorch's `torch/utils/checkpoint.py` ("Nestable Checkpoint"), whose rules
+for nesting hold here; nothing is taken from it.
+
+Higher-order use, as tested in `tests/activation_checkpointing/test_engine_higher_order.py`:
+
+- ``retain_graph=True`` and double backward work: each further backward replays again, and kept outputs stay.
+- Two forwards before one backward, nested regions, and a backward inside a region work.
+- Under `torch.no_grad` the function simply runs. `torch.func` transforms are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nemo_like import torch_compat
+from nemo_like.activation_checkpointing.engine.compiled import compiled_region, make_selective_checkpoint_context_fn
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.region import Region
+from nemo_like.activation_checkpointing.engine.transfer import Transfer
+from nemo_like.activation_checkpointing.policy import Policy
+
+__all__ = ["RegionError", "checkpoint_region", "make_selective_checkpoint_context_fn", "run_region", "set_early_stop"]
+
+_early_stop_default = True
+
+
+@contextmanager
+def set_early_stop(enabled: bool) -> Iterator[None]:
+    """Whether regions whose *forward* runs in here stop their replay at the last tensor backward needs.
+
+    Switch it off where code after that point must run in replay, such as a hook that frees a buffer.
+    """
+    global _early_stop_default
+    before, _early_stop_default = _early_stop_default, enabled
+    try:
+        yield
+    finally:
+        _early_stop_default = before
+
+
+def checkpoint_region(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: Policy,
+    name: str = "",
+    preserve_rng_state: bool = True,
+    transfer: Transfer | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``fn(*args, **kwargs)`` as one region and return its result; backward will replay it.
+
+    `policy` says what is kept; `name` is the region's in errors. `transfer` moves outputs with the decision HOST
+    (default: synchronous copies). A `fn` with keywords of the same names: use `run_region`.
+
+    Raises:
+        RegionError: in backward, if replay and forward disagree, or a plan skips what backward needs.
+        PlanMismatchError: at the end of forward, if a `DecisionTable` does not fit.
+        RuntimeError: inside a `torch.func` transform.
+
+    >>> from nemo_like.activation_checkpointing.policy import FullPolicy
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> checkpoint_region(lambda t: t.exp().sin(), x, policy=FullPolicy()).sum().backward()
+    >>> torch.equal(x.grad, x.exp().cos() * x.exp())
+    True
+    """
+    return run_region(
+        fn, args, kwargs, policy=policy, name=name, preserve_rng_state=preserve_rng_state, transfer=transfer
+    )
+
+
+def run_region(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    policy: Policy,
+    name: str = "",
+    preserve_rng_state: bool = True,
+    transfer: Transfer | None = None,
+    early_stop: bool | None = None,
+) -> Any:
+    """`checkpoint_region` with the function's arguments as a tuple and a dict.
+
+    `early_stop=False` replays the region to its end (default: what `set_early_stop` says).
+    """
+    if torch.compiler.is_compiling():
+        return compiled_region(fn, args, kwargs, policy=policy, preserve_rng_state=preserve_rng_state)
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    if torch_compat.in_functorch_transform():
+        raise RuntimeError(
+            f"Region {name!r} runs inside a torch.func transform (grad, vmap, jvp, ...), whose levels saved-tensor "
+            "hooks can't follow. Apply the transform to the model without activation checkpointing, or use "
+            "torch.autograd.grad."
+        )
+    region = Region(fn, policy, name, transfer, _early_stop_default if early_stop is None else early_stop)
+    return region.forward(args, kwargs, preserve_rng_state)

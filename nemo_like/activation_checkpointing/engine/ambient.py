@@ -1,0 +1,235 @@
+"""Everything around a region that steers its results and is no argument: taken at forward, put back for replay.
+
+Random numbers (torch's, Python's, NumPy's, a generator of one's own), autocast, the choice of SDPA back end, a replaced
+`F.scaled_dot_product_attention`, function modes (a context-parallel patch, ``with torch.device(...)``), float32 matmul
+precision. Other packages add theirs with `register`. Values that are as they were cost a comparison and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nemo_like.activation_checkpointing.engine.generators import Generators
+from nemo_like.activation_checkpointing.engine.host_random import HostRandom
+from nemo_like.torch_compat import function_modes, sdp_priority, set_sdp_priority
+
+Restore = Callable[[], AbstractContextManager[Any]]
+Capture = Callable[[], Restore | None]
+
+_registered: dict[str, Capture] = {}
+
+
+def register(name: str, capture: Capture) -> None:
+    """Make a state of your own part of what forward and replay share.
+
+    `capture` runs at the start of every region's forward. It returns None (nothing to keep), or a function that
+    makes a context manager; replay runs within that. Raises ValueError for a name that is taken.
+
+    >>> register("my-flag", lambda: None)
+    >>> unregister("my-flag")
+    """
+    if name in _registered:
+        raise ValueError(f"ambient.register: {name!r} is taken; use another name, or unregister it first.")
+    _registered[name] = capture
+
+
+def unregister(name: str) -> None:
+    """Take back `register`; raises KeyError for an unknown name."""
+    del _registered[name]
+
+
+# --- SDPA ---------------------------------------------------------------------------------------------------------
+
+_cuda = torch.backends.cuda
+_SDPA_FLAGS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = tuple(
+    (getattr(_cuda, f"{kind}_sdp_enabled"), getattr(_cuda, f"enable_{kind}_sdp"))
+    for kind in ("flash", "mem_efficient", "math", "cudnn")
+    if hasattr(_cuda, f"{kind}_sdp_enabled") and hasattr(_cuda, f"enable_{kind}_sdp")
+)
+
+
+def _autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+def accelerator_type() -> str | None:
+    """The accelerator that is in use by this process (``"cuda"``, ...), or None. Never initialises one."""
+    if torch.cuda.is_initialized():
+        return "cuda"
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if current is None or current.type == "cuda":
+        return None
+    module = torch.get_device_module(current)
+    return current.type if getattr(module, "is_initialized", lambda: False)() else None
+
+
+RngState = tuple[torch.Tensor, str | None, torch.Tensor | None] | tuple[torch.Generator, torch.Tensor]
+
+
+def rng_state(generator: torch.Generator | None = None) -> RngState:
+    """The random-number state of the CPU and of the accelerator in use, or of `generator`."""
+    if generator is not None:
+        return generator, generator.get_state()
+    device = accelerator_type()
+    return torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state() if device else None
+
+
+def set_rng_state(state: RngState) -> None:
+    """Go back, or on, to what `rng_state` returned."""
+    if len(state) == 2:
+        state[0].set_state(state[1])
+        return
+    cpu, device, on_device = state
+    torch.set_rng_state(cpu)
+    if device is not None and on_device is not None:
+        torch.get_device_module(device).set_rng_state(on_device)
+
+
+class Ambient:
+    """One snapshot of it all, of the moment of its creation.
+
+    `preserve_rng_state=False` leaves the random-number state out: dropout then differs between forward and replay.
+    """
+
+    __slots__ = (
+        "_autocast", "_autocast_cache", "_cpu_rng", "_device", "_device_rng", "_extras", "_host_random",
+        "_matmul_precision", "_modes", "_sdpa", "_sdpa_flags", "_sdpa_priority", "generators",
+    )  # fmt: skip
+
+    def __init__(self, preserve_rng_state: bool = True) -> None:
+        self._device = device = accelerator_type()
+        self._autocast: Any = _autocast_state("cpu"), _autocast_state(device) if device else None
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._sdpa = F.scaled_dot_product_attention
+        self._sdpa_flags = [get() for get, _ in _SDPA_FLAGS]
+        self._sdpa_priority = sdp_priority()
+        self._matmul_precision = torch.get_float32_matmul_precision()
+        self._modes = function_modes()
+        self._extras = [restore for capture in _registered.values() if (restore := capture()) is not None]
+        self._cpu_rng: torch.Tensor | None = torch.get_rng_state() if preserve_rng_state else None
+        self._device_rng = torch.get_device_module(device).get_rng_state() if preserve_rng_state and device else None
+        self._host_random: HostRandom | None = HostRandom() if preserve_rng_state else None
+        self.generators: Generators | None = Generators() if preserve_rng_state else None
+        """Those of the region's own, as they are found; None: random numbers are left as they are."""
+
+    def forget_unused_rng(self) -> None:
+        """Call at the end of forward: drops the random-number state if no number was drawn meanwhile."""
+        if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
+            self._cpu_rng = None
+        if self._device_rng is not None:
+            now = torch.get_device_module(self._device).get_rng_state()
+            if torch.equal(self._device_rng, now):
+                self._device_rng = None
+        if self._host_random is not None and not self._host_random.forget_unused():
+            self._host_random = None
+        if self.generators is not None and not self.generators.forget_unused():
+            self.generators = None
+
+    def restored(self) -> AbstractContextManager[None]:
+        """A context manager: within it everything is as it was, after it everything is as before it."""
+        return self._restored()
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for restore in self._extras:
+                stack.enter_context(restore())
+            self._restore_rng(stack)
+            self._restore_sdpa(stack)
+            self._restore_modes(stack)
+            self._restore_autocast(stack)
+            if torch.get_float32_matmul_precision() != self._matmul_precision:
+                stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+                torch.set_float32_matmul_precision(self._matmul_precision)
+            yield
+
+    def _restore_rng(self, stack: contextlib.ExitStack) -> None:
+        if self._host_random is not None:
+            self._host_random.restore(stack)
+        if self.generators is not None:
+            self.generators.restore(stack)  # before torch's own, one of which may be among them, noted later than entry
+        if self._cpu_rng is not None:
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
+            torch.set_rng_state(self._cpu_rng)
+        if self._device_rng is not None:
+            module = torch.get_device_module(self._device)
+            stack.callback(module.set_rng_state, module.get_rng_state())
+            module.set_rng_state(self._device_rng)
+
+    def _restore_sdpa(self, stack: contextlib.ExitStack) -> None:
+        if F.scaled_dot_product_attention is not self._sdpa:
+            stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+            F.scaled_dot_product_attention = self._sdpa
+        for (get, put), wanted in zip(_SDPA_FLAGS, self._sdpa_flags):
+            now = get()
+            if now != wanted:
+                stack.callback(put, now)
+                put(wanted)
+        order = sdp_priority()
+        if order is not None and self._sdpa_priority is not None and order != self._sdpa_priority:
+            stack.callback(set_sdp_priority, order)
+            set_sdp_priority(self._sdpa_priority)
+
+    def _restore_modes(self, stack: contextlib.ExitStack) -> None:
+        if not self._modes:
+            return
+        active = function_modes()
+        for mode in self._modes:
+            if not any(mode is other for other in active):
+                stack.enter_context(mode)
+
+    def _restore_autocast(self, stack: contextlib.ExitStack) -> None:
+        # Entered even where nothing differs and autocast is on: backward may run outside every autocast region, and
+        # then the cache of cast weights must be emptied again at the end.
+        for device, state in (("cpu", self._autocast[0]), (self._device, self._autocast[1])):
+            if device is None or state is None:
+                continue
+            enabled, dtype = state
+            if enabled or torch.is_autocast_enabled(device):
+                stack.enter_context(
+                    torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=self._autocast_cache)
+                )
+
+
+# --- Transformer Engine -------------------------------------------------------------------------------------------
+
+_TE_ATTENTION = (
+    "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
+    "transformer_engine.pytorch.attention",
+)
+"""Modules, newest first, whose `_attention_backends` dict caches the attention back end that was chosen last."""
+
+
+def _transformer_engine_attention_cache() -> Restore | None:
+    """Replay chooses as forward did: the cache is put back as forward found it (NeMo Automodel#3330).
+
+    Only where Transformer Engine has been imported by somebody; its cache is private, and absent means nothing to keep.
+    """
+    for name in _TE_ATTENTION:
+        cache = getattr(sys.modules.get(name), "_attention_backends", None)
+        if isinstance(cache, dict):
+            found = dict(cache)
+            return lambda: _dict_contents(cache, found)
+    return None
+
+
+@contextlib.contextmanager
+def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator[None]:
+    present = dict(target)
+    target.clear()
+    target.update(contents)
+    try:
+        yield
+    finally:
+        target.clear()
+        target.update(present)
+
+
+register("transformer-engine attention back end", _transformer_engine_attention_cache)

@@ -1,0 +1,283 @@
+"""The two dispatch modes of a region: one decides and keeps in forward, the other puts back in replay.
+
+Both look at tracked operators only. What else runs in a region (profiler ranges, FSDP's copies and all-gathers,
+metadata calls) passes through uncounted, so that it may differ between forward and replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from nemo_like.activation_checkpointing import ops
+from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.generators import Generators
+from nemo_like.activation_checkpointing.engine.kept import (
+    Kept,
+    OnHost,
+    Skipped,
+    from_host,
+    map_kept,
+    map_tensors,
+    on_host,
+    private_copy,
+    storages,
+    versions,
+)
+from nemo_like.activation_checkpointing.engine.transfer import Transfer
+from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
+from nemo_like.op_lookup import Op
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from nemo_like.activation_checkpointing.policy import Policy
+
+TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0
+"""RANDOM: tracked, and draws random numbers."""
+
+
+class Kinds(dict[int, int]):
+    """``id(operator)`` → how the modes treat it, filled when an operator is first seen. One per tracked set.
+
+    By id, because hashing an operator runs Python code and this is looked up on every call. `_seen` keeps the
+    operators alive, so that no id is used twice.
+    """
+
+    def __init__(self, tracked: Any) -> None:
+        super().__init__()
+        self._all = tracked is None
+        self._tracked = frozenset(() if tracked is None else tracked)
+        self._seen: list[Op] = []
+
+    def of(self, op: Op) -> int:
+        """How to treat `op`."""
+        kind = self.get(id(op))
+        return self._classify(op) if kind is None else kind
+
+    def _classify(self, op: Op) -> int:
+        if ops.facts(op).mutating:
+            kind = MUTABLE
+        elif self._all:
+            kind = self._tracked_kind(op) if ops.facts(op).tracked else PASS
+        elif op in self._tracked:
+            kind = self._tracked_kind(op)
+        else:
+            kind = COPY if op in ops.COPY_OPS else PASS
+        self._seen.append(op)
+        self[id(op)] = kind
+        return kind
+
+    @staticmethod
+    def _tracked_kind(op: Op) -> int:
+        return RANDOM if ops.facts(op).random else TRACKED
+
+
+_kinds: dict[Any, Kinds] = {}
+
+
+def kinds_for(policy: Policy) -> Kinds:
+    """The shared `Kinds` of all policies that track the same operators."""
+    tracked = policy.tracked_ops()
+    key = None if tracked is None else frozenset(tracked)
+    if key not in _kinds:
+        _kinds[key] = Kinds(key)
+    return _kinds[key]
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled piece inside a region is one operator to us, as it is to PyTorch's own contexts."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Without this, torch wraps `__torch_dispatch__` in a guard against Dynamo that costs 1.5 µs on every
+        # operator. Dynamo never sees our modes: under compilation the region is handed over, see `engine_compile`.
+        return False
+
+
+class ForwardMode(_Mode):
+    """Asks the policy about each tracked call and keeps what it says."""
+
+    def __init__(self, kinds: Kinds, decide: Any, packs: list[Any], transfer: Transfer, name: str) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.decide = decide
+        self.needs_call = getattr(decide, "needs_call", False)
+        self.packs = packs
+        self.transfer = transfer
+        self.region_name = name
+        self.kept: list[Kept] = []
+        self.counts: dict[Op, int] = {}
+        self.paused = False
+        self.keeps_rng = True
+        self.generators: Generators | None = None
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and self.generators is not None and kwargs.get("generator") is not None:
+            self.generators.note(kwargs["generator"])
+        kind = self.kinds.get(id(func))
+        if kind is None:
+            kind = self.kinds.of(func)
+        if kind == PASS or self.paused:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if kind == MUTABLE:
+            self.before_change(func, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if kind == COPY and not ops.is_device_to_host_copy(func, args, kwargs):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        entry = self.keep(func, out, kind, args, kwargs)
+        if kind == RANDOM and self.keeps_rng and entry.decision in (SAVE, HOST) and ops.draws(func, args, kwargs):
+            # Replay won't draw these numbers, and later calls must get the same ones.
+            entry.rng_after = rng_state(kwargs.get("generator") if kwargs else None)
+        return out
+
+    def keep(self, func: Op, out: Any, kind: int, args: Any, kwargs: Any) -> Kept:
+        """Take a decision on `out` and carry it out."""
+        counts = self.counts
+        index = counts.get(func, 0)
+        counts[func] = index + 1
+        if kind == COPY:
+            decision = SAVE
+        elif self.needs_call:
+            decision = self.decide(func, index, args, kwargs or {}, out)
+        else:
+            decision = self.decide(func, index)
+        entry = Kept(func, decision, len(self.packs))
+        self.kept.append(entry)
+        if decision is SAVE:
+            entry.value = out
+            entry.version = versions(out)
+        elif decision is HOST:
+            entry.value = map_tensors(lambda t: OnHost(self.transfer.to_host(t)), out)
+            entry.version = frozenset(key for tensor in tensors_in(out) for key in storages(tensor))
+        elif decision is SKIP:
+            entry.value = map_tensors(Skipped, out)
+            if not tensors_in(out):
+                raise RegionError(f"Region {self.region_name!r}: {func} returns no tensor and can't be skipped.")
+        return entry
+
+    def replay_instead(self, ops: Collection[Op]) -> None:
+        """Decide anew, at the end of forward: compute what was to be skipped, and what `ops` made, in replay."""
+        for entry in self.kept:
+            if entry.decision is SKIP or entry.op in ops:
+                entry.recompute()
+
+    def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
+        """`func` is about to write: give whatever is kept of the written storages a copy of its own."""
+        if not self.kept:
+            return
+        written = {key for tensor in ops.written_tensors(func, args, kwargs) for key in storages(tensor)}
+        for entry in self.kept:
+            if entry.decision is HOST:
+                before_change = getattr(self.transfer, "before_change", None)
+                if before_change is not None and entry.version & written:
+                    for item in on_host(entry.value):
+                        before_change(item.handle)
+            elif entry.decision is SAVE and not entry.private:
+                mine = tensors_in(entry.value)
+                if any(storages(tensor) & written for tensor in mine):
+                    entry.value = map_tensors(private_copy, entry.value)
+                    entry.version = versions(entry.value)
+                    entry.private = True
+
+
+class ReplayMode(_Mode):
+    """Puts kept outputs in the place of the calls that made them, in forward's order."""
+
+    def __init__(self, kinds: Kinds, kept: list[Kept], values: list[Any], name: str) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.kept = kept
+        self.values = values
+        self.region_name = name
+        self.position = 0
+        self.finished_at: int | None = None
+        self.skips = any(entry.decision is SKIP for entry in kept)
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = self.kinds.get(id(func))
+        if kind is None:
+            kind = self.kinds.of(func)
+        if kind in (TRACKED, RANDOM) or (kind == COPY and ops.is_device_to_host_copy(func, args, kwargs)):
+            entry, value = self.next(func)
+            if entry.decision is not RECOMPUTE:
+                return value
+        if self.skips:
+            return self.run_beside_placeholders(func, kind, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def next(self, func: Op) -> tuple[Kept, Any]:
+        """The forward's record of this call, and its output where kept (handed out once)."""
+        position = self.position
+        self.position = position + 1
+        if self.finished_at is not None:
+            return _AFTER_THE_END, None
+        if position >= len(self.kept) or self.kept[position].op is not func:
+            self.raise_mismatch(func, position)
+        value = self.values[position]
+        self.values[position] = None
+        entry = self.kept[position]
+        if entry.rng_after is not None:
+            set_rng_state(entry.rng_after)
+        if entry.decision is SKIP:
+            value = map_kept(Skipped.placeholder, value)
+        elif entry.decision is HOST:
+            value = map_kept(from_host, value)
+        return entry, value
+
+    def finish(self) -> None:
+        """Backward has what it needs; whatever still runs is computed, for its side effects only."""
+        self.finished_at = self.position
+        self.values = []
+
+    def raise_mismatch(self, func: Op, position: int) -> None:
+        wanted = self.kept[position].op if position < len(self.kept) else None
+        raise RegionError(
+            f"Region {self.region_name!r}: replay and forward disagree. As tracked call {position}, forward ran "
+            f"{wanted if wanted is not None else 'nothing more'}, replay runs {func}. Something in the region depends "
+            "on state that changed since (a cache, a counter, a global switch). Keep that state out of the region, or "
+            "register it with nemo_like.activation_checkpointing.engine.ambient.register."
+        )
+
+    def run_beside_placeholders(self, func: Op, kind: int, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run `func`; where it reads a placeholder, give a placeholder for its output or raise."""
+        present = tensors_in(args) + tensors_in(kwargs)
+        if not any(tensor.is_meta for tensor in present):
+            return func(*args, **kwargs)
+        reason = None
+        if ops.facts(func).random:
+            reason = "it draws random numbers, and later ones would change"
+        elif kind == MUTABLE and not all(tensor.is_meta for tensor in ops.written_tensors(func, args, kwargs)):
+            reason = "it would write into a tensor that exists"
+        elif ops.facts(func).collective:
+            reason = "it is a collective, which every rank must join with data"
+        if reason is not None:
+            self.raise_skipped(func, reason)
+        to_meta: Callable[[Any], Any] = lambda t: t if t.is_meta else t.to("meta")  # noqa: E731
+        meta_kwargs = {key: map_tensors(to_meta, value) for key, value in kwargs.items()}
+        if meta_kwargs.get("device") is not None:
+            self.raise_skipped(func, "it moves the data to a device")
+        try:
+            return func(*map_tensors(to_meta, args), **meta_kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            self.raise_skipped(func, f"it needs the data ({error})", error)
+
+    def skipped_so_far(self) -> str:
+        """The operators in whose place a placeholder was handed out; empty: none yet."""
+        return ", ".join(sorted({str(entry.op) for entry in self.kept[: self.position] if entry.decision is SKIP}))
+
+    def raise_skipped(self, func: Op, reason: str, cause: Exception | None = None) -> None:
+        raise RegionError(
+            f"Region {self.region_name!r}: the plan skips {self.skipped_so_far()}, and {func} needs what is made of it: "
+            f"{reason}. Take the SKIP out of the plan (RECOMPUTE or SAVE), or keep what {func} reads."
+        ) from cause
+
+
+_AFTER_THE_END = Kept(None, RECOMPUTE, 0)

@@ -1,0 +1,64 @@
+"""A region's arguments: the tensors among them are saved by autograd, containers kept as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from nemo_like.activation_checkpointing.engine.containers import map_leaves
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.torch_compat import save_tensor
+
+
+class _Place:
+    """Where a saved tensor goes."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class SavedInputs:
+    """The arguments of one call, to be had again in backward.
+
+    Tensors directly among the arguments, or in containers of them (see `map_leaves`), are saved as autograd saves a
+    tensor: hooks that are active outside the region see them, and a change in place before backward is an error.
+    Containers are kept as they are now. Anything else (a cache object, a flag) is held by reference.
+    """
+
+    __slots__ = ("_args", "_kwargs", "_saved")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._saved: list[Callable[[], Tensor]] = []
+        self._args: list[Any] = map_leaves(self._strip, list(args))
+        self._kwargs: dict[str, Any] = map_leaves(self._strip, dict(kwargs))
+
+    def _strip(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        self._saved.append(save_tensor(value))
+        return _Place(len(self._saved) - 1)
+
+    def get(self, region: str) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments again; raises RegionError if a tensor among them was changed in place."""
+        tensors = []
+        for unpack in self._saved:
+            try:
+                tensors.append(unpack())
+            except RegionError:
+                raise
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                raise RegionError(
+                    f"Region {region!r}: one of its inputs was changed in place between forward and backward, so it "
+                    "can't be replayed. Change a copy, or move the in-place operation out of the region."
+                ) from error
+
+        def restore(value: Any) -> Any:
+            return tensors[value.index] if type(value) is _Place else value
+
+        return map_leaves(restore, self._args), map_leaves(restore, self._kwargs)

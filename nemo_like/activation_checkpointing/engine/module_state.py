@@ -1,0 +1,116 @@
+"""State that a module changes while it runs: replay must start from what forward started from, and change nothing.
+
+Delayed FP8 scaling appends to an amax history, batch norm moves its running statistics: with a plain replay such
+buffers are updated twice, and the second pass may compute with other scales than the first (TransformerEngine#1190).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+
+_SMALL = 1 << 16
+"""Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
+histories, running statistics); what is large (masks, position tables) hardly ever changes."""
+
+_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[_Known, ...]]] = weakref.WeakKeyDictionary()
+
+
+class _Known:
+    """One buffer of a module, and whether a forward has been seen to change it."""
+
+    __slots__ = ("changes", "name", "owner")
+
+    def __init__(self, owner: dict[str, Tensor | None], name: str) -> None:
+        self.owner, self.name, self.changes = owner, name, False
+
+
+def _buffers_of(module: nn.Module) -> tuple[_Known, ...]:
+    """The buffers, and the tensors that are plain attributes (a router's load)."""
+    return tuple(
+        _Known(owner, name)
+        for child in module.modules()
+        for owner in (child._buffers, child.__dict__)
+        for name, value in owner.items()
+        if owner is child._buffers or type(value) is Tensor
+    )
+
+
+def _version(buffer: Tensor) -> int:
+    """How often `buffer` was changed in place; made in inference mode (a cached table), it cannot be."""
+    return 0 if buffer.is_inference() else buffer._version
+
+
+class BufferSnapshot:
+    """The buffers that `module` changes in its forward, as they were before it.
+
+    The first forward of a module (once for training, once for evaluation mode) copies all its buffers and compares.
+    Later ones copy the small buffers and those that were seen to change, and drop the copies of what did not change by
+    identity and version. Modules without buffers, as most transformer layers are, cost nothing.
+    """
+
+    __slots__ = ("_before", "_copies", "_first", "_mode", "_module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._mode = module, module.training
+        known_buffers = _known.get(module, {}).get(self._mode)
+        self._first = _buffers_of(module) if known_buffers is None else None
+        self._before: list[tuple[_Known, Tensor, int, Tensor | None]] = []
+        for known in known_buffers or self._first or ():
+            buffer = known.owner.get(known.name)
+            if isinstance(buffer, Tensor):
+                copied = self._first or known.changes or buffer.nbytes <= _SMALL
+                self._before.append((known, buffer, _version(buffer), buffer.detach().clone() if copied else None))
+        self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+
+    def forward_done(self) -> bool:
+        """Call after forward. Returns whether there is state to put back for a replay.
+
+        Raises RegionError for a large buffer that changes for the first time after forwards that left it alone: there
+        is no copy of it to replay from.
+        """
+        if self._first is not None:
+            _known.setdefault(self._module, {})[self._mode] = self._first
+        for known, buffer, version, copy in self._before:
+            now = known.owner.get(known.name)
+            changed = known.changes or now is not buffer or _version(buffer) != version
+            # Writes through `.data` count no version, the values tell; once only, because the host waits for the device.
+            changed = changed or (self._first is not None and copy is not None and _differs(now, copy))
+            if not changed:
+                continue
+            known.changes = True
+            if copy is None and _version(buffer) != version:
+                raise RegionError(
+                    f"Buffer {known.name!r}, of {buffer.nbytes} bytes, was changed in place inside a checkpointed region, "
+                    "and earlier forwards had left it alone, so no copy was made to replay from. Run this step again "
+                    "(the buffer is copied from now on), or change the buffer outside of the layer."
+                )
+            self._copies.append((known.owner, known.name, buffer.detach() if copy is None else copy))
+        self._before = []
+        return bool(self._copies)
+
+    def puts_back(self, owner: dict[str, Tensor | None], name: str) -> bool:
+        """Whether replay gets a copy of this buffer as it was before forward."""
+        return any(known is owner and at == name for known, at, _ in self._copies)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within it the module has copies of its earlier buffers to change; after it the present ones are back."""
+        present = [(owner, name, owner.get(name)) for owner, name, _ in self._copies]
+        try:
+            for owner, name, copy in self._copies:
+                owner[name] = copy.clone()
+            yield
+        finally:
+            for owner, name, buffer in present:
+                owner[name] = buffer
+
+
+def _differs(now: Tensor | None, before: Tensor) -> bool:
+    return now is None or now.shape != before.shape or not torch.equal(now, before)

@@ -1,0 +1,409 @@
+"""One region call: what autograd holds in the place of its tensors, and the replay that brings them back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nemo_like import torch_compat
+from nemo_like.activation_checkpointing.engine import observer
+from nemo_like.activation_checkpointing.engine.ambient import Ambient
+from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.generator_mode import watch_generators
+from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
+from nemo_like.activation_checkpointing.engine.kept import (
+    Kept,
+    map_tensors,
+    on_host,
+    private_copy,
+    versions,
+)
+from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot
+from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld, module_of
+from nemo_like.activation_checkpointing.engine.transfer import SynchronousTransfer, Transfer
+from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
+from nemo_like.log import warn_once
+from nemo_like.tensors import tensors_in
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class _Handle:
+    """What autograd keeps in the place of one tensor."""
+
+    __slots__ = ("__weakref__", "dtype", "shape", "storage", "value", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value: Tensor | None = None
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.version = tensor._version
+        # Weakly: autograd alone decides how long the memory lives. Sparse and mkldnn tensors have no storage to tell.
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        self.storage = StorageWeakRef(tensor.untyped_storage()) if plain else None
+
+
+class _Stop(Exception):
+    """Replay has given every live handle its tensor. An Exception, so that ``always_call`` module hooks still run."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__("replay is complete (a signal of the checkpointing engine; please don't catch it)")
+        self.region = region
+
+
+class Region:
+    """One call: its inputs, the handles autograd keeps, and what the policy kept.
+
+    Handles are held weakly (autograd owns them, and each knows nothing of the region); autograd's hooks hold the
+    region. So everything goes when the graph goes, without a reference cycle.
+    """
+
+    __slots__ = (
+        "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
+        "inputs", "kept", "kinds", "last", "lent", "lock", "name", "policy", "position", "replay_mode", "transfer",
+        "unwaited", "watch_versions", "world",
+    )  # fmt: skip
+
+    def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
+        self.fn = fn
+        self.policy = policy
+        self.name = name
+        self.transfer = transfer or _synchronous
+        self.early_stop = early_stop
+        self.handles: list[weakref.ref[_Handle]] = []
+        self.kept: list[Kept] = []
+        self.forward_mode: ForwardMode | None = None
+        self.replay_mode: ReplayMode | None = None
+        self.complete = False
+        self.consumed = False
+        self.graph_kept = False
+        self.watch_versions = True
+        self.world: ModuleWorld | None = None
+        self.lock = threading.RLock()
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
+        self.inputs = SavedInputs(args, kwargs)
+        self.ambient = Ambient(preserve_rng_state)
+        module = module_of(self.fn)
+        self.buffers = BufferSnapshot(module) if module is not None else None
+        self.world = ModuleWorld(module) if module is not None else None
+        decide = None
+        if not self.policy.keeps_nothing:
+            decide = self.policy.start()
+            self.kinds = kinds_for(self.policy)
+            self.forward_mode = ForwardMode(self.kinds, decide, self.handles, self.transfer, self.name)
+            self.forward_mode.keeps_rng = preserve_rng_state
+            self.kept = self.forward_mode.kept
+        watcher: Any = None
+        pack: Callable[[Tensor], _Handle] = self.pack
+        if observer.start is not None:
+            watcher = observer.start(self.name, lambda: self.kept, tensors_in([args, kwargs]))
+            pack = _watched(self.pack, watcher)
+        own = self.world.generators if self.world is not None else ()
+        given = (*args, *kwargs.values())
+        draws = watch_generators(self.ambient.generators, self.forward_mode, self.fn, given, own)
+        packing = saved_tensors_hooks(pack, self.unpack)
+        try:
+            with packing, self.forward_mode or nullcontext(), draws, watcher or nullcontext():
+                out = self.fn(*args, **kwargs)
+            finish = getattr(decide, "finish", None)
+            misfit = finish() if finish is not None else None
+            if misfit is not None and self.forward_mode is not None:
+                self.forward_mode.replay_instead(misfit.ops)
+                say_misfit(self.name, misfit.reason)
+        except PlanMismatchError as error:
+            self.drop()
+            raise PlanMismatchError(f"Region {self.name!r}: {error}") from error
+        except BaseException:
+            self.drop()
+            raise
+        if watcher is not None and observer.done is not None:
+            observer.done(watcher)
+        self.ambient.forget_unused_rng()
+        if self.buffers is not None and not self.buffers.forward_done():
+            self.buffers = None
+        if self.world is not None:
+            self.world.forward_done()
+        # Replay hands out copies of such things, whose versions start anew.
+        self.watch_versions = self.buffers is None and not self.keeps_on_host()
+        if self.kept:
+            self.drop_unreachable()
+        self.forward_mode = None
+        self.complete = True
+        return out
+
+    def pack(self, tensor: Tensor) -> _Handle:
+        handle = _Handle(tensor)
+        self.handles.append(weakref.ref(handle))
+        return handle
+
+    def drop_unreachable(self) -> None:
+        """At the end of forward: drop what no replay can reach, and cut the rest from the graph.
+
+        Replay stops where autograd packed its last tensor, so a call that ran after it is never replayed.
+        """
+        kept, packs = self.kept, len(self.handles)
+        if self.early_stop:
+            while kept and kept[-1].packs_before == packs:
+                kept.pop()
+        self.cut_kept()
+
+    def cut_kept(self) -> None:
+        """Cut what is kept from the graph; again is no harm."""
+        for entry in self.kept:
+            if entry.decision is SAVE:
+                # Detached up here, above autograd, so that the version counter is shared with the original.
+                entry.value = map_tensors(Tensor.detach, entry.value)
+
+    def keeps_on_host(self) -> bool:
+        """Whether something that is kept waits on the host."""
+        return any(entry.decision is HOST for entry in self.kept)
+
+    def drop(self) -> None:
+        """Forget everything that is kept."""
+        self.consumed = self.consumed or bool(self.kept)
+        self.kept = []
+        self.forward_mode = None
+        for reference in self.handles:
+            handle = reference()
+            if handle is not None:
+                handle.value = None
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def unpack(self, handle: _Handle) -> Tensor:
+        value = handle.value
+        if value is None:
+            with self.lock:
+                if handle.value is None:
+                    self.replay()
+                value = handle.value
+            if value is None:
+                raise RegionError(
+                    f"Region {self.name!r}: replay ended without a tensor of shape {tuple(handle.shape)} that "
+                    "backward needs: fewer tensors were saved than in forward. Something in the region depends on "
+                    "state that changed since."
+                )
+        if self.graph_kept:
+            handle.value = None  # else autograd drops the handle itself, as soon as this node is done
+        return value
+
+    def replay(self) -> None:
+        """Run the function again, and give every live handle its tensor."""
+        self.graph_kept = torch_compat.graph_is_kept() is not False
+        keep = self.graph_kept or not self.complete
+        if self.consumed:
+            raise RegionError(
+                f"Region {self.name!r}: a second backward goes through it, and what was kept is gone: the first one "
+                "was run without retain_graph=True, or its replay failed."
+            )
+        live = [index for index, reference in enumerate(self.handles) if reference() is not None]
+        self.last = live[-1]
+        self.unwaited = torch_compat.unwaited_collectives()
+        args, kwargs = self.inputs.get(self.name)
+        outer = self.forward_mode
+        if outer is not None:
+            outer.paused = True
+        mode: ReplayMode | None = None
+        try:
+            try:
+                mode = self.new_replay_mode(keep)
+                self.run_again(args, kwargs, mode)
+            except RegionError:
+                skipped = mode.skipped_so_far() if mode is not None else ""
+                if getattr(self.policy, "strict", True) or not skipped:
+                    raise
+                self.skip_nothing()
+                say_misfit(self.name, f"it skips {skipped}, and this call's backward needs what is made of that")
+                self.run_again(args, kwargs, self.new_replay_mode(keep))
+        except BaseException as error:
+            self.drop()
+            error.add_note(f"(raised in the replay of checkpointed region {self.name!r}, in backward)")
+            raise
+        finally:
+            self.lent.clear()
+            self.replay_mode = None
+            if outer is not None:
+                outer.paused = False
+        for index in live:
+            handle = self.handles[index]()
+            if handle is not None and handle.value is not None and handle.value.requires_grad:
+                handle.value = handle.value.detach()
+
+    def new_replay_mode(self, keep: bool) -> ReplayMode | None:
+        """What puts kept outputs back in the replay that now begins; nothing where nothing is kept."""
+        self.position = 0
+        self.lent: list[Tensor] = []
+        values = self.values_for_replay(keep)
+        mode = None if self.policy.keeps_nothing else ReplayMode(self.kinds, self.kept, values, self.name)
+        self.replay_mode = mode
+        return mode
+
+    def skip_nothing(self) -> None:
+        """Decide anew, after a replay that needed what was skipped: compute that, and what is gone since."""
+        for entry in self.kept:
+            if entry.decision is SKIP or (entry.decision in (SAVE, HOST) and entry.value is None):
+                entry.recompute()
+
+    def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
+        buffers = self.buffers.restored() if self.buffers is not None else nullcontext()
+        world: AbstractContextManager[None] = nullcontext()
+        if self.world is not None:
+            self.world.check(self.name, self.buffers.puts_back if self.buffers is not None else _nothing)
+            world = self.world.restored()
+        with world, buffers, self.ambient.restored(), torch.enable_grad():
+            try:
+                with saved_tensors_hooks(self.repack, self.give_lent), mode or nullcontext():
+                    self.fn(*args, **kwargs)
+            except _Stop as stop:  # in here, so that what surrounds it ends as after any other call
+                if stop.region is not self:
+                    raise
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                skipped = mode.skipped_so_far() if mode is not None else ""
+                if isinstance(error, RegionError) or not skipped:
+                    raise
+                raise RegionError(
+                    f"Region {self.name!r}: the plan skips {skipped}, and replay failed after that, probably because "
+                    f"it needs what was skipped: {error}. Take the SKIP out of the plan (RECOMPUTE or SAVE)."
+                ) from error
+        if mode is not None:
+            self.check_count(mode)
+
+    def check_count(self, mode: ReplayMode) -> None:
+        """Before anything is used: as many tracked calls must have been replayed as forward had made by then."""
+        if not self.early_stop or self.position <= self.last:
+            return
+        expected = sum(1 for entry in self.kept if entry.packs_before <= self.last)
+        if mode.finished_at != expected:
+            raise RegionError(
+                f"Region {self.name!r}: replay and forward disagree: forward had run {expected} tracked operators at "
+                f"the point where replay stopped, replay ran {mode.finished_at}. Something in the region depends on "
+                "state that changed since."
+            )
+
+    def values_for_replay(self, keep: bool) -> list[Any]:
+        values = []
+        skips = any(entry.decision is SKIP for entry in self.kept)
+        for entry in self.kept:
+            if entry.decision is HOST:
+                for item in on_host(entry.value):
+                    self.transfer.prefetch(item.handle)
+        for entry in self.kept:
+            value = entry.value
+            if entry.decision is SAVE:
+                self.check_version(entry)
+                if keep:
+                    value = map_tensors(private_copy if entry.private else Tensor.detach, value)
+            values.append(value)
+            if not keep and not (skips and facts(entry.op).pinned):
+                entry.value = None  # the list hands it out once; a second try can't run a pinned operator again
+        self.consumed = not keep and any(entry.decision in (SAVE, HOST) for entry in self.kept)
+        return values
+
+    def check_version(self, entry: Kept) -> None:
+        if versions(entry.value) != entry.version:
+            raise RegionError(
+                f"Region {self.name!r}: the kept output of {entry.op} was changed in place after the region ended, so "
+                "backward can't use it. Write the change out of place (x = x + y for x += y), or take the operator "
+                "out of the policy's save set."
+            )
+
+    def repack(self, tensor: Tensor) -> int:
+        index = self.position
+        self.position = index + 1
+        if index > self.last:
+            if self.early_stop:
+                self.stop_unless_waited_for()
+            return self.lend(tensor)
+        handle = self.handles[index]()
+        if handle is not None:
+            if handle.shape != tensor.shape or handle.dtype != tensor.dtype or tensor.is_meta:
+                self.raise_wrong_tensor(index, handle, tensor)
+            if handle.version != tensor._version and self.watch_versions:
+                self.check_same_version(index, handle, tensor)
+            handle.value = tensor
+        if index == self.last and self.early_stop:
+            if self.replay_mode is not None:
+                self.replay_mode.finish()
+            self.stop_unless_waited_for()
+        return self.lend(tensor)
+
+    def stop_unless_waited_for(self) -> None:
+        """End the replay, unless a collective that it started has not been waited for.
+
+        Such a one keeps its buffers for ever, and memory would grow with every step (torchtitan#1467): the replay
+        goes on to the next tensor that autograd saves, or to the region's end.
+        """
+        if torch_compat.unwaited_collectives() <= self.unwaited:
+            raise _Stop(self)
+
+    def lend(self, tensor: Tensor) -> int:
+        """What replay's own graph keeps for `tensor`: a number, good for a backward inside the region.
+
+        Not the tensor: for an operator that saves its own result (exp), that graph would hold itself for ever.
+        """
+        self.lent.append(tensor)
+        return len(self.lent) - 1
+
+    def give_lent(self, number: int) -> Tensor:
+        return self.lent[number].detach()
+
+    def check_same_version(self, index: int, handle: _Handle, tensor: Tensor) -> None:
+        """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
+        # By storage and not by address: while the weak reference lives, no other storage can be taken for this one.
+        storage = handle.storage
+        if storage is not None and type(tensor) in _PLAIN and tensor.untyped_storage()._cdata == storage.cdata:
+            raise RegionError(
+                f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed "
+                f"in place between forward and backward (version {handle.version}, now {tensor._version}): a parameter, "
+                "perhaps, that was updated before the backward of an earlier forward. Change it after backward."
+            )
+
+    def raise_wrong_tensor(self, index: int, handle: _Handle, tensor: Tensor) -> None:
+        if tensor.is_meta:
+            raise RegionError(
+                f"Region {self.name!r}: the plan skips an operator, and backward needs what is made of it: autograd "
+                f"saved it as tensor {index} of the region, of shape {tuple(handle.shape)}. Take the SKIP out."
+            )
+        raise RegionError(
+            f"Region {self.name!r}: replay and forward disagree: tensor {index} that autograd saved had shape "
+            f"{tuple(handle.shape)} and {handle.dtype} in forward, and has {tuple(tensor.shape)} and {tensor.dtype} in "
+            "replay. Something in the region depends on state that changed since."
+        )
+
+
+def say_misfit(region: str, reason: str) -> None:
+    """Once for all regions: a batch of another kind is met by each layer in turn, and may come again."""
+    warn_once(
+        f"Region {region!r} runs other operators than its plan was made for ({reason}), as where a mask, or none, sends "
+        "attention another way. In such calls, what the plan does not fit is computed again: gradients are the same, "
+        "backward takes longer. Plan with a sample_input that is like most batches of the run.",
+        key="misfit",
+    )
+
+
+def _nothing(owner: Any, name: str) -> bool:
+    return False
+
+
+def _watched(pack: Callable[[Tensor], _Handle], watcher: Any) -> Callable[[Tensor], _Handle]:
+    def pack_and_tell(tensor: Tensor) -> _Handle:
+        watcher.packed(tensor)
+        return pack(tensor)
+
+    return pack_and_tell
+
+
+_synchronous = SynchronousTransfer()

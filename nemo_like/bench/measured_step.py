@@ -1,0 +1,207 @@
+"""What is measured of one training step (forward and backward): bytes, FLOPs, time, gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from nemo_like.distributed.launch import world_size
+from nemo_like.module_tree import bare_name
+from nemo_like.profiling.layer_trace import run_model
+from nemo_like.tensors import tensors_in
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Beyond parameters, gradients and inputs."""
+
+    held: int
+    """Alive between forward and backward."""
+    peak: int
+    """The most that is alive at one time during the step."""
+
+
+def step_loss(model: nn.Module, sample: Any) -> torch.Tensor:
+    """Forward: the model's own loss, or the mean of squares of what it returns."""
+    output = run_model(model, sample)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    return torch.stack([out.float().square().mean() for out in tensors_in(output) if out.requires_grad]).sum()
+
+
+def zero_gradients(model: nn.Module) -> None:
+    """Gradients that are there before the step, so that their bytes are not counted for any mode."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
+
+
+def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> Bytes:
+    """One step's bytes from the allocator: CUDA's statistics, or PyTorch's allocation events on the CPU."""
+    zero_gradients(model)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        base = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        loss = step_loss(model, sample)
+        torch.cuda.synchronize(device)
+        held = torch.cuda.memory_allocated(device) - base
+        loss.backward()
+        torch.cuda.synchronize(device)
+        return Bytes(held, torch.cuda.max_memory_allocated(device) - base)
+    parts: list[torch.Tensor] = []
+    held = _cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
+    parts.pop().backward()
+    zero_gradients(model)
+    peak = max(_cpu_events(lambda: step_loss(model, sample).backward()))
+    return Bytes(held, peak)
+
+
+def _cpu_events(run: Callable[[], Any]) -> list[int]:
+    """Bytes allocated since `run` began, after each allocation or release of PyTorch's CPU allocator."""
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    )
+    with _quiet_start_and_stop():
+        profiler.start()
+    try:
+        run()
+    finally:
+        with _quiet_start_and_stop():
+            profiler.stop()
+    handle, path = tempfile.mkstemp(suffix=".json")
+    os.close(handle)
+    try:
+        profiler.export_chrome_trace(path)
+        with open(path, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    finally:
+        os.unlink(path)
+    sizes = [
+        (event["ts"], event["args"].get("Ev Idx", 0), event["args"]["Bytes"])
+        for event in events
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
+    ]
+    level, levels = 0, [0]
+    for _, _, size in sorted(sizes):
+        level += size
+        levels.append(level)
+    return levels
+
+
+@contextlib.contextmanager
+def _quiet_start_and_stop() -> Iterator[None]:
+    """PyTorch's profiler writes to the process's stderr at each start and stop, whatever its log level."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def measure_flops(model: nn.Module, sample: Any) -> tuple[int, int]:
+    """FLOPs of the forward, and of the whole step with replay and backward, as PyTorch's counter counts operators."""
+    zero_gradients(model)
+    with FlopCounterMode(display=False) as counter:
+        loss = step_loss(model, sample)
+        forward = counter.get_total_flops()
+        loss.backward()
+    return forward, counter.get_total_flops()
+
+
+def gradients_of(model: nn.Module, sample: Any, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The gradients of one step from a fixed random state, by parameter name."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    step_loss(model, sample).backward()
+    return {
+        bare_name(name).removeprefix("module."): parameter.grad  # "module": DistributedDataParallel's name for it
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def compare_gradients(wanted: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> str:
+    """``"bitwise"``, the largest difference relative to the largest gradient, or what is missing."""
+    if wanted.keys() != got.keys():
+        missing = sorted(wanted.keys() ^ got.keys())
+        return f"{len(missing)} missing ({missing[0]})"
+    worst = 0.0
+    for name, reference in wanted.items():
+        reference, other = _local(reference), _local(got[name])
+        if not torch.equal(reference, other):
+            scale = reference.abs().max().clamp_min(torch.finfo(reference.dtype).tiny)
+            worst = max(worst, ((reference - other).abs().max() / scale).item(), 1e-30)
+    return f"{worst:.1e}" if worst else "bitwise"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def time_steps(
+    models: Sequence[nn.Module], sample: Any, device: torch.device, repeats: int, warmup: int
+) -> list[list[float]]:
+    """Milliseconds of each step of each model. The models take turns: a drift of the machine's speed affects all.
+
+    On one CPU thread it is the process's own CPU time, which other jobs on the machine do not lengthen.
+    """
+    clock = clock_for(device)
+    times: list[list[float]] = [[] for _ in models]
+    for turn in range(warmup + repeats):
+        for index, model in enumerate(models):
+            zero_gradients(model)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = clock()
+            step_loss(model, sample).backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn >= warmup:
+                times[index].append((clock() - start) * 1000)
+    return times
+
+
+def clock_for(device: torch.device) -> Callable[[], float]:
+    """Seconds: CPU time of this process where it computes on one CPU thread, else wall time."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and world_size() == 1
+    return time.process_time if alone else time.perf_counter
+
+
+def summarize(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    """Median, spread ((max - min) / median), and the median of the turn-by-turn ratios to `reference`."""
+    middle = statistics.median(times)
+    return {
+        "step_ms": middle,
+        "spread": (max(times) - min(times)) / middle,
+        "ratio": statistics.median(mine / other for mine, other in zip(times, reference)),
+    }
+
+
+def use_threads(threads: int | None) -> None:
+    """Set the CPU threads, if asked."""
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads is {threads}; it must be >= 1.")
+        torch.set_num_threads(threads)

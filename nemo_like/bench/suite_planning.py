@@ -1,0 +1,67 @@
+"""Suite ``planning``: how long a plan takes, from the traced block to the table of decisions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from nemo_like.bench.bench_report import Column, Table, surroundings
+from nemo_like.bench.suite_options import BenchOptions
+from nemo_like.models import resolve_model
+from nemo_like.options import MemoryBudget, Precision
+from nemo_like.planning import Planner, Setup
+from nemo_like.planning.devices import resolve_device
+
+HELP = "time to plan 8B, 70B, 405B and mixture-of-experts shapes for 8192 tokens on H100s, on meta"
+
+SHAPES = (("llama3-8b", 64), ("mixtral-8x7b", 64), ("llama3-70b", 512), ("llama3-405b", 16_384))
+"""(preset, ranks)."""
+
+TOKENS = 8192
+
+COLUMNS = (
+    Column("model", "model"),
+    Column("ranks", "ranks", "{:,}"),
+    Column("layers", "layers"),
+    Column("kinds", "distinct blocks"),
+    Column("build_s", "build on meta s", "{:.2f}"),
+    Column("trace_s", "trace s", "{:.2f}"),
+    Column("choose_s", "choose s", "{:.2f}"),
+    Column("plan_s", "plan within 50% s", "{:.2f}"),
+    Column("total_s", "in all s", "{:.2f}"),
+)
+
+
+def run(options: BenchOptions) -> Table:
+    """Plan each shape once (or, for another preset in `options.model`, that one on 8 ranks)."""
+    about = {"seq_len": TOKENS, "batch_size": 1, "gpu": "h100-80gb"} | surroundings(torch.device("cpu"))
+    rows = [measure(*shape) for shape in options.shapes(SHAPES)]
+    return Table("Time to plan", COLUMNS, rows, about, x="layers", y="total_s")
+
+
+def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
+    """One row: seconds to build, to trace, to choose (every block's frontier) and to plan for half of the activations."""
+    start = time.perf_counter()
+    source = resolve_model(name)
+    model = source.build("meta")
+    built = time.perf_counter()
+    setup = Setup(shard_ranks=ranks, precision=Precision("bf16"))
+    planner = Planner(model, source.sample_input(1, tokens), device=resolve_device("h100-80gb"), setup=setup)
+    traced = time.perf_counter()
+    kinds = len(planner.frontiers)
+    chosen = time.perf_counter()
+    plan = planner.plan(MemoryBudget(fraction=0.5))
+    end = time.perf_counter()
+    return {
+        "model": name,
+        "ranks": ranks,
+        "layers": len(plan.layers),
+        "kinds": kinds,
+        "build_s": built - start,
+        "trace_s": traced - built,
+        "choose_s": chosen - traced,
+        "plan_s": end - chosen,
+        "total_s": end - start,
+    }

@@ -1,0 +1,89 @@
+"""Suite ``scale``: how long `parallelize` takes to set up very large models, on meta with a fake back end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_like.bench.bench_report import Column, Table, surroundings
+from nemo_like.bench.suite_options import BenchOptions
+from nemo_like.layers import find_layers
+from nemo_like.models import resolve_model
+from nemo_like.parallelizer import parallelize
+from nemo_like.torch_compat import fake_store
+
+HELP = "set-up time of parallelize() for 8B, 70B and 405B shapes, on meta, with a fake process group"
+
+SHAPES = (("llama3-8b", 8), ("llama3-70b", 64), ("llama3-405b", 512))
+"""(preset, ranks)."""
+
+COLUMNS = (
+    Column("model", "model"),
+    Column("ranks", "ranks"),
+    Column("parameters", "parameters", "{:,}"),
+    Column("layers", "layers"),
+    Column("build_s", "build on meta s", "{:.2f}"),
+    Column("find_s", "find layers s", "{:.3f}"),
+    Column("parallelize_s", "parallelize s", "{:.2f}"),
+)
+
+
+def run(options: BenchOptions) -> Table:
+    """Set up each shape once (or, for another preset in `options.model`, that one with 8 ranks)."""
+    rows = [_measure(*shape) for shape in options.shapes(SHAPES)]
+    about = {"strategy": "fsdp2", "ac": "selective"} | surroundings(torch.device("cpu"))
+    return Table("Set-up time", COLUMNS, rows, about, x="parameters", y="parallelize_s")
+
+
+def _measure(name: str, ranks: int) -> dict[str, Any]:
+    source = resolve_model(name)
+    with fake_process_group(ranks):
+        start = time.perf_counter()
+        model = source.build(device="meta")
+        built = time.perf_counter()
+        layers = find_layers(model)
+        found = time.perf_counter()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        begin = time.perf_counter()
+        parallelize(model, strategy="fsdp2", ac="selective", device="cpu")
+        end = time.perf_counter()
+    return {
+        "model": name,
+        "ranks": ranks,
+        "parameters": parameters,
+        "layers": len(layers),
+        "build_s": built - start,
+        "find_s": found - built,
+        "parallelize_s": end - begin,
+    }
+
+
+@contextlib.contextmanager
+def fake_process_group(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of `ranks`, with a back end that sends nothing.
+
+    Raises:
+        RuntimeError: a process group exists already, or this torch has no fake back end.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("The scale suite makes a fake process group of its own: run it without torchrun.")
+    store = fake_store()
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key)
+            else:
+                os.environ[key] = value

@@ -1,0 +1,81 @@
+"""`nemo-like bench`: what each mode costs and saves, for your model on this machine; also under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from nemo_like.bench import SUITES, BenchOptions
+from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
+from nemo_like.options import parse_dtype
+
+HELP = "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = BenchOptions()
+    parser.add_argument("--suite", choices=SUITES, default="memory", help="what to measure (default: memory)")
+    parser.add_argument("--model", default=defaults.model, help="a preset, a config.json, or module:function")
+    parser.add_argument("--batch-size", type=int, default=defaults.batch_size, help="samples per step and rank")
+    parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help="tokens per sample")
+    parser.add_argument("--input-shape", help="without tokens: the shape of the float input, such as 8,3,32,32")
+    parser.add_argument("--device", help="cpu, or a CUDA device (default: this rank's GPU if there is one)")
+    parser.add_argument("--dtype", help="dtype of the parameters (default: float32)")
+    parser.add_argument("--strategy", choices=("single", "fsdp2", "ddp"), default=defaults.strategy)
+    parser.add_argument("--modes", nargs="+", help="names of the modes (default: all that can run)")
+    parser.add_argument("--budgets", nargs="*", default=list(defaults.budgets), help="such as 50%% or 2GB")
+    parser.add_argument("--compile", nargs="*", default=[], metavar="BACKEND", help="inductor, aot_eager")
+    parser.add_argument("--no-peers", action="store_true", help="our own modes only")
+    parser.add_argument("--repeats", type=int, default=defaults.repeats, help="measured steps per mode")
+    parser.add_argument("--warmup", type=int, default=defaults.warmup, help="steps per mode before those")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--json", type=Path, help="also write everything to this file, as JSON")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--plot", type=Path, help="also draw peak memory against step time into this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    options = BenchOptions(
+        model=args.model,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        input_shape=_shape(args.input_shape),
+        device=args.device,
+        dtype=parse_dtype("--dtype", args.dtype),
+        strategy=args.strategy,
+        modes=None if args.modes is None else tuple(args.modes),
+        budgets=tuple(args.budgets),
+        compile=tuple(args.compile),
+        peers=not args.no_peers,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        threads=args.threads,
+    )
+    suite = importlib.import_module(f"nemo_like.bench.suite_{args.suite}")
+    launched = world_size() > 1
+    if launched:
+        init_distributed(None if args.device is None else args.device.split(":")[0])
+    try:
+        results = suite.run(options)
+        if rank() == 0:
+            text = results.markdown() if args.markdown and hasattr(results, "markdown") else results.table()
+            sys.stdout.write(text + "\n")
+            if args.json is not None:
+                args.json.write_text(results.to_json() + "\n", encoding="utf-8")
+            if args.plot is not None:
+                results.plot(args.plot)
+    finally:
+        if launched:
+            shutdown()
+    return 0
+
+
+def _shape(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    words = text.split(",")
+    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        raise ValueError(f"--input-shape is {text!r}; write it like 8,3,32,32.")
+    return tuple(int(word) for word in words)

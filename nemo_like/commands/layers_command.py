@@ -1,0 +1,141 @@
+"""`nemo-like layers`: what would be sharded and checkpointed in a model. The first thing to run on an unknown one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from nemo_like.layers import Layer, find_layers, is_frozen, select_layers
+from nemo_like.models import resolve_model
+from nemo_like.options import parse_dtype
+
+HELP = "print the layers of a model: its groups, the units to shard and to checkpoint, their parameters and bytes"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive layers of one list, class and size: one line of the report."""
+
+    group: str
+    names: str
+    """FQNs, such as ``model.layers.0-31``."""
+    layer_class: str
+    count: int
+    parameters_each: int
+    bytes_each: int
+    trainable: bool
+    checkpointed: bool
+
+
+@dataclass(frozen=True)
+class LayersReport:
+    """What `describe` found."""
+
+    model_class: str
+    parameters: int
+    bytes: int
+    runs: tuple[Run, ...]
+    outside_parameters: int
+    """Parameters in no layer: embeddings, final norm, head. They form the root unit."""
+    outside_bytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a preset, a config.json or its folder, or module:function")
+    parser.add_argument("--scope", nargs="+", default=["all"], help="groups of layers to checkpoint (default: all)")
+    parser.add_argument("--layers", nargs="+", help="FQNs or globs of the layers, instead of those found")
+    parser.add_argument("--dtype", default=None, help="dtype of the parameters (default: float32)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    model = resolve_model(args.model).build(device="meta", dtype=parse_dtype("--dtype", args.dtype))
+    report = describe(model, scope=args.scope, layers=args.layers)
+    sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n" if args.json else to_text(report))
+    return 0
+
+
+def describe(model: nn.Module, scope: str | Iterable[str] = "all", layers: Iterable[str] | None = None) -> LayersReport:
+    """The layers of `model` as a report. Errors as in `find_layers` and `select_layers`."""
+    found = find_layers(model, layers)
+    chosen = {layer.fqn for layer in select_layers(found, scope)}
+    inside = {id(parameter) for layer in found for parameter in layer.module.parameters()}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    return LayersReport(
+        model_class=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        runs=tuple(_runs(found, chosen)),
+        outside_parameters=sum(parameter.numel() for parameter in outside),
+        outside_bytes=sum(parameter.nbytes for parameter in outside),
+    )
+
+
+def _runs(found: Iterable[Layer], chosen: set[str]) -> Iterable[Run]:
+    """`found` with neighbours that differ only in their index put together."""
+    members: dict[tuple, list[str]] = {}
+    for layer in found:
+        parent, _, index = layer.fqn.rpartition(".")
+        parameters = list(layer.module.parameters())
+        trainable = not is_frozen(layer.module)
+        key = (
+            layer.group,
+            parent,
+            type(layer.module).__name__,
+            sum(parameter.numel() for parameter in parameters),
+            sum(parameter.nbytes for parameter in parameters),
+            trainable,
+            trainable and layer.fqn in chosen,
+        )
+        members.setdefault(key, []).append(index)
+    for (group, parent, name, numel, nbytes, trainable, checkpointed), indices in members.items():
+        names = f"{parent}.{_ranges(indices)}" if parent else _ranges(indices)
+        yield Run(group, names, name, len(indices), numel, nbytes, trainable, checkpointed)
+
+
+def _ranges(indices: list[str]) -> str:
+    """``"0-3,5"`` from the list indices of layers; names that are not numbers as they are.
+
+    >>> _ranges(["0", "1", "2", "5"])
+    '0-2,5'
+    """
+    spans: list[list[str]] = []
+    for index in indices:
+        if spans and index.isdigit() and spans[-1][-1].isdigit() and int(index) == int(spans[-1][-1]) + 1:
+            spans[-1][1:] = [index]
+        else:
+            spans.append([index])
+    return ",".join("-".join(span) for span in spans)
+
+
+def to_text(report: LayersReport) -> str:
+    """The report as a table of plain text."""
+    rows = [("group", "layers", "class", "count", "parameters each", "bytes each", "sharded", "checkpointed")]
+    for item in report.runs:
+        checkpointed = "yes" if item.checkpointed else "no, frozen" if not item.trainable else "no, not in scope"
+        rows.append(
+            (item.group, item.names, item.layer_class, str(item.count), f"{item.parameters_each:,}",
+             _size(item.bytes_each), "own unit", checkpointed)
+        )  # fmt: skip
+    outside = f"{report.outside_parameters:,}"
+    rows.append(("-", "(outside layers)", "-", "1", outside, _size(report.outside_bytes), "root unit", "no"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    counts = {group: sum(i.count for i in report.runs if i.group == group) for group in (i.group for i in report.runs)}
+    title = f"{report.model_class}: {report.parameters:,} parameters, {_size(report.bytes)}; layers: "
+    return title + ", ".join(f"{count} {group}" for group, count in counts.items()) + "\n\n" + "\n".join(lines) + "\n"
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in binary units: ``"1.50 GiB"``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

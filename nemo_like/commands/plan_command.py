@@ -1,0 +1,167 @@
+"""``nemo-like plan``: will it fit, and which checkpointing is the fastest that does? No GPU, no weights."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nemo_like.models import ModelSource, resolve_model
+from nemo_like.options import FSDP2, Precision, parse_bytes, parse_dtype
+
+if TYPE_CHECKING:  # the command imports the planner only when it runs
+    from nemo_like.planning.plan_report import PlanReport
+    from nemo_like.planning.planner import Planner
+
+HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    from nemo_like.planning.devices import known_devices
+
+    add = parser.add_argument
+    add("--model", required=True, help="a preset (llama3-8b, ...), a config.json, or module:function")
+    add("--gpu", default="h100-80gb", help=f"{' | '.join(known_devices())}, or a JSON file")
+    add("--world-size", type=int, default=1, help="ranks in all (default: %(default)s)")
+    add("--dp-replicate", type=int, default=1, help="replicas of the sharded model, HSDP (default: %(default)s)")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
+    add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
+    add("--batch-size", type=int, default=1, help="sequences per rank and microbatch (default: %(default)s)")
+    add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
+    add("--vocab-size", type=int, help="for a module:function that takes token ids and states no vocab_size")
+    add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
+    add("--param-dtype", default="bf16", help="parameters in forward (default: %(default)s)")
+    add("--reduce-dtype", default="fp32", help="gradients while they are reduced (default: %(default)s)")
+    add("--optimizer", default="adamw", help="adamw | adamw-foreach | adamw-fused | adamw-8bit | sgd | sgd-momentum")
+    add("--no-reshard", action="store_true", help="keep layers gathered after forward")
+    add("--prefetch", type=int, default=1, help="layers gathered ahead (default: %(default)s)")
+    add("--budget", action="append", default=[], help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable")
+    add("--memory", help="what a step may peak at; default: the GPU's memory less a tenth")
+    add("--no-skip", action="store_true", help="replay every op, also those that nobody reads")
+    add("--host", action="store_true", help="also consider keeping outputs in host memory")
+    add("--measure", action="store_true", help="time the ops on the device at hand instead of the GPU's table")
+    add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
+    add("--plot", metavar="PATH", help="write a picture here: memory against step time")
+    add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.planning.Plan.load)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
+    from nemo_like.planning import plan_report
+    from nemo_like.planning.devices import resolve_device
+    from nemo_like.planning.planner import Planner, Setup
+
+    shard_ranks = _shard_ranks(args)
+    device = resolve_device(args.gpu)
+    start = time.perf_counter()
+    with _progress(f"Planning {args.model} ..."):
+        source = resolve_model(args.model)
+        model = source.build("meta", parse_dtype("--dtype", args.dtype))
+        planner = Planner(
+            model,
+            _sample_input(args, source),
+            device=device,
+            setup=Setup(
+                shard_ranks=shard_ranks,
+                optimizer=args.optimizer,
+                precision=Precision(
+                    parse_dtype("--param-dtype", args.param_dtype), parse_dtype("--reduce-dtype", args.reduce_dtype)
+                ),
+                fsdp=FSDP2(False if args.no_reshard else None, args.prefetch, args.prefetch),
+                tp=args.tp,
+            ),
+            skip=False if args.no_skip else None,
+            host=args.host,
+            measure=args.measure,
+        )
+        result = plan_report.make_report(planner, args.budget, parse_bytes(args.memory) if args.memory else None)
+    seconds = time.perf_counter() - start
+    if args.json != "-":
+        _say(args, planner, result, seconds, model)
+    if args.json:
+        text = json.dumps(plan_report.as_json(result), indent=1) + "\n"
+        if args.json == "-":
+            sys.stdout.write(text)
+        else:
+            Path(args.json).write_text(text, encoding="utf-8")
+    if args.plot:
+        plan_report.plot(planner, result, args.plot)
+    if args.save and result.best is not None:
+        result.best.plan.save(args.save)
+    return 0 if result.best is not None else 1
+
+
+def _say(args: argparse.Namespace, planner: Planner, result: PlanReport, seconds: float, model: torch.nn.Module) -> None:
+    from nemo_like.planning import plan_report
+
+    size = sum(p.numel() for p in model.parameters())
+    print(
+        f"{args.model}: {size / 1e9:.2f} B parameters, {len(planner.traced.calls)} layers of {len(planner.problems)} "
+        f"kind(s), {_described(args)} per rank on {args.world_size} x {planner.device.name}, "
+        f"{args.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB.\n"
+    )
+    print(plan_report.table(result))
+    print("\nheld, peak: GiB per rank. replay: share of a forward. step: 1 = no checkpointing. Times are a roofline's.\n")
+    if result.best is not None:
+        print(f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{plan_report.breakdown(result.best.plan)}\n")
+    print(plan_report.advice(result, "batch"))
+    print(f"\nPlanned in {seconds:.1f} s.")
+
+
+def _described(args: argparse.Namespace) -> str:
+    return f"an input of {args.input_shape}" if args.input_shape else f"{args.batch_size} x {args.seq_len} tokens"
+
+
+def _sample_input(args: argparse.Namespace, source: ModelSource) -> Any:
+    """What one step of one rank gives to the model."""
+    if args.input_shape:
+        try:
+            shape = tuple(int(size) for size in args.input_shape.split(","))
+        except ValueError as error:
+            raise ValueError(f"--input-shape is {args.input_shape!r}; write sizes like 2,3,224,224.") from error
+        return torch.empty(shape, device="meta")
+    if args.vocab_size is not None:
+        return torch.zeros(args.batch_size, args.seq_len, dtype=torch.long)
+    if source.vocab_size is None:
+        raise ValueError(
+            f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape."
+        )
+    return source.sample_input(args.batch_size, args.seq_len)
+
+
+def _shard_ranks(args: argparse.Namespace) -> int:
+    for name in ("world_size", "dp_replicate", "tp", "seq_len", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
+    if args.prefetch < 0:
+        raise ValueError(f"--prefetch is {args.prefetch}; it must be >= 0.")
+    rest, left = divmod(args.world_size, args.dp_replicate * args.tp)
+    if left:
+        raise ValueError(
+            f"--world-size {args.world_size} is not divisible by --dp-replicate {args.dp_replicate} x --tp {args.tp}."
+        )
+    return rest
+
+
+@contextlib.contextmanager
+def _progress(message: str) -> Iterator[None]:
+    """A spinner on a terminal, where rich is installed; else nothing."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        yield
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(message):
+        yield

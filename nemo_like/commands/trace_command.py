@@ -1,0 +1,100 @@
+"""`nemo-like trace`: what every operator of a checkpointed layer costs and keeps, and whether backward reads it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nemo_like.activation_checkpointing.op_trace import table_of, trace_regions
+from nemo_like.models import resolve_model
+from nemo_like.options import parse_dtype
+from nemo_like.parallelizer import parallelize
+
+HELP = "print what a policy keeps and computes again, operator by operator, beside keeping all and keeping nothing"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="llama-tiny", help="a preset, a config.json or its folder, or module:function")
+    parser.add_argument("--ac", default="selective", help="the mode, or a budget such as 50%% (default: selective)")
+    parser.add_argument("--batch-size", type=int, default=1, help="samples of the traced forward")
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens per sample")
+    parser.add_argument("--device", default="cpu", help="where the forward runs (default: cpu)")
+    parser.add_argument("--dtype", default=None, help="dtype of the parameters (default: float32)")
+    parser.add_argument("--all-ops", action="store_true", help="also operators that are neither tracked nor have FLOPs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one forward of the model with its layers checkpointed, and print each distinct region once."""
+    regions = trace_model(
+        args.model, args.ac, args.batch_size, args.seq_len, device=args.device, dtype=parse_dtype("--dtype", args.dtype)
+    )
+    sys.stdout.write(json.dumps(regions, indent=2) + "\n" if args.json else to_text(regions, args.all_ops))
+    return 0
+
+
+def trace_model(
+    model: str, ac: str, batch_size: int, seq_len: int, *, device: str = "cpu", dtype: torch.dtype | None = None
+) -> list[dict[str, Any]]:
+    """The traces of a model's regions as plain values, equal ones once, with their ``count`` and names.
+
+    Raises:
+        ValueError: the mode makes no regions; a bad model, mode or size.
+    """
+    for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")
+    source = resolve_model(model)
+    built = source.build(device=device, dtype=dtype).train()
+    sample = source.sample_input(batch_size, seq_len, device)
+    built = parallelize(built, strategy="single", ac=ac, sample_input=sample)
+    with trace_regions() as trace:
+        built(**sample)
+    if not trace.regions:
+        raise ValueError(f"ac is {ac!r}: no layer of {source.name} is checkpointed, so there is nothing to trace.")
+    distinct: dict[str, dict[str, Any]] = {}
+    for region in trace.regions:
+        table = table_of(region)
+        key = json.dumps({**table, "region": ""})
+        if key in distinct:
+            distinct[key]["count"] += 1
+            distinct[key]["regions"].append(region.name)
+        else:
+            distinct[key] = {"count": 1, "regions": [region.name], **table}
+    for table in distinct.values():
+        del table["region"]
+    return list(distinct.values())
+
+
+def to_text(regions: list[dict[str, Any]], all_ops: bool = False) -> str:
+    """Tables for a terminal."""
+    lines = []
+    for region in regions:
+        names = region["regions"]
+        lines.append(names[0] + (f" and {len(names) - 1} more like it, up to {names[-1]}" if len(names) > 1 else ""))
+        head = ("operator", "decision", "count", "kept B/token", "kept B", "MFLOPs", "read", "note")
+        rows = [
+            (
+                row["op"], row["decision"], str(row["count"]), f"{row['kept_bytes_per_token']:.1f}",
+                f"{row['kept_bytes']:,}", f"{row['flops'] / 1e6:.2f}", f"{row['read']}/{row['count']}", row["note"],
+            )
+            for row in region["rows"]
+            if all_ops or row["decision"] != "not tracked" or row["flops"]
+        ]  # fmt: skip
+        lines += _columns([head, *rows])
+        totals = [("", "held B", "computed again MFLOPs", "of forward")]
+        for name, total in region["totals"].items():
+            share = total["replay_flops"] / region["forward_flops"] if region["forward_flops"] else 0.0
+            totals.append((name, f"{total['bytes']:,}", f"{total['replay_flops'] / 1e6:.2f}", f"{share:.3f}"))
+        lines += ["", *_columns(totals), ""]
+    return "\n".join(lines)
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -1,0 +1,183 @@
+"""Offloading put on a model's layers, for good: what `parallelize(..., offload=...)` does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.apply import apply_specs
+from nemo_like.activation_checkpointing.nameless import Nameless
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.activation_checkpointing.surfaces import names_in
+from nemo_like.offload.backends import Backend
+from nemo_like.offload.host_policy import HostPolicy, keep_on_host, moves_everything
+from nemo_like.offload.offloader import Offloader
+from nemo_like.options import OffloadConfig
+from nemo_like.torch_compat import ActivationWrapper
+from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
+
+
+class OffloadWrapper(Nameless, TorchOffloadWrapper):
+    """A layer whose saved activations wait on the host. Adds no name to parameters, modules or state dicts.
+
+    It stands outside activation checkpointing and outside `torch.compile`, and inside FSDP2's unit.
+    """
+
+    def __init__(self, module: nn.Module, offloader: Offloader) -> None:
+        super().__init__(module)
+        self.offloader = offloader
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward; where gradients are on, what autograd saves goes through the offloader."""
+        layer = self._checkpoint_wrapped_module
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return layer(*args, **kwargs)
+        offloader = self.offloader
+        offloader.refuse_inside_checkpointing()
+        offloader.enter_layer(layer, args, kwargs, everything=moves_everything(layer, offloader.config.mode))
+        try:
+            with offloader.hooks():
+                return layer(*args, **kwargs)
+        finally:
+            offloader.leave_layer()
+
+
+def apply_offloading(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    config: OffloadConfig | str | None = None,
+    *,
+    backend: Backend | None = None,
+) -> Offloader:
+    """Make what `layers` save for backward wait on the host. Changes `model`, and `layers` where it is a list.
+
+    Call it after activation checkpointing and compilation, and before sharding. Of several layers the last one is left
+    alone: backward starts with it, so its tensors would only go and come. What is outside of layers (embedding, head,
+    loss) is never moved.
+
+    Args:
+        model: holds the layers.
+        layers: in the order of forward; wrapped (`CheckpointWrapper`) or not, compiled or not.
+        config: an `OffloadConfig`, or its mode: ``boundary`` moves the layers' inputs, ``saved`` these and what
+            checkpointing keeps inside, ``all`` everything; None: ``saved``.
+        backend: see `offload_activations`.
+
+    Returns:
+        the offloader of all layers; its ``stats`` are live.
+
+    Raises:
+        TypeError, ValueError: a bad config; a layer that is not in the model, or has offloading already; ``saved``
+            where nothing is checkpointed. Nothing has been changed then.
+    """
+    config = OffloadConfig.of(config, default="saved")
+    layers = layers if isinstance(layers, MutableSequence) else list(layers)
+    _validate(layers, config, set(_called_by_model(model)))
+    offloader = LayerOffloader(config, backend=backend, needs_layers=False)
+    if config.mode == "none":
+        return offloader
+    names = names_in(model, layers)
+    moved = _moved(names)
+    if config.mode in ("saved", "all"):
+        keep_on_host([layer for layer, name in zip(layers, names) if name in moved], offloader)
+    placed = apply_specs(model, _placements(moved, offloader), without_cache=False)
+    for index, name in enumerate(names):
+        layers[index] = placed.get(name, layers[index])
+    return offloader
+
+
+def placed_on_host(
+    specs: Iterable[CheckpointSpec],
+    layers: Sequence[str],
+    config: OffloadConfig,
+    *,
+    compile: bool = False,
+    backend: Backend | None = None,
+) -> list[CheckpointSpec]:
+    """`specs` with what they keep waiting on the host, and a placement for each of `layers` but the last.
+
+    Args:
+        specs: the regions in these layers; not changed.
+        layers: names of all layers, in the order of forward.
+        config: what waits on the host: see `apply_offloading`.
+        compile: the layers will be compiled: autograd then keeps a region's tensors, and the placement takes them.
+        backend: see `offload_activations`.
+
+    Raises:
+        ValueError: ``saved`` where nothing is checkpointed.
+    """
+    specs = list(specs)
+    if config.mode == "saved" and not specs:
+        raise ValueError(
+            "offload='saved' moves what activation checkpointing keeps, and ac is 'none' or leaves every layer out. Use "
+            "ac='selective' (or another mode), or offload='all'."
+        )
+    offloader = LayerOffloader(config, backend=backend, needs_layers=False)
+    moved = _moved(layers)
+
+    def on_host(spec: CheckpointSpec) -> CheckpointSpec:
+        inside = all(any(m == name or m.startswith(f"{name}.") for name in moved) for m in spec.members)
+        if config.mode == "boundary" or compile or not inside or not spec.keeps_something:
+            return spec
+        assert spec.policy is not None
+        return dataclasses.replace(spec, policy=HostPolicy(spec.policy), transfer=offloader)
+
+    return [on_host(spec) for spec in specs] + _placements(moved, offloader)
+
+
+class LayerOffloader(Offloader):
+    """An `Offloader` that takes what whole layers save, by enclosing them in an `OffloadWrapper`."""
+
+    def enclose(self, module: nn.Module) -> nn.Module:
+        """`module` inside a wrapper that hands what it saves to this offloader."""
+        return OffloadWrapper(module, self)
+
+
+def _moved(layers: Sequence[str]) -> list[str]:
+    """All but the last: backward starts with that one, so its tensors would only go and come."""
+    names = list(dict.fromkeys(layers))
+    return names[:-1] if len(names) > 1 else names
+
+
+def _placements(layers: Sequence[str], offloader: Offloader) -> list[CheckpointSpec]:
+    return [CheckpointSpec((name,), policy=None, transfer=offloader) for name in layers]
+
+
+def _validate(layers: Sequence[nn.Module], config: OffloadConfig, called: set[nn.Module]) -> None:
+    if config.mode != "none" and not layers:
+        raise ValueError("apply_offloading was given no layers; nemo_like.layers.find_layers(model) finds them.")
+    for index, layer in enumerate(layers):
+        if layer not in called:
+            raise ValueError(
+                f"layers[{index}], a {type(layer).__name__}, is nothing that the model itself calls: pass its layers, "
+                "and where they are wrapped, the wrappers."
+            )
+        if any(isinstance(module, TorchOffloadWrapper) for module in layer.modules()):
+            raise ValueError(
+                f"layers[{index}], a {type(layer).__name__}, has offloading already: its tensors would be moved twice. "
+                "Apply offloading once."
+            )
+    regions = [m for layer in layers for m in layer.modules() if isinstance(m, ActivationWrapper)]
+    if config.mode == "saved" and not regions:
+        raise ValueError(
+            "offload='saved' moves what activation checkpointing keeps, and no layer is checkpointed. Use "
+            "ac='selective' (or another mode), or offload='all'."
+        )
+
+
+def _called_by_model(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module that something else than a wrapper calls."""
+    for parent in model.modules():
+        if not isinstance(parent, ActivationWrapper):
+            yield from parent.children()
+
+
+def offloader_of(model: nn.Module) -> Offloader | None:
+    """The offloader that `apply_offloading` put on `model` (for its ``stats``), or None."""
+    for module in model.modules():
+        if isinstance(module, OffloadWrapper):
+            return module.offloader
+    return None

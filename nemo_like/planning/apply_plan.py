@@ -1,0 +1,56 @@
+"""A plan as regions: each planned layer becomes one, with its own decision table."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from nemo_like.activation_checkpointing.apply import apply_specs
+from nemo_like.activation_checkpointing.engine.transfer import Transfer
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.module_tree import bare, bare_modules
+from nemo_like.planning.plan import Plan
+
+
+def plan_specs(
+    model: nn.Module, plan: Plan, *, device_type: str | None = None, transfer: Transfer | None = None
+) -> list[CheckpointSpec]:
+    """The regions of `plan` on `model`, which is not changed. A layer that stands in several places is one region.
+
+    Raises:
+        PlanError: the plan was made for another model.
+    """
+    plan.check(model)
+    modules = {name: bare(module) for name, module in bare_modules(model)}
+    specs: dict[nn.Module, CheckpointSpec] = {}
+    for name, policy in plan.policies(device_type).items():
+        if policy is not None:
+            specs.setdefault(modules[name], CheckpointSpec((name,), policy, transfer))
+    return list(specs.values())
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device_type: str | None = None,
+    transfer: Transfer | None = None,
+    compile: bool = False,
+) -> nn.Module:
+    """Wrap `model`'s layers as `plan` says, in place, and return it. Call it before compiling and sharding.
+
+    As with every other mode, the model is called without a key/value cache where gradients are on.
+
+    Args:
+        model: the bare model that the plan was made for.
+        plan: from `plan_for` or `Plan.load`.
+        device_type: ``"cpu"`` or ``"cuda"``, where the model will run; default: CUDA if there is any. Attention is
+            another op on each.
+        transfer: moves outputs that wait in host memory; default: synchronous copies.
+        compile: `nemo_like.compile.compile_layers` will be called afterwards.
+
+    Raises:
+        PlanError: the plan was made for another model. TypeError: a layer is checkpointed already. The model is
+            unchanged then.
+    """
+    apply_specs(model, plan_specs(model, plan, device_type=device_type, transfer=transfer), compile=compile)
+    return model

@@ -1,0 +1,312 @@
+"""What a block does, op by op, without running it: bytes, FLOPs, who reads whom, what autograd keeps.
+
+`Recorder` watches the ops of a forward pass (fake or real). `trace_block` runs one block under fake tensors and returns
+a `BlockTrace`; `BlockTrace.check` compares it with a real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from nemo_like.activation_checkpointing import ops
+from nemo_like.planning.fake import FakeRun
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import OpOverload, TorchDispatchMode, tree_map
+
+
+class TraceMismatchError(RuntimeError):
+    """A block ran other ops than its trace says, so a plan made from the trace does not fit it."""
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One op of a block's forward pass."""
+
+    op: OpOverload
+    nth: int
+    """Its invocation index among the ops of the same overload in the block."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of its output tensors."""
+    bytes: int
+    """Bytes of the storages it creates; 0 for a view and an in-place op."""
+    flops: int
+    moved: int
+    """Bytes its kernel reads and writes."""
+    reads: tuple[int, ...]
+    """Indices of the ops that wrote the storages it reads."""
+    writes: tuple[int, ...]
+    """Indices of earlier ops that wrote storages it changes in place."""
+    view: bool
+    """Makes no storage and changes none: a view, an alias, a query."""
+    random: bool
+    half: bool
+    """Computes in a 16-bit floating-point type."""
+    needed: bool = False
+    """Autograd keeps an output of it, or a view of one; or a call above the ops asks for the real tensor."""
+    changed: bool = False
+    """A later op changes one of its outputs in place."""
+
+
+@dataclass(frozen=True)
+class BlockTrace:
+    """All that planning needs to know of one block in one call."""
+
+    name: str
+    ops: tuple[OpRecord, ...]
+    input_bytes: int
+    """Storages of the tensors it is called with that are its own (not shared by all blocks, such as position tables)."""
+    shared_bytes: int
+    """Storages of the other tensors it is called with: held once for all blocks."""
+    none_bytes: int
+    """What autograd keeps without checkpointing: distinct storages, without parameters, buffers and shared inputs."""
+    kept_input_bytes: int
+    """Of those, its own inputs."""
+    kept_output_bytes: int
+    """Of those, its outputs."""
+    output_bytes: int
+    last_pack: int
+    """Ops from this index on come after the last tensor that autograd keeps: replay stops before them."""
+    param_bytes: int
+    draws: bool
+    """Any op draws random numbers, so that a region keeps the generator's state."""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one forward pass."""
+        return sum(op.flops for op in self.ops)
+
+    def check(self, other: BlockTrace) -> None:
+        """Compare with a trace of a real run, op by op.
+
+        Raises:
+            TraceMismatchError: at the first difference, with both sides of it.
+        """
+        ours, theirs = ([op for op in t.ops if not op.view] for t in (self, other))
+        for index in range(max(len(ours), len(theirs))):
+            pair = [ops[index] if index < len(ops) else None for ops in (ours, theirs)]
+            if pair[0] is None or pair[1] is None or (pair[0].op, pair[0].shapes) != (pair[1].op, pair[1].shapes):
+                planned, ran = (f"{p.op} -> {list(p.shapes)}" if p else "nothing" for p in pair)
+                raise TraceMismatchError(
+                    f"{self.name}: op {index} was traced as {planned}, but {ran} ran. The plan was made for another "
+                    "call of this block (other shapes, mask, dtype, device or attention backend); plan again with the "
+                    "sample input that training uses."
+                )
+
+
+@dataclass
+class _Storages:
+    """Storages seen so far. They are held until the trace ends, because an id is only good while its object lives."""
+
+    held: list[Any] = field(default_factory=list)
+    origin: dict[int, str] = field(default_factory=dict)
+    """``"param"``, ``"input"`` or ``"shared"`` for what existed before."""
+    writers: dict[int, list[int]] = field(default_factory=dict)
+    size: dict[int, int] = field(default_factory=dict)
+
+    def key(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self.size:
+            self.held.append(storage)
+            self.size[id(storage)] = storage.nbytes()
+        return id(storage)
+
+    def known(self, tensor: torch.Tensor) -> bool:
+        key = self.key(tensor)
+        return key in self.origin or key in self.writers
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every op that runs inside it; use as a context around a forward pass.
+
+    `declare` names the storages that exist before; whatever else appears as an input counts as a constant.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[OpRecord] = []
+        self.packs: list[tuple[int, int]] = []
+        self._asked: list[tuple[int, int]] = []
+        self.storages = _Storages()
+        self._count: dict[OpOverload, int] = {}
+
+    def declare(self, origin: str, tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self.storages.origin.setdefault(self.storages.key(tensor), origin)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A saved-tensor hook: autograd keeps `tensor`."""
+        self.packs.append((len(self.ops), self.storages.key(tensor)))
+        return tensor
+
+    def ask(self, tensor: torch.Tensor) -> None:
+        """A call above the ops looks at `tensor` (its device): replay must have the real one, not a placeholder."""
+        self._asked.append((len(self.ops), self.storages.key(tensor)))
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        inputs = tensors_in((args, kwargs))
+        for tensor in inputs:
+            if not self.storages.known(tensor):
+                self.storages.origin[self.storages.key(tensor)] = "constant"
+        out = func(*args, **kwargs)
+        outputs = tensors_in(out)
+        if not outputs and not ops.written_tensors(func, args, kwargs):
+            return out  # a question (a device, a value), not an op
+        self._record(func, args, kwargs, inputs, out, outputs)
+        return out
+
+    def _record(self, func: OpOverload, args: tuple, kwargs: dict, inputs: list, out: Any, outputs: list) -> None:
+        s, index = self.storages, len(self.ops)
+        nth = self._count.get(func, 0)
+        self._count[func] = nth + 1
+        read = {s.key(t) for t in inputs}
+        new = {s.key(t) for t in outputs if not s.known(t)}
+        changed = {s.key(t) for t in ops.written_tensors(func, args, kwargs)}
+        reads = sorted({w for key in read for w in s.writers.get(key, ())})
+        writes = sorted({w for key in changed for w in s.writers.get(key, ())})
+        view = not new and not changed
+        for w in writes:
+            self.ops[w] = replace(self.ops[w], changed=True)
+        for key in new | changed:
+            s.writers.setdefault(key, []).append(index)
+        self.ops.append(
+            OpRecord(
+                op=func, nth=nth, shapes=tuple(tuple(t.shape) for t in outputs),
+                bytes=sum(s.size[key] for key in new), flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
+                moved=0 if view else ops.moved_bytes(func, inputs, outputs),
+                reads=tuple(reads), writes=tuple(writes), view=view, random=ops.draws(func, args, kwargs),
+                half=any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs),
+            )
+        )  # fmt: skip
+
+    def needed(self) -> tuple[OpRecord, ...]:
+        """The ops, with those marked whose storages autograd keeps."""
+        ops = list(self.ops)
+        for position, key in self.packs + self._asked:
+            for writer in self.storages.writers.get(key, ()):
+                if writer < position:
+                    ops[writer] = replace(ops[writer], needed=True)
+        return tuple(ops)
+
+
+class _Asking(TorchFunctionMode):
+    """Calls that look at devices before any op runs, so that a placeholder would send them another way.
+
+    Attention picks its kernel by all its inputs; ``type_as`` and ``to(device)`` copy between devices. What they look at
+    may not be skipped.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        moves = func is torch.Tensor.to and any(isinstance(v, torch.device | str | torch.Tensor) for v in args[1:])
+        moves = moves or (func is torch.Tensor.to and bool({"device", "other"} & kwargs.keys()))
+        if moves or func in (torch.nn.functional.scaled_dot_product_attention, torch.Tensor.type_as):
+            for tensor in tensors_in((args, kwargs)):
+                self.recorder.ask(tensor)
+        return func(*args, **kwargs)
+
+
+def record(
+    call: Callable[[], Any], *, name: str, params: list[torch.Tensor], inputs: list[torch.Tensor],
+    shared: list[torch.Tensor],
+) -> tuple[BlockTrace, Any]:  # fmt: skip
+    """Run `call` once, with or without fake tensors around it, and return its trace and its result.
+
+    Args:
+        call: the forward pass of a block.
+        name: for messages.
+        params: its parameters and buffers: never counted.
+        inputs: the tensors it is called with that are its own.
+        shared: the tensors it is called with that other blocks are called with too.
+    """
+    recorder = Recorder()
+    recorder.declare("param", params)
+    recorder.declare("shared", shared)
+    recorder.declare("input", inputs)
+    with recorder, _Asking(recorder), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+        out = call()
+    s = recorder.storages
+    origin, packed = s.origin, {key for _, key in recorder.packs}
+    outputs = {s.key(t) for t in tensors_in(out)}
+    ours = {key for key in packed if origin.get(key) not in ("param", "shared", "constant")}
+    own = {key for key, kind in origin.items() if kind == "input"}
+    made = {key for key in outputs if key not in origin}
+    ops = recorder.needed()
+    trace = BlockTrace(
+        name=name,
+        ops=ops,
+        input_bytes=sum(s.size[key] for key in own),
+        shared_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "shared"),
+        none_bytes=sum(s.size[key] for key in ours),
+        kept_input_bytes=sum(s.size[key] for key in ours & own),
+        kept_output_bytes=sum(s.size[key] for key in ours & made),
+        output_bytes=sum(s.size[key] for key in made),
+        last_pack=max((position for position, _ in recorder.packs), default=0),
+        param_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "param"),
+        draws=any(op.random for op in ops),
+    )
+    return trace, out
+
+
+def trace_block(
+    module: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None, *, name: str = "",
+    shared: tuple[torch.Tensor, ...] = (), run: FakeRun | None = None, state: Mapping[str, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> BlockTrace:  # fmt: skip
+    """Trace one call of `module` on fake tensors. Nothing is computed; the module may be on any device, `meta` included.
+
+    Args:
+        module: the block.
+        args, kwargs: what its model calls it with; real tensors are replaced by fake ones. Their `requires_grad`
+            counts, as it decides what autograd keeps.
+        name: for messages; default: its class name.
+        shared: those tensors among the arguments that all blocks are called with.
+        run, state: a fake run in progress and the module's fake parameters in it; default: new ones.
+        dtype: the dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
+    """
+    kwargs = dict(kwargs or {})
+    shared_ids = {id(t) for t in shared}
+    with fake_run(run) as run:
+        state = run.state(module, dtype) if state is None else state
+        replaced: dict[int, torch.Tensor] = {}
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in replaced:
+                made = run.sample(value)
+                replaced[id(value)] = made.requires_grad_(value.requires_grad) if value.requires_grad else made
+            return replaced[id(value)]
+
+        fake_args, fake_kwargs = tree_map(stand_in, (args, kwargs))
+        own = [replaced[id(t)] for t in tensors_in((args, kwargs)) if id(t) not in shared_ids]
+        trace, _ = record(
+            lambda: torch.func.functional_call(module, dict(state), fake_args, fake_kwargs),
+            name=name or type(module).__name__, params=list(state.values()), inputs=own,
+            shared=[replaced[key] for key in shared_ids if key in replaced],
+        )  # fmt: skip
+    return trace
+
+
+@contextmanager
+def fake_run(run: FakeRun | None = None) -> Iterator[FakeRun]:
+    """`run` itself, if one is in progress, else a new one that is active inside the context."""
+    if run is not None:
+        yield run
+        return
+    run = FakeRun()
+    with run:
+        yield run

@@ -1,0 +1,282 @@
+"""Checkpoints that a killed run cannot damage, on torch.distributed.checkpoint (DCP).
+
+A folder holds ``step-00000100``, ``step-00000200``, ...; each has DCP's own files, one or more per rank, and
+``manifest.json`` with every file's size and checksum, written last (DCP itself reads a flipped bit without an error). A
+checkpoint is written under another name (``.writing-...``), synced to disk and then renamed, so a folder of the first
+name is complete, or was damaged afterwards: its manifest tells. DCP reads the shards of any number of ranks back onto
+any other number of ranks.
+
+Resume only from checkpoints that you trust: DCP keeps its metadata as a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from nemo_like.log import warn_once
+from nemo_like.recipes.agree import Ranks
+
+# What DCP raises where any rank failed is not a subclass of Exception (torch 2.11 to 2.13).
+_ANY_ERROR = (Exception, dcp.CheckpointException)
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+_SUMS = "sums-of-rank-"  # one per rank, until rank 0 has put them together in the manifest
+_COMPLETE, _WRITING, _DELETING, _DAMAGED = "step-", ".writing-", ".deleting-", ".damaged-"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message has the folder, the reason and the way out."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run in `folder`. Every method but `steps` is a collective.
+
+    Args:
+        folder: created if absent; on storage that all hosts share.
+        keep: complete checkpoints to keep (>= 1); older ones are deleted after a newer one is complete.
+        background: write beside training. The tensors are copied to host memory before `save` returns.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], ranks: Ranks, *, keep: int = 2, background: bool = True):
+        self.folder = Path(folder).absolute()
+        self._ranks = ranks
+        self._keep = keep
+        self._background = background
+        self._writing: Future[None] | None = None
+        self._writing_step = -1
+        # DCP's writer thread runs collectives beside the training's own, so it needs a group of its own.
+        self._group = None if ranks.control is None else dist.new_group(backend="gloo")
+        if self._group is None:  # DCP warns at each call that there is one process; here that is meant
+            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
+        with ranks.together(f"making the folder {self.folder}"):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"--checkpoint-dir {os.fspath(folder)!r} cannot be a folder: {error}.") from error
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, the newest first."""
+        names = (path.name.removeprefix(_COMPLETE) for path in self.folder.glob(f"{_COMPLETE}*"))
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, once complete."""
+        return self.folder / f"{_COMPLETE}{step:08d}"
+
+    def save(self, step: int, state: dict[str, Any], about: Mapping[str, Any]) -> None:
+        """Write `state` (nested dicts of tensors) and `about` (JSON) as the checkpoint of `step`.
+
+        Waits for the save before it.
+
+        Raises:
+            CheckpointError: this write, or the one before it in the background, failed on some rank.
+        """
+        self.wait()
+        target = self.folder / f"{_WRITING}{step:08d}"
+        with self._ranks.together(f"clearing {target}"):
+            if self._ranks.rank == 0:
+                for rest in [*self.folder.glob(f"{_WRITING}*"), *self.folder.glob(f"{_DELETING}*")]:
+                    shutil.rmtree(rest)
+        writer = dcp.FileSystemWriter(target, overwrite=False)
+        common: dict[str, Any] = {"storage_writer": writer} | self._where()
+        self._writing_step = step
+        if self._background:
+            written = dcp.async_save(state, **common)
+        else:
+            written = Future()
+            try:
+                written.set_result(dcp.save(state, **common))
+            except _ANY_ERROR as error:  # handed to `wait`, which raises it on every rank
+                written.set_exception(error)
+        self._writing = Future()
+        completed = self._writing
+
+        def complete(done: Future[Any]) -> None:
+            try:
+                done.result()  # raises on every rank where one failed
+                self._sum_own_files(target)
+                if self._ranks.rank == 0:
+                    self._complete(target, step, about)
+                completed.set_result(None)
+            except BaseException as error:  # noqa: BLE001  (handed to `wait`, which raises it on every rank)
+                completed.set_exception(error)
+
+        assert isinstance(written, Future)
+        written.add_done_callback(complete)
+        if not self._background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the last save is complete on disk.
+
+        Raises:
+            CheckpointError: it failed on some rank; the checkpoints before it are untouched.
+        """
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        with self._ranks.together(f"writing the checkpoint of step {self._writing_step}"):
+            try:
+                writing.result()
+            except _ANY_ERROR as error:
+                raise CheckpointError(
+                    f"Writing the checkpoint of step {self._writing_step} to {self.folder} failed: "
+                    f"{_first_line(error)}. Checkpoints before it are untouched."
+                ) from error
+
+    def load(self, state: dict[str, Any], check: Callable[[Mapping[str, Any]], None]) -> int | None:
+        """Fill `state`'s tensors in place from the newest usable checkpoint; its step, or None where there is none.
+
+        Args:
+            check: called with the checkpoint's `about` before any tensor is read; raises where it does not fit the run.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none can be read.
+        """
+        problems: dict[int, str] = {}
+        for step in self._steps_of_rank_zero():
+            manifest, problem = self._attempt(self._read_manifest, step)
+            if problem is None:
+                with self._ranks.together("comparing the checkpoint with this run"):
+                    check(manifest["about"])
+                _, problem = self._attempt(self._read, step, state)
+            if problem is None:
+                self._set_aside(problems)
+                for message in problems.values():
+                    warn_once(f"{message} Going on from step {step}; the other is set aside as {_DAMAGED}*.")
+                return step
+            problems[step] = f"Checkpoint {self.path(step)} cannot be read: {problem}."
+        if problems:
+            reasons = " ".join(problems.values())
+            raise CheckpointError(f"{reasons} None is left to resume from; start anew in another folder.")
+        return None
+
+    def _set_aside(self, steps: Iterable[int]) -> None:
+        """Rename what cannot be read: it would stand in the way of this run's own, and count as one of those to keep."""
+        with self._ranks.together("setting damaged checkpoints aside"):
+            if self._ranks.rank == 0:
+                for step in steps:
+                    shutil.rmtree(self.folder / f"{_DAMAGED}{step:08d}", ignore_errors=True)  # one from before
+                    self.path(step).rename(self.folder / f"{_DAMAGED}{step:08d}")
+
+    def _steps_of_rank_zero(self) -> Iterator[int]:
+        # Rank 0's listing decides: on a network file system the ranks may see different ones for a while.
+        listed = self.steps() if self._ranks.rank == 0 else []
+        for i in range(self._ranks.from_first(len(listed))):
+            yield self._ranks.from_first(listed[i] if listed else 0)
+
+    def _attempt(self, action: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+        """What `action` returned, and what went wrong with it on any rank, or None."""
+        result, problem = None, None
+        try:
+            result = action(*arguments)
+        except _ANY_ERROR as error:  # whatever a reader raises, this checkpoint is of no use; it is reported
+            problem = _first_line(error)
+        if self._ranks.any(problem is not None) and problem is None:
+            problem = "another rank cannot read it"
+        return result, problem
+
+    def _read_manifest(self, step: int) -> Mapping[str, Any]:
+        path = self.path(step)
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest.get("format") != _FORMAT:
+            raise CheckpointError(f"its format is {manifest.get('format')!r}, and this version reads {_FORMAT}")
+        for i, (name, (size, checksum)) in enumerate(sorted(manifest["files"].items())):
+            found = (path / name).stat().st_size if (path / name).exists() else 0
+            if found != size:
+                raise CheckpointError(f"{name} should have {size} bytes and has {found}")
+            # The ranks share the reading; `_attempt` tells all of them what one finds.
+            if i % self._ranks.world_size == self._ranks.rank and _checksum(path / name) != checksum:
+                raise CheckpointError(f"{name} has other contents than were written")
+        return manifest
+
+    def _read(self, step: int, state: dict[str, Any]) -> None:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(self.path(step)), **self._where())
+
+    def _where(self) -> dict[str, Any]:
+        return {"process_group": self._group, "no_dist": self._group is None}
+
+    def _sum_own_files(self, target: Path) -> None:
+        """Leave the checksums of this rank's files for rank 0; return when every rank has done so."""
+        try:
+            own = sorted(target.glob(f"__{self._ranks.rank}_*"))
+            _write_synced(target / f"{_SUMS}{self._ranks.rank}", json.dumps(_describe(own)))
+        finally:  # also where it failed: rank 0 then misses this file, and nobody waits for this rank
+            if self._group is not None:
+                dist.barrier(self._group)
+
+    def _complete(self, target: Path, step: int, about: Mapping[str, Any]) -> None:
+        """On rank 0: check that each rank's files are here, list them, and give the folder its name."""
+        files: dict[str, Any] = {}
+        for rank in range(self._ranks.world_size):
+            sums = target / f"{_SUMS}{rank}"
+            if not sums.exists():
+                raise CheckpointError(
+                    f"rank 0 does not see rank {rank}'s files: --checkpoint-dir must be on storage that all hosts share"
+                )
+            files |= json.loads(sums.read_text(encoding="utf-8"))
+            sums.unlink()
+        # Metadata, and whatever another torch names otherwise.
+        files |= _describe([path for path in target.iterdir() if path.name not in files])
+        # As it is on disk: what `save` returns has no storage data in torch 2.11.
+        metadata = dcp.FileSystemReader(target).read_metadata()
+        missing = {info.relative_path for info in metadata.storage_data.values()} - files.keys()
+        if missing:
+            raise CheckpointError(f"{sorted(missing)} were written and are not there")
+        _write_synced(target / _MANIFEST, json.dumps({"format": _FORMAT, "step": step, "about": about, "files": files}))
+        _sync_folder(target)
+        target.rename(self.path(step))
+        _sync_folder(self.folder)
+        for old in self.steps()[self._keep :]:
+            # Renamed first: a run killed while deleting leaves nothing that looks complete.
+            doomed = self.path(old).rename(self.folder / f"{_DELETING}{old:08d}")
+            shutil.rmtree(doomed)
+
+
+def _describe(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
+    """Size and checksum by name."""
+    return {path.name: (path.stat().st_size, _checksum(path)) for path in paths}
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of the file: against damage, not against forgery."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: BaseException) -> str:
+    """The innermost reason, on one line; DCP's own exceptions hold one per rank."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, Mapping) and failures:
+        error = next(iter(failures.values()))[0]
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,97 @@
+"""What a checkpoint of a run holds: weights, optimizer state and the facts that a resumed run must share.
+
+The learning rate, the data order and the random numbers of a step are functions of the step, so the step is all there
+is of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nemo_like.distributed import get_model_state
+from nemo_like.log import warn_once
+from nemo_like.recipes.job_options import Options
+
+# Another of these makes another run: the checkpoint's weights or place in the data would mean nothing.
+_SAME = ("seq_len", "batch_size", "seed")
+# These may change on purpose (train longer, with another rate); the change is said.
+_MAY_CHANGE = ("steps", "lr", "schedule", "warmup_steps", "lr_floor", "weight_decay", "beta1", "beta2", "clip", "dtype")
+
+
+def make_optimizer(model: nn.Module, options: Options) -> torch.optim.AdamW:
+    """AdamW over what trains; weight decay on matrices only, not on norms and biases."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(f"Model {options.model!r} has no parameter that trains: every requires_grad is False.")
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=options.lr, betas=(options.beta1, options.beta2)
+    )
+
+
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights, buffers and optimizer state by the bare model's names; the tensors themselves, so a load fills them in.
+
+    Moments that the optimizer has not made yet are made here, as zeros: that is how AdamW would begin.
+    """
+    weights = get_model_state(model)  # first: it has every FSDP2 unit show its shards, which the optimizer knows
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in _bare(model).named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in optimized:
+            raise RuntimeError(f"The optimizer does not know {name}: it was made before the model was sharded.")
+        kept = optimizer.state[parameter]
+        if not kept:
+            kept["step"] = torch.tensor(0.0)
+            kept["exp_avg"] = torch.zeros_like(parameter)
+            kept["exp_avg_sq"] = torch.zeros_like(parameter)
+        moments[name] = dict(kept)
+    return {"model": weights, "optimizer": moments}
+
+
+def about_run(options: Options, text: str, model: nn.Module) -> dict[str, Any]:
+    """The facts that go beside a checkpoint's tensors; `text` is the training text's fingerprint."""
+    shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(get_model_state(model).items())]
+    return {
+        "model": options.model,
+        "shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
+        "text": text,
+        **{name: getattr(options, name) for name in (*_SAME, *_MAY_CHANGE)},
+    }
+
+
+def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ValueError where the checkpoint belongs to another run; say once which optional facts changed."""
+    way_out = "Give the same again, or start anew with another --checkpoint-dir."
+    if saved.get("shapes") != now["shapes"]:
+        # The path or preset may differ for the same model, and be the same for another.
+        raise ValueError(
+            f"--resume: the model's weights, of --model {now['model']}, have other names or shapes than the "
+            f"checkpoint's, of {saved.get('model')}. {way_out}"
+        )
+    if saved.get("text") != now["text"]:
+        raise ValueError(f"--resume: the training text is not the one that the checkpoint's run read. {way_out}")
+    for name in _SAME:
+        if saved.get(name) != now[name]:
+            raise ValueError(
+                f"--resume: --{name.replace('_', '-')} was {saved.get(name)!r} when the checkpoint was written, and is "
+                f"{now[name]!r} now. {way_out}"
+            )
+    changed = [f"{name} {saved.get(name)!r} -> {now[name]!r}" for name in _MAY_CHANGE if saved.get(name) != now[name]]
+    if changed:
+        warn_once(f"Resuming with other options than before: {', '.join(changed)}. The run goes on with the new ones.")
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -1,0 +1,109 @@
+"""The key/value cache in training: off for the call where something is replayed, and the model's config as it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import apply_activation_checkpointing, parallelize, plan_for
+from nemo_like.planning.apply_plan import apply_plan
+from tests.models.decoders import batch, loss_of
+from tests.models.decoders import build as build_decoder
+
+hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+MODES = ("full", "selective", "submodule", "sequential")
+
+
+def build(name: str) -> nn.Module:
+    """As transformers builds it: with a cache."""
+    return build_decoder(name, use_cache=True)
+
+
+def _packed_loss(model: nn.Module, **more: object) -> torch.Tensor:
+    """Two documents of 8 tokens in one row, told apart by their positions alone."""
+    torch.manual_seed(3)
+    ids = batch(2)
+    return model(input_ids=ids, labels=ids, position_ids=torch.arange(8).repeat(2).expand(2, 16), **more).loss
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_no_checkpointing_changes_no_loss(name: str) -> None:
+    bare, none = _packed_loss(build(name)), _packed_loss(parallelize(build(name), "single", "none"))
+    assert torch.equal(bare, none)
+    assert not torch.equal(bare, _packed_loss(build(name), use_cache=False)), "transformers masks by position here"
+
+
+@pytest.mark.parametrize("ac", MODES)
+def test_a_mode_trains_what_the_bare_model_trains_without_a_cache(ac: str) -> None:
+    reference, model = build("llama"), apply_activation_checkpointing(build("llama"), ac)
+    expected, loss = _packed_loss(reference, use_cache=False), _packed_loss(model)
+    assert torch.equal(loss, expected)
+    expected.backward()
+    loss.backward()
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("ac", [None, "none", *MODES])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_the_config_stays_as_it_was(name: str, ac: str | None) -> None:
+    model = build(name)
+    before = copy.deepcopy(model.config.to_dict())
+    parallelize(model, "single", ac)
+    loss_of(model, batch(2)).backward()
+    assert model.config.to_dict() == before
+    assert model.config.use_cache is True
+
+
+def test_a_plan_leaves_the_config_as_it_was() -> None:
+    model, ids = build("llama"), batch(2)
+    before = copy.deepcopy(model.config.to_dict())
+    plan = plan_for(model, "50%", {"input_ids": ids, "labels": ids})
+    for apply in (apply_plan, lambda m, p: apply_activation_checkpointing(m, p)):
+        planned = build("llama")
+        apply(planned, plan)
+        loss_of(planned, batch(2)).backward()
+        assert planned.config.to_dict() == before
+
+
+def test_without_gradients_a_model_caches_as_its_config_says() -> None:
+    model = parallelize(build("llama"), "single", "full")
+    with torch.no_grad():
+        assert model(batch(2)).past_key_values is not None
+    assert model(batch(2)).past_key_values is None
+
+
+def test_a_model_inside_another_and_a_multimodal_one() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = build("llama")
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.lm(ids).logits
+
+    model = apply_activation_checkpointing(Outer(), "full")
+    loss_of(model, batch(2)).backward()
+    assert model.lm.config.use_cache is True
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_trains_without_a_cache_too(way) -> None:
+    model = way(apply_activation_checkpointing(build("llama"), "full"))
+    loss_of(model, batch(2)).backward()
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_cache_that_was_asked_for_is_refused_however_it_is_handed_on(name: str, ac: str) -> None:
+    # GPT-2 hands its cache to each block as a positional argument.
+    model = apply_activation_checkpointing(build(name), ac)
+    with pytest.raises(RuntimeError, match=r"past_key_values.*use_cache=False"):
+        model(batch(2), use_cache=True)
+    with torch.no_grad():
+        model(batch(2), use_cache=True)

@@ -1,0 +1,146 @@
+"""Layers that hand a container of their own on: a dataclass, a frozen one, a model library's output, a named tuple."""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from nemo_like import apply_activation_checkpointing
+from tests.models.live_bytes import LiveBytes
+
+
+@dataclass
+class State:
+    hidden: torch.Tensor
+    scale: float = 1.0
+    past: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    hidden: torch.Tensor
+    scale: float = 1.0
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor
+    scale: float = 1.0
+
+
+class Ordered(OrderedDict):
+    hidden = property(lambda self: self["hidden"])
+
+
+def _next_state(value: Any, hidden: torch.Tensor) -> Any:
+    if isinstance(value, Named):
+        return value._replace(hidden=hidden)
+    if isinstance(value, BaseModelOutput):
+        return BaseModelOutput(last_hidden_state=hidden)
+    if isinstance(value, Ordered):
+        return Ordered(hidden=hidden)
+    return replace(value, hidden=hidden)
+
+
+class Block(nn.Module):
+    """Takes a container and returns a new one."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, state: Any) -> Any:
+        hidden = state.last_hidden_state if isinstance(state, BaseModelOutput) else state.hidden
+        return _next_state(state, hidden + self.down(self.up(hidden).tanh()) * getattr(state, "scale", 1.0))
+
+
+class ChangingBlock(Block):
+    """Changes the container that it was given."""
+
+    def forward(self, state: State) -> State:
+        state.past.append(state.hidden)
+        state.hidden = state.hidden + self.down(self.up(state.hidden).tanh()) * state.scale + state.past[0]
+        state.scale = state.scale * 0.5
+        return state
+
+
+class Model(nn.Module):
+    def __init__(self, make: Any, block: type[Block] = Block, dim: int = 16, layers: int = 4) -> None:
+        super().__init__()
+        self.make = make
+        self.layers = nn.ModuleList(block(dim) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.make(x)
+        for layer in self.layers:
+            state = layer(state)
+        return state.last_hidden_state if isinstance(state, BaseModelOutput) else state.hidden
+
+
+MAKERS = {
+    "dataclass": State,
+    "frozen": Frozen,
+    "named": Named,
+    "ordered": lambda hidden: Ordered(hidden=hidden),
+    "output": lambda hidden: BaseModelOutput(last_hidden_state=hidden),
+}
+
+
+def _gradients(make: Any, ac: str, block: type[Block] = Block) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = apply_activation_checkpointing(Model(make, block), ac)
+    x = torch.randn(3, 16, requires_grad=True)
+    model(x).square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
+def test_gradients_are_those_of_no_checkpointing(kind: str, ac: str) -> None:
+    wanted = _gradients(MAKERS[kind], "none")
+    assert all(map(torch.equal, _gradients(MAKERS[kind], ac), wanted))
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
+def test_a_container_that_layers_change_is_replayed_as_forward_found_it(ac: str) -> None:
+    wanted = _gradients(State, "none", ChangingBlock)
+    assert all(map(torch.equal, _gradients(State, ac, ChangingBlock), wanted))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("ac", ["full", "sequential"])
+def test_a_forward_without_a_backward_leaves_nothing(kind: str, ac: str) -> None:
+    """A region that held a tensor of its own graph would be held by it in turn, where no collector looks."""
+    model = apply_activation_checkpointing(Model(MAKERS[kind], dim=64), ac)
+    model(torch.randn(256, 64))  # what the first call makes for good
+    gc.collect()
+    with LiveBytes(model.parameters()) as live:
+        for _ in range(3):
+            model(torch.randn(256, 64))
+        gc.collect()
+        assert live.count() == 0
+
+
+class Plain:
+    """No container: nobody can tell what a copy of it would mean."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class PlainBlock(Block):
+    def forward(self, state: Plain) -> Plain:
+        return Plain(state.hidden + self.down(self.up(state.hidden).tanh()))
+
+
+def test_an_object_that_is_no_container_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = apply_activation_checkpointing(Model(Plain, PlainBlock), "sequential")
+    model(torch.randn(2, 16)).sum().backward()
+    assert [record.getMessage() for record in caplog.records if "a Plain on" in record.getMessage()]
+    assert all(map(torch.equal, _gradients(Plain, "sequential", PlainBlock), _gradients(Plain, "none", PlainBlock)))

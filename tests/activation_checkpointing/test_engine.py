@@ -1,0 +1,415 @@
+"""The engine's plain duties: equal gradients, counted FLOPs, counted bytes."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.policy import (
+    HOST,
+    RECOMPUTE,
+    SAVE,
+    SKIP,
+    DecisionTable,
+    FullPolicy,
+    PlanMismatchError,
+    SelectivePolicy,
+)
+from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
+from tests.models.blocks import LlamaBlock, NewBytes, RouterBlock, assert_bitwise, gradients, region
+
+pytestmark = pytest.mark.compat
+
+POLICIES = {
+    "full": FullPolicy(),
+    "selective": SelectivePolicy(),
+    "all matmuls kept": SelectivePolicy(every_nth_matmul=None),
+    "all matmuls recomputed": SelectivePolicy(every_nth_matmul=1),
+    "every third": SelectivePolicy(every_nth_matmul=3),
+    "table": DecisionTable({"aten.mm.default": [SAVE, RECOMPUTE, HOST, SAVE, RECOMPUTE, HOST, SAVE]}),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_bitwise_those_of_no_checkpointing(policy, dtype):
+    torch.manual_seed(0)
+    block = LlamaBlock(32).to(dtype)
+    x = torch.randn(2, 8, 32, dtype=dtype)
+    assert_bitwise(gradients(region(block, policy), block, x), gradients(block, block, x))
+
+
+@pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()], ids=["full", "selective"])
+def test_dropout_draws_the_same_numbers_in_replay(policy):
+    torch.manual_seed(0)
+    linears = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+    block = nn.Sequential(linears[0], nn.Dropout(0.5), nn.GELU(), linears[1], nn.Tanh())
+    x = torch.randn(4, 16)
+    assert_bitwise(gradients(region(block, policy), block, x), gradients(block, block, x))
+    # and the numbers after backward go on where forward left off
+    torch.manual_seed(1)
+    y = block(x)
+    y.sum().backward()
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    y = checkpoint_region(block, x, policy=policy)
+    y.sum().backward()
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize("decisions", [[SAVE, RECOMPUTE, SAVE], [HOST, HOST, RECOMPUTE], [RECOMPUTE, SAVE, RECOMPUTE]])
+def test_a_kept_draw_does_not_shift_the_later_ones(decisions):
+    w = nn.Linear(8, 8, bias=False)
+
+    def fn(x):
+        for _ in range(3):
+            x = (w(x) * torch.rand_like(x)).tanh() * torch.bernoulli(torch.full_like(x, 0.5))
+        return x.sin()
+
+    x = torch.randn(4, 8)
+    wanted = gradients(fn, w, x)
+    for rows in ({"aten.rand_like.default": decisions}, {"aten.bernoulli.default": decisions}):
+        assert_bitwise(gradients(region(fn, DecisionTable(rows)), w, x), wanted)
+
+
+def test_attention_without_dropout_draws_nothing():
+    from nemo_like.activation_checkpointing.ops import draws
+
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert not draws(op, (0, 0, 0), {}) and not draws(op, (0, 0, 0, 0.0), {})
+    assert draws(op, (0, 0, 0, 0.1), {}) and draws(op, (0, 0, 0), {"dropout_p": 0.1})
+    assert draws(torch.ops.aten.native_dropout.default, (), {})
+
+
+def test_without_preserved_random_state_dropout_differs():
+    block = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh())
+    x = torch.randn(8, 64)
+    changed = region(block, FullPolicy(), preserve_rng_state=False)
+    got, wanted = gradients(changed, block, x), gradients(block, block, x)
+    assert torch.equal(got[0], wanted[0]) and not torch.equal(got[2], wanted[2])
+
+
+def three_linears():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((512, 512), (512, 512), (512, 1024))))
+
+
+@pytest.mark.parametrize(
+    ("policy", "early_stop", "units"),
+    [(None, True, 8), (SelectivePolicy(), True, 9), (FullPolicy(), True, 10), (FullPolicy(), False, 12)],
+    ids=["none", "every second", "full", "full to the end"],
+)
+def test_backward_flops(policy, early_stop, units):
+    # 512 rows through 512 -> 512 -> 512 -> 1024. Forward is 1 + 1 + 2 units of 2 * 512**3 FLOPs, backward twice that.
+    # Replay stops where the last matmul saves its input: full recomputes two units, not four; with every second
+    # matmul recomputed, the first is kept, the second recomputed and the third is never reached.
+    block, x = three_linears(), torch.randn(512, 512, requires_grad=True)
+    out = block(x) if policy is None else run_region(block, (x,), {}, policy=policy, early_stop=early_stop)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == units * 2 * 512**3
+
+
+def held_after(forward, block, x):
+    """Bytes made in `forward` and still alive after it; its output, `x` and the parameters are not counted."""
+    with NewBytes(x, *block.parameters()) as live:
+        out = forward()
+        size = out.untyped_storage().nbytes()
+        return live.count() - size
+
+
+def test_full_holds_nothing_of_its_own():
+    block, x = LlamaBlock(32), torch.randn(2, 8, 32, requires_grad=True)
+    assert held_after(lambda: checkpoint_region(block, x, policy=FullPolicy()), block, x) == 0
+    assert held_after(lambda: block(x), block, x) > 0
+
+
+def test_the_llama_style_block_of_the_design_holds_13_53_units_where_the_parity_rule_holds_15_53():
+    # Units: bytes per token and per D, of 2-byte numbers; counted here with 4-byte numbers and halved.
+    # Parity: input 2, q 2, v .5 [mm 1 and 3], attention 2 + log-sum-exp, gate 7 [mm 5], down 2 [mm 7] = 15.5 + lse.
+    # Ours: without the last 2, because replay never reaches `down`. The log-sum-exp is 4 bytes per token and head in
+    # any dtype: 4 / 128 = .03 units for heads of 128, as in the design's table.
+    width, heads, tokens = 512, 4, 16
+    block = LlamaBlock(width, heads)
+    x = torch.randn(1, tokens, width, requires_grad=True)
+    unit = tokens * width  # bytes
+    lse = 4 * heads * tokens
+    held = held_after(lambda: checkpoint_region(block, x, policy=SelectivePolicy()), block, x)
+    activations = (held - lse) / 2  # float32 to 2-byte numbers
+    units = 2.0 + activations / unit + lse / unit  # 2.0: the region's input, alive outside
+    assert units == pytest.approx(13.53, abs=0.005)
+    everything = held_after(lambda: run_region(block, (x,), {}, policy=SelectivePolicy(), early_stop=False), block, x)
+    assert (everything - held) / 2 / unit == 2.0  # what the parity rule keeps besides
+
+
+def test_our_default_recomputes_no_more_than_the_parity_rule():
+    block, x = LlamaBlock(64), torch.randn(1, 16, 64, requires_grad=True)
+
+    def replayed(early_stop):
+        out = run_region(block, (x,), {}, policy=SelectivePolicy(), early_stop=early_stop)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        return counter.get_total_flops()
+
+    assert replayed(True) <= replayed(False)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_memory_returns_to_the_level_before_without_a_garbage_collection(policy):
+    block = LlamaBlock(32)
+    x = torch.randn(1, 8, 32, requires_grad=True)
+    checkpoint_region(block, x, policy=policy).sum().backward()  # gradients exist from here on
+    gc.collect()
+    gc.disable()
+    try:
+        with NewBytes(x, x.grad, *block.parameters(), *(p.grad for p in block.parameters())) as live:
+            checkpoint_region(block, x, policy=policy).sum().backward()
+            assert live.count() == 0
+            checkpoint_region(block, x, policy=policy)  # a graph that is dropped, not run
+            assert live.count() == 0
+    finally:
+        gc.enable()
+
+
+def test_what_is_kept_is_freed_while_backward_consumes_it():
+    # Five times tanh(linear) in one region. When a linear's gradient arrives, everything above it has been consumed:
+    # its own input and output (one storage each) and those of all below are left, and no more.
+    layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(5))
+    x = torch.randn(64, 32, requires_grad=True)
+    size, seen = 64 * 32 * 4, []
+
+    def fn(t):
+        for layer in layers:
+            t = layer(t).tanh()
+            t.register_hook(lambda _: seen.append(live.count()))
+        return t
+
+    with NewBytes(x, *layers.parameters()) as live:
+        checkpoint_region(fn, x, policy=FullPolicy()).sum().backward()
+    # A hook sees the incoming gradient, and below the top also the weight gradients made so far.
+    weights = 32 * 32 * 4
+    net = [held - weights * number for number, held in enumerate(seen)]
+    assert [above - below for above, below in itertools.pairwise(net[1:])] == [size] * 3, net
+
+
+def test_a_router_that_normalises_its_weights_in_place_works():
+    torch.manual_seed(0)
+    block, x = RouterBlock(), torch.randn(3, 5, 16)
+    for policy in (SelectivePolicy(), SelectivePolicy(every_nth_matmul=None), FullPolicy()):
+        assert_bitwise(gradients(region(block, policy), block, x), gradients(block, block, x))
+
+
+def test_a_matmul_output_changed_in_place_within_the_region_works():
+    w = nn.Linear(8, 8, bias=False)
+
+    def fn(x):
+        h = w(x)
+        h += x
+        h.view(-1)[:4].mul_(2)
+        return (h.tanh() * w(h)).sum(-1)
+
+    x = torch.randn(3, 8)
+    for decisions in ([SAVE, SAVE], [HOST, SAVE], [SAVE, RECOMPUTE], [RECOMPUTE, HOST]):
+        policy = DecisionTable({"aten.mm.default": decisions})
+        assert_bitwise(gradients(region(fn, policy), w, x), gradients(fn, w, x))
+
+
+def test_an_output_and_its_views_are_kept_once():
+    # A linear on (B, T, D) is a matmul and a view of its result that the schema does not call one.
+    w, x = nn.Linear(16, 16, bias=False), torch.randn(2, 4, 16)
+    everything = TorchPolicy(lambda context, op, *args, **kwargs: True)
+
+    def fn(t):
+        h = w(t)
+        h += t
+        return (h.transpose(0, 1).flatten(1).tanh() * 2).sum(-1).exp()
+
+    assert_bitwise(gradients(region(fn, everything), w, x), gradients(fn, w, x))
+    x.requires_grad_()
+    held = held_after(lambda: checkpoint_region(lambda t: w(t).tanh().exp(), x, policy=everything), w, x)
+    assert held == 2 * x.numel() * 4  # matmul and tanh; exp is the output
+
+
+def test_a_kept_output_changed_in_place_after_the_region_raises():
+    a, b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    x = torch.randn(3, 8, requires_grad=True)
+    def two(t):
+        h = a(t)
+        return h, b(h).tanh()
+
+    h, y = checkpoint_region(two, x, policy=SelectivePolicy(every_nth_matmul=None), name="layers.3")
+    h.add_(1)
+    with pytest.raises(RegionError, match=r"layers\.3.*aten\.mm\.default was changed in place"):
+        y.sum().backward()
+
+
+def test_an_input_changed_in_place_raises():
+    w = nn.Linear(8, 8)
+    x = torch.randn(3, 8, requires_grad=True) * 1
+    y = checkpoint_region(lambda t: w(t).tanh(), x, policy=FullPolicy(), name="layers.0")
+    x.add_(1)
+    with pytest.raises(RegionError, match=r"layers\.0.*inputs was changed in place"):
+        y.sum().backward()
+
+
+def test_a_parameter_changed_before_backward_raises_as_autograd_would():
+    w = nn.Linear(8, 8)
+    x = torch.randn(3, 8, requires_grad=True)
+    y = checkpoint_region(lambda t: w(t).tanh(), x, policy=FullPolicy(), name="layers.0")
+    with torch.no_grad():
+        w.weight.mul_(2)
+    with pytest.raises(RegionError, match=r"layers\.0.*changed\s+in place between forward and backward"):
+        y.sum().backward()
+
+
+def test_out_variants_inside_a_region_give_right_gradients():
+    w = nn.Linear(8, 8, bias=False)
+    buffer = torch.empty(3, 8)
+
+    def fn(x):
+        h = w(x)
+        with torch.no_grad():
+            torch.mm(h, w.weight, out=buffer)
+        return (h * buffer.clone()).tanh()
+
+    x = torch.randn(3, 8)
+    assert_bitwise(gradients(region(fn, SelectivePolicy(every_nth_matmul=None)), w, x), gradients(fn, w, x))
+
+
+def test_host_outputs_leave_the_device_bytes_alone_and_come_back():
+    # On the CPU both places are host memory; the transfer tells what went through it.
+    moved = []
+
+    class Noting:
+        def to_host(self, tensor):
+            moved.append(tensor.numel() * tensor.element_size())
+            value = tensor.detach().clone()
+
+            class Handle:
+                def get(self):
+                    moved.append(-value.numel() * value.element_size())
+                    return value.clone()
+
+            return Handle()
+
+        def prefetch(self, handle):
+            moved.append(0)
+
+    block, x = three_linears(), torch.randn(4, 512)
+    policy = DecisionTable({"aten.mm.default": [HOST, HOST, RECOMPUTE]})
+    assert_bitwise(gradients(region(block, policy, transfer=Noting()), block, x), gradients(block, block, x))
+    size = 4 * 512 * 4
+    assert moved == [size, size, 0, 0, -size, -size]  # both prefetched before the replay takes the first
+
+
+def chain(x, w):
+    """Keeps what `tanh` gives: q feeds only `h`, and `h` only the kept product."""
+    q = x @ w
+    h = q.transpose(0, 1).contiguous()
+    kept = h @ w
+    return kept.tanh().sin()
+
+
+def test_skip_replays_with_placeholders():
+    # q and h are needed by nothing but the matmul whose output is kept... and by that matmul's own backward (h),
+    # unless w needs no gradient.
+    w = torch.randn(6, 6)
+    x = torch.randn(6, 6)
+    holder = nn.Module()
+    policy = DecisionTable({"aten.mm.default": [SKIP, SAVE]})
+    wanted = gradients(lambda t: chain(t, w), holder, x)
+    assert_bitwise(gradients(region(lambda t: chain(t, w), policy), holder, x), wanted)
+    with FlopCounterMode(display=False) as counter:
+        xx = x.clone().requires_grad_()
+        checkpoint_region(chain, xx, w, policy=policy).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * 6**3  # two forward, two for the gradient of x; none replayed
+
+
+def test_skipping_what_backward_needs_raises_and_names_it():
+    w = torch.randn(6, 6, requires_grad=True)
+    x = torch.randn(6, 6, requires_grad=True)
+    policy = DecisionTable({"aten.mm.default": [SKIP, SAVE]})
+    y = checkpoint_region(chain, x, w, policy=policy, name="layers.7")
+    with pytest.raises(RegionError, match=r"layers\.7.*skips.*autograd\s+saved"):
+        y.sum().backward()
+    assert x.grad is None and w.grad is None
+
+
+def test_skipping_what_a_random_or_writing_operator_reads_raises():
+    w = torch.randn(6, 6)
+
+    def random(x):
+        return F.dropout(x @ w, 0.5) @ w
+
+    def writing(x):
+        out = torch.zeros(6, 6)
+        out.add_((x @ w).detach())
+        return (x.tanh() @ w) * out
+
+    table = DecisionTable({"aten.mm.default": [SKIP, SAVE]})
+    x = torch.randn(6, 6, requires_grad=True)
+    y = checkpoint_region(lambda t: random(t).tanh(), x, policy=table, name="r")
+    with pytest.raises(RegionError, match="random numbers"):
+        y.sum().backward()
+    z = checkpoint_region(writing, x, policy=table, name="w")
+    with pytest.raises(RegionError, match="write into a tensor that exists"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("decisions", [[SAVE], [SAVE] * 3, []], ids=["short", "long", "empty"])
+def test_a_table_for_another_block_raises_in_forward(decisions):
+    block, x = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), torch.randn(2, 4)
+    with pytest.raises(PlanMismatchError, match=r"layers\.1.*aten\.mm\.default"):
+        checkpoint_region(block, x, policy=DecisionTable({"aten.mm.default": decisions}), name="layers.1")
+
+
+def test_a_region_whose_replay_differs_raises_and_names_region_and_operator():
+    w, calls = torch.randn(4, 4, requires_grad=True), []
+
+    def fn(x):
+        calls.append(1)
+        return (x @ w if len(calls) == 1 else torch.addmm(x, x, w)).tanh().sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    y = checkpoint_region(fn, x, policy=SelectivePolicy(), name="layers.2")
+    with pytest.raises(RegionError, match=r"layers\.2.*aten\.mm\.default, replay runs aten\.addmm\.default"):
+        y.sum().backward()
+
+
+def test_a_region_that_replays_fewer_operators_raises_before_a_number_comes_out():
+    calls = []
+
+    def fn(x):
+        calls.append(1)
+        if len(calls) == 1:
+            torch.mm(x.detach(), x.detach())  # without effect, but counted
+        return x.sin().tanh().sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    y = checkpoint_region(fn, x, policy=SelectivePolicy(), name="layers.2")
+    with pytest.raises(RegionError, match=r"layers\.2.*forward had run 1 tracked"):
+        y.sum().backward()
+    assert x.grad is None
+
+
+def test_nested_tuples_lists_and_dicts_of_tensors_are_saved_inputs():
+    def fn(x, pair, *, options):
+        cos, sin = pair
+        return (x * cos + x * sin).tanh() * options["scale"][0]
+
+    holder = nn.Module()
+    cos, sin, scale = torch.randn(4), torch.randn(4), torch.randn(4)
+    call = lambda run: lambda x: run(x, (cos, sin), options={"scale": [scale], "flag": True})  # noqa: E731
+    x = torch.randn(3, 4)
+    assert_bitwise(gradients(call(region(fn, FullPolicy())), holder, x), gradients(call(fn), holder, x))
+    xx = x.clone().requires_grad_()
+    y = call(region(fn, FullPolicy()))(xx)
+    cos.add_(1)
+    with pytest.raises(RegionError, match="inputs was changed in place"):
+        y.sum().backward()

@@ -1,0 +1,302 @@
+"""Everything but one forward and one backward: retained graphs, second derivatives, nesting, errors."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
+from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
+from tests.models.blocks import LlamaBlock, NewBytes, RouterBlock, assert_bitwise, gradients, region
+
+POLICIES = {
+    "full": FullPolicy(),
+    "selective": SelectivePolicy(),
+    "kept": SelectivePolicy(every_nth_matmul=None),
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Sigmoid())
+
+
+@each_policy
+def test_retained_graph_gives_the_same_gradient_each_time(policy):
+    block, x = LlamaBlock(32), torch.randn(1, 8, 32, requires_grad=True)
+    (wanted,) = torch.autograd.grad((block(x) ** 2).sum(), x)
+    loss = (checkpoint_region(block, x, policy=policy) ** 2).sum()
+    for _ in range(2):
+        (got,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(got, wanted)
+    (got,) = torch.autograd.grad(loss, x)
+    assert torch.equal(got, wanted)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, x)
+
+
+def test_retained_graph_with_host_and_in_place_outputs():
+    block, x = RouterBlock(), torch.randn(2, 3, 16, requires_grad=True)
+    (wanted,) = torch.autograd.grad((block(x) ** 2).sum(), x)
+    table = DecisionTable({"aten.topk.default": [HOST]})
+    for policy in (SelectivePolicy(every_nth_matmul=None), table):
+        loss = (checkpoint_region(block, x, policy=policy) ** 2).sum()
+        for retain in (True, True, False):
+            (got,) = torch.autograd.grad(loss, x, retain_graph=retain)
+            assert torch.equal(got, wanted)
+
+
+@each_policy
+def test_double_backward(policy):
+    block, x = mlp(), torch.randn(3, 8, requires_grad=True)
+
+    def second(run):
+        (first,) = torch.autograd.grad((run(x) ** 2).sum(), x, create_graph=True)
+        return [first.detach(), *torch.autograd.grad((first**3).sum(), [x, *block.parameters()])]
+
+    assert_bitwise(second(region(block, policy)), second(block))
+
+
+@each_policy
+def test_two_forwards_before_one_backward(policy):
+    block = LlamaBlock(32)
+    a, b = torch.randn(1, 8, 32), torch.randn(2, 4, 32)
+    run = region(block, policy)
+
+    def both(call):
+        return lambda s, t: torch.cat([call(s).flatten(), call(t).flatten()])
+
+    assert_bitwise(gradients(both(run), block, a, b), gradients(both(block), block, a, b))
+
+
+@each_policy
+def test_backwards_in_another_order_than_forwards(policy):
+    block, run = mlp(), region(mlp(), policy)
+    x = [torch.randn(3, 8, requires_grad=True) for _ in range(3)]
+    losses = [(run(t) ** 2).sum() for t in x]
+    for index in (1, 0, 2):
+        (got,) = torch.autograd.grad(losses[index], x[index])
+        assert torch.equal(got, torch.autograd.grad((block(x[index]) ** 2).sum(), x[index])[0])
+
+
+@pytest.mark.parametrize("outer", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("inner", POLICIES.values(), ids=POLICIES.keys())
+def test_nested_regions(outer, inner):
+    torch.manual_seed(0)
+    block = nn.Sequential(LlamaBlock(32), nn.Dropout(0.2), LlamaBlock(32))
+
+    def nested(x):
+        x = checkpoint_region(block[0], x, policy=inner, name="inner 0")
+        return checkpoint_region(block[2], block[1](x).tanh(), policy=inner, name="inner 1")
+
+    plain = lambda x: block[2](block[1](block[0](x)).tanh())  # noqa: E731
+    x = torch.randn(1, 8, 32)
+    assert_bitwise(gradients(region(nested, outer), block, x), gradients(plain, block, x))
+
+
+def test_a_region_inside_pytorchs_checkpoint_and_around_it():
+    from torch.utils.checkpoint import checkpoint
+
+    block, x = LlamaBlock(32), torch.randn(1, 8, 32)
+    wanted = gradients(block, block, x)
+    inside = lambda t: checkpoint(region(block, SelectivePolicy()), t, use_reentrant=False)  # noqa: E731
+    around = region(lambda t: checkpoint(block, t, use_reentrant=False), SelectivePolicy())
+    assert_bitwise(gradients(inside, block, x), wanted)
+    assert_bitwise(gradients(around, block, x), wanted)
+
+
+@each_policy
+def test_a_backward_inside_the_region(policy):
+    block = mlp()
+
+    def forces(x):
+        with torch.enable_grad():
+            energy = block(x).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force * x
+
+    x = torch.randn(3, 8)
+    assert_bitwise(gradients(region(forces, policy), block, x), gradients(forces, block, x))
+
+
+@each_policy
+def test_two_outputs_with_a_backward_each(policy):
+    a, b = mlp(), mlp()
+    x = torch.randn(3, 8, requires_grad=True)
+    both = lambda t: (a(t), b(t))  # noqa: E731
+    first, second = checkpoint_region(both, x, policy=policy)
+    (one,) = torch.autograd.grad(first.sum(), x)
+    (two,) = torch.autograd.grad(second.sum(), x)
+    assert torch.equal(one, torch.autograd.grad(a(x).sum(), x)[0])
+    assert torch.equal(two, torch.autograd.grad(b(x).sum(), x)[0])
+
+
+@each_policy
+def test_an_output_that_nobody_uses_costs_no_replay_of_its_own(policy):
+    a, b, calls = mlp(), mlp(), []
+
+    def both(t):
+        first = a(t)
+        calls.append(1)
+        return first, b(t)
+
+    x = torch.randn(3, 8, requires_grad=True)
+    first, second = checkpoint_region(both, x, policy=policy)
+    del second  # its graph goes, and with it the need to replay past `a`
+    first.sum().backward()
+    assert calls == [1]
+
+
+@each_policy
+def test_without_gradients_the_function_simply_runs(policy):
+    block, x = mlp(), torch.randn(3, 8)
+    seen = []
+    with torch.no_grad():
+        out = checkpoint_region(lambda t: seen.append(saved_hooks_active()) or block(t), x, policy=policy)
+    assert torch.equal(out, block(x)) and seen == [False]
+
+
+def saved_hooks_active():
+    packed = []
+    with torch.enable_grad():
+        y = torch.ones(1, requires_grad=True).exp()
+    packed.append(type(y.grad_fn._raw_saved_result) if hasattr(y.grad_fn, "_raw_saved_result") else None)
+    try:
+        y.grad_fn._raw_saved_result.register_hooks(lambda t: t, lambda t: t)
+    except RuntimeError:
+        return True  # hooks were already set
+    return False
+
+
+@each_policy
+def test_a_region_of_which_nothing_needs_a_gradient_holds_nothing(policy):
+    block = mlp().requires_grad_(False)
+    x = torch.randn(3, 8)
+    with NewBytes(x, *block.parameters()) as live:
+        out = checkpoint_region(block, x, policy=policy)
+        assert live.count() == out.untyped_storage().nbytes()
+
+
+def test_torch_func_is_refused():
+    block = mlp()
+    with pytest.raises(RuntimeError, match=r"'layers\.0' runs inside a torch\.func transform"):
+        torch.func.grad(lambda t: checkpoint_region(block, t, policy=FullPolicy(), name="layers.0").sum())(torch.ones(8))
+
+
+class Boom(Exception):
+    pass
+
+
+def stack_depths():
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+
+
+@each_policy
+@pytest.mark.parametrize("when", ["forward", "replay"])
+def test_an_exception_leaves_no_mode_and_no_memory(policy, when):
+    block, calls = LlamaBlock(32), []
+
+    def fn(x):
+        calls.append(1)
+        h = block(x)
+        if len(calls) == (1 if when == "forward" else 2):
+            raise Boom("from the user's code")
+        return h.tanh()
+
+    x = torch.randn(1, 8, 32, requires_grad=True)
+    before = stack_depths()
+    gc.collect()
+    with NewBytes(x, *block.parameters()) as live:
+        inside = stack_depths()
+        with pytest.raises(Boom) as caught:
+            checkpoint_region(fn, x, policy=policy, name="layers.5").sum().backward()
+        assert stack_depths() == inside
+        if when == "replay":
+            assert any("layers.5" in note for note in caught.value.__notes__)
+        del caught
+        assert live.count() == 0
+    assert stack_depths() == before
+    assert_bitwise(gradients(region(block, policy), block, x), gradients(block, block, x))  # and all goes on
+
+
+def test_code_that_swallows_exceptions_does_not_break_the_early_stop():
+    block = mlp()
+
+    def fn(x):
+        try:
+            return block(x)
+        except Exception:  # noqa: BLE001 (what this test is about)
+            return block(x * 0)
+
+    x = torch.randn(3, 8)
+    assert_bitwise(gradients(region(fn, FullPolicy()), block, x), gradients(block, block, x))
+
+
+def test_a_region_dies_with_its_graph_without_garbage_collection():
+    class Token:
+        pass
+
+    token = Token()
+    alive = weakref.ref(token)
+    x = torch.randn(3, 8, requires_grad=True)
+    gc.disable()
+    try:
+        y = checkpoint_region(lambda t, token=token: t.exp().softmax(-1).sigmoid(), x, policy=FullPolicy())
+        del token
+        assert alive() is not None
+        y.sum().backward()
+        del y
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+class Foreign(TorchDispatchMode):
+    """A mode of somebody else, outside the region."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@each_policy
+def test_dispatch_modes_of_others_may_be_on_in_one_phase_only(policy):
+    block, x = LlamaBlock(32), torch.randn(1, 8, 32, requires_grad=True)
+    (wanted,) = torch.autograd.grad(block(x).sum(), x)
+    with Foreign() as mode:
+        y = checkpoint_region(block, x, policy=policy).sum()
+    assert torch.ops.aten.mm.default in mode.ops
+    assert torch.equal(torch.autograd.grad(y, x)[0], wanted)
+    y = checkpoint_region(block, x, policy=policy).sum()
+    with Foreign():
+        assert torch.equal(torch.autograd.grad(y, x)[0], wanted)
+
+
+def test_early_stop_can_be_switched_off():
+    from nemo_like.activation_checkpointing.engine import set_early_stop
+
+    ends = []
+
+    def fn(x):
+        y = x.exp().sin()
+        ends.append(1)
+        return y
+
+    x = torch.randn(3, requires_grad=True)
+    checkpoint_region(fn, x, policy=FullPolicy()).sum().backward()
+    assert len(ends) == 1
+    with set_early_stop(False):
+        y = checkpoint_region(fn, x, policy=FullPolicy())
+    y.sum().backward()
+    assert len(ends) == 3
+    table = DecisionTable({"aten.exp.default": [SAVE], "aten.sin.default": [RECOMPUTE]})
+    run_region(fn, (x,), {}, policy=table, early_stop=False).sum().backward()
+    assert len(ends) == 5

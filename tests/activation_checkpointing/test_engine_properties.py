@@ -1,0 +1,284 @@
+"""Random blocks under random decision tables: bitwise the gradients of no checkpointing, or an error, never a number.
+
+The short profile runs with the suite. The long one (2,000 examples and more) is run by hand and recorded in
+docs/benchmarks/engine-property-tests.md:
+
+    pytest tests/activation_checkpointing/test_engine_properties.py -m long
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_like.activation_checkpointing import ops as table
+from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.policy import (
+    HOST,
+    RECOMPUTE,
+    SAVE,
+    SKIP,
+    DecisionTable,
+    FullPolicy,
+    PlanMismatchError,
+    SelectivePolicy,
+)
+from tests.models.blocks import assert_bitwise, gradients
+
+WIDTH, ROWS = 8, 6
+STEPS = (
+    "linear", "biased", "shared", "layer_norm", "rms_norm", "gelu", "silu", "tanh", "exp", "softmax", "attention",
+    "branch", "residual", "dropout", "add_inplace", "mul_inplace", "relu_inplace", "view_inplace", "slice_inplace",
+    "transpose", "strided", "split", "cat", "gather", "moe", "max", "detached", "no_grad", "checkpoint_again",
+    "out_variant", "nan_free_div", "expand", "cumsum", "einsum", "conv", "item",
+    "noise", "coin",
+)  # fmt: skip
+
+
+class RandomBlock(nn.Module):
+    """A chain of steps on (ROWS, WIDTH); earlier results stay reachable through residuals."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=name == "biased") for name in steps)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.kernel = nn.Parameter(torch.randn(1, 1, 3))
+
+    def forward(self, x):
+        first = previous = x
+        x = x * 1
+        for name, own in zip(self.steps, self.own):
+            x, previous = self.step(name, own, x, previous, first), x
+        return x
+
+    def step(self, name, own, x, previous, first):
+        if name in ("linear", "biased"):
+            return own(x)
+        if name == "shared":
+            return self.shared(x)
+        if name in _POINTWISE:
+            return _POINTWISE[name](x)
+        if name in _INPLACE:
+            return _INPLACE[name](x * self.scale, first)
+        return getattr(self, name)(own, x, previous, first)
+
+    def layer_norm(self, own, x, previous, first):
+        return self.norm(x)
+
+    def rms_norm(self, own, x, previous, first):
+        return F.rms_norm(x, (WIDTH,), self.scale)
+
+    def attention(self, own, x, previous, first):
+        q = x.view(1, ROWS, 2, 4).transpose(1, 2)
+        k = own(x).view(1, ROWS, 2, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).reshape(ROWS, WIDTH)
+
+    def branch(self, own, x, previous, first):
+        return own(x).tanh() * self.shared(x).sigmoid()
+
+    def residual(self, own, x, previous, first):
+        return x + own(previous)
+
+    def strided(self, own, x, previous, first):
+        return own(x)[:, ::2].repeat(1, 2)
+
+    def split(self, own, x, previous, first):
+        a, b = own(x).split(4, dim=1)
+        return torch.cat([b, a], 1)
+
+    def gather(self, own, x, previous, first):
+        order = x.detach().sum(-1).argsort(stable=True)
+        return own(x[order])
+
+    def moe(self, own, x, previous, first):
+        weights, chosen = torch.topk(own(x)[:, :3].softmax(-1), 2, dim=-1)
+        weights /= weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate((self.shared, own)):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out + x
+
+    def max(self, own, x, previous, first):
+        return own(x) / (x.abs().max() + 1)
+
+    def no_grad(self, own, x, previous, first):
+        with torch.no_grad():
+            gate = own(x).sigmoid()
+        return x * gate
+
+    def checkpoint_again(self, own, x, previous, first):
+        return checkpoint_region(lambda t: own(t).tanh(), x, policy=SelectivePolicy(every_nth_matmul=None))
+
+    def out_variant(self, own, x, previous, first):
+        buffer = torch.empty(ROWS, WIDTH)
+        with torch.no_grad():
+            torch.mm(x, own.weight, out=buffer)
+        return x + own(buffer)
+
+    def einsum(self, own, x, previous, first):
+        return torch.einsum("ij,kj->ik", x, own.weight)
+
+    def conv(self, own, x, previous, first):
+        return F.conv1d(x.unsqueeze(1), self.kernel, padding=1).squeeze(1)
+
+    def item(self, own, x, previous, first):
+        return own(x) if x.detach().sum().item() > 0 else own(x) * 2
+
+
+_POINTWISE = {
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "exp": lambda x: (x * 0.1).exp(),
+    "softmax": lambda x: x.softmax(-1),
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "noise": lambda x: x * torch.rand_like(x.detach()),
+    "coin": lambda x: x * torch.bernoulli(torch.full_like(x.detach(), 0.5)),
+    "transpose": lambda x: x.t().contiguous().t(),
+    "cat": lambda x: torch.cat([x[1:], x[:1]]),
+    "detached": lambda x: x + x.detach().tanh(),
+    "nan_free_div": lambda x: x / (x.detach().abs() + 1),
+    "expand": lambda x: x * x[:1].expand(ROWS, WIDTH),
+    "cumsum": lambda x: x.cumsum(0),
+}
+_INPLACE = {
+    "add_inplace": lambda x, first: x.add_(first),
+    "mul_inplace": lambda x, first: x.mul_(0.5),
+    "relu_inplace": lambda x, first: F.relu(x, inplace=True),
+    "view_inplace": lambda x, first: _changed_through_a_view(x),
+    "slice_inplace": lambda x, first: _written_slice(x, first),
+}
+
+
+def _changed_through_a_view(x):
+    x.t()[::3].add_(1)
+    return x
+
+
+def _written_slice(x, first):
+    x[:, 0] = first[:, 1]
+    return x
+
+
+class Watch(TorchDispatchMode):
+    """Every call of a trackable operator, in order, as the engine's forward sees them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if table.facts(func).tracked:
+            self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def make(steps, seed):
+    torch.manual_seed(seed)
+    return RandomBlock(steps), torch.randn(ROWS, WIDTH)
+
+
+def calls_of(block, x):
+    torch.manual_seed(0)
+    x = x.clone().requires_grad_() * 1
+    with Watch() as watch:
+        block(x)
+    return watch.calls
+
+
+def allowed(op, skip):
+    choices = [SAVE, HOST] if table.facts(op).pinned else [SAVE, RECOMPUTE, HOST]
+    if op is torch.ops.aten._local_scalar_dense.default:
+        choices = [SAVE]  # a number has no place to be moved to
+    if skip and not table.facts(op).pinned and not table.facts(op).random:
+        choices.append(SKIP)
+    return choices
+
+
+def draw_table(data, calls, skip=False):
+    tracked = data.draw(st.sets(st.sampled_from(sorted(set(calls), key=str)))) if calls else set()
+    rows = {}
+    for op in calls:
+        if op in tracked:
+            rows.setdefault(op, []).append(data.draw(st.sampled_from(allowed(op, skip))))
+    return DecisionTable(rows)
+
+
+blocks = st.tuples(st.lists(st.sampled_from(STEPS), min_size=1, max_size=7).map(tuple), st.integers(0, 1000))
+
+
+def valid_tables(case, data):
+    block, x = make(*case)
+    table = draw_table(data, calls_of(block, x))
+    early_stop = data.draw(st.booleans())
+    run = lambda t: run_region(block, (t,), {}, policy=table, name="block", early_stop=early_stop)  # noqa: E731
+    wanted = gradients(block, block, x)
+    assert_bitwise(gradients(run, block, x), wanted)
+    for policy in (FullPolicy(), SelectivePolicy()):
+        assert_bitwise(gradients(lambda t: checkpoint_region(block, t, policy=policy), block, x), wanted)  # noqa: B023
+
+
+def retained(case, data):
+    block, x = make(*case)
+    table = draw_table(data, calls_of(block, x))
+    x = x.requires_grad_()
+    torch.manual_seed(0)
+    wanted = torch.autograd.grad((block(x * 1) ** 2).sum(), x)
+    torch.manual_seed(0)
+    loss = (checkpoint_region(block, x * 1, policy=table) ** 2).sum()
+    for retain in (True, True, False):
+        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=retain)[0], wanted[0])
+
+
+def tables_with_skips(case, data):
+    """A table with SKIPs is right or an error; there is no third outcome."""
+    block, x = make(*case)
+    table = draw_table(data, calls_of(block, x), skip=True)
+    wanted = gradients(block, block, x)
+    try:
+        got = gradients(lambda t: checkpoint_region(block, t, policy=table, name="block"), block, x)
+    except RegionError as error:
+        assert "'block'" in str(error)
+        assert any(SKIP in row for row in table.decisions.values())
+        return
+    assert_bitwise(got, wanted)
+
+
+def tables_for_another_block(case, data):
+    block, x = make(*case)
+    calls = calls_of(block, x)
+    table = draw_table(data, calls)
+    rows = {op: list(row) for op, row in table.decisions.items()}
+    op = data.draw(st.sampled_from(sorted({*calls, torch.ops.aten.mm.default, torch.ops.aten.bmm.default}, key=str)))
+    row = rows.setdefault(op, [SAVE] * calls.count(op))
+    if row and data.draw(st.booleans()):
+        row.pop()
+    else:
+        row.append(SAVE)
+    with pytest.raises(PlanMismatchError, match="'block'"):
+        gradients(lambda t: checkpoint_region(block, t, policy=DecisionTable(rows), name="block"), block, x)
+
+
+PROPERTIES = {valid_tables: 2000, tables_with_skips: 2000, tables_for_another_block: 500, retained: 500}
+"""Each with its number of examples in the long profile: 5,000 in all."""
+quiet = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+
+
+@pytest.mark.parametrize("check", PROPERTIES, ids=lambda check: check.__name__)
+def test_short(check):
+    settings(max_examples=30, derandomize=True, **quiet)(given(case=blocks, data=st.data())(check))()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check", PROPERTIES, ids=lambda check: check.__name__)
+@pytest.mark.timeout(3000)
+def test_long(check):
+    settings(max_examples=PROPERTIES[check], **quiet)(given(case=blocks, data=st.data())(check))()

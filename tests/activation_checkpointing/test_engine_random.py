@@ -1,0 +1,187 @@
+"""Random numbers that are not torch's own global ones: the replay draws what forward drew, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nemo_like import apply_activation_checkpointing
+from nemo_like.activation_checkpointing.engine import checkpoint_region, host_random
+from nemo_like.activation_checkpointing.policy import SAVE, DecisionTable, FullPolicy, SelectivePolicy
+
+np = pytest.importorskip("numpy")
+
+MODES = ["full", "selective", "submodule", "sequential"]
+GLOBAL = torch.Generator()
+
+Draw = Callable[[Any], float]
+
+
+class Attention(nn.Module):
+    """A layer's part that scales by a number drawn by `draw(self)`."""
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.draw = draw
+        self.torch_generator = torch.Generator().manual_seed(3)
+        self.python_generator = random.Random(3)
+        self.numpy_generator = np.random.default_rng(3)
+        self.numpy_state = np.random.RandomState(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.k((self.q(x) * (1 + self.draw(self))).sin()).tanh() * (1 + self.draw(self))
+
+
+class Layer(nn.Module):
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self.self_attn, self.norm = Attention(draw), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.self_attn(self.norm(x)).exp()
+
+
+class Model(nn.Module):
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(draw) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+DRAWS: dict[str, Draw] = {
+    "python": lambda module: random.random(),
+    "python's normal": lambda module: random.gauss(0, 1),
+    "numpy": lambda module: float(np.random.rand()),
+    "numpy's normal": lambda module: float(np.random.normal()),
+    "torch generator of the module": lambda module: torch.rand((), generator=module.torch_generator).item(),
+    "torch generator that is global": lambda module: torch.rand((), generator=GLOBAL).item(),
+    "torch generator in place": lambda module: torch.zeros(()).uniform_(generator=GLOBAL).item(),
+    "python generator of the module": lambda module: module.python_generator.random(),
+    "numpy generator of the module": lambda module: float(module.numpy_generator.normal()),
+    "numpy state of the module": lambda module: float(module.numpy_state.normal()),
+}
+
+
+def _run(ac: str, draw: Draw) -> tuple[list[Tensor], list[Any]]:
+    """Gradients of two steps, and the next number of each source."""
+    torch.manual_seed(0), random.seed(0), np.random.seed(0), GLOBAL.manual_seed(0)
+    model: Any = Model(draw)
+    if ac != "none":
+        model = apply_activation_checkpointing(model, ac)
+    gradients: list[Tensor] = []
+    for step in range(2):
+        model.zero_grad()
+        loss = model(torch.full((2, 8), 0.1 * (step + 1))).square().sum()
+        draw(model.layers[1].self_attn)  # somebody else draws before backward
+        loss.backward()
+        gradients += [p.grad.clone() for p in model.parameters()]
+    return gradients, [draw(layer.self_attn) for layer in model.layers]
+
+
+@pytest.mark.parametrize("source", DRAWS)
+@pytest.mark.parametrize("ac", MODES)
+def test_the_replay_draws_what_forward_drew(ac: str, source: str) -> None:
+    expected, after = _run("none", DRAWS[source])
+    actual, then = _run(ac, DRAWS[source])
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert then == after
+
+
+@pytest.mark.parametrize("source", ["python", "python's normal", "numpy", "numpy's normal"])
+def test_where_the_states_cannot_be_read_in_place_the_public_functions_do(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_random, "_reader", lambda address: lambda: bytes(host_random._BYTES))
+    monkeypatch.setattr(host_random, "_python", host_random._Python())
+    monkeypatch.setattr(host_random, "_numpy", None)
+    assert host_random._python._read is None
+    test_the_replay_draws_what_forward_drew("full", source)
+
+
+def test_numpy_with_a_bit_generator_of_another_kind() -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        x, draws = torch.ones(3, requires_grad=True), []
+
+        def fn(t: Tensor) -> Tensor:
+            draws.append(np.random.rand())
+            return t.exp().sin()
+
+        y = checkpoint_region(fn, x, policy=FullPolicy())
+        following = np.random.RandomState(np.random.PCG64(0))
+        following.set_state(np.random.get_state(legacy=False))
+        y.sum().backward()
+        assert draws[0] == draws[1] and np.random.rand() == following.rand()
+    finally:
+        np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()], ids=["full", "selective"])
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_a_generator_among_the_arguments(policy: Any, by_keyword: bool) -> None:
+    for generator in (torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)):
+        draws: list[float] = []
+
+        def fn(x: Tensor, source: Any) -> Tensor:
+            torch_one = isinstance(source, torch.Generator)
+            draws.append(torch.rand((), generator=source).item() if torch_one else source.random())  # noqa: B023
+            return (x * draws[-1]).exp().sin()  # noqa: B023
+
+        x = torch.ones(3, requires_grad=True)
+        args, kwargs = ((x,), {"source": generator}) if by_keyword else ((x, generator), {})
+        checkpoint_region(fn, *args, policy=policy, **kwargs).sum().backward()
+        assert draws[0] == draws[1]
+
+
+def test_a_generator_that_a_function_refers_to_from_its_second_call_on() -> None:
+    def call(source: torch.Generator | None) -> list[float]:
+        draws: list[float] = []
+
+        def fn(x: Tensor) -> Tensor:
+            draws.append(torch.rand((), generator=source).item())
+            return (x * draws[-1]).exp().sin()
+
+        checkpoint_region(fn, torch.ones(3, requires_grad=True), policy=FullPolicy()).sum().backward()
+        return draws
+
+    for source in (None, torch.Generator().manual_seed(1)):
+        draws = call(source)
+        assert draws[0] == draws[1]
+
+
+def test_a_kept_draw_moves_a_private_generator_on_for_those_that_follow() -> None:
+    generator = torch.Generator().manual_seed(1)
+    second: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        first = torch.bernoulli(torch.full((3,), 0.5), generator=generator)
+        second.append(torch.rand(3, generator=generator))
+        return (x * first * second[-1]).exp().sin()
+
+    x = torch.ones(3, requires_grad=True)
+    y = checkpoint_region(fn, x, policy=DecisionTable({"aten.bernoulli.default": [SAVE]}))
+    y.sum().backward()
+    assert torch.equal(second[0], second[1])
+
+
+def test_without_preserve_rng_state_nothing_is_put_back() -> None:
+    draws: list[float] = []
+
+    def fn(x: Tensor) -> Tensor:
+        draws.append(random.random())
+        return x.exp().sin()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint_region(fn, x, policy=FullPolicy(), preserve_rng_state=False).sum().backward()
+    assert draws[0] != draws[1]

@@ -1,0 +1,142 @@
+"""What changes between forward and backward is put back for the replay, or raises and is named: no third outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import apply_activation_checkpointing
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+
+MODES = ["full", "selective", "sequential"]
+
+
+class Block(nn.Module):
+    """Looks at everything that a module can look at."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(width, width), nn.Linear(width, width)
+        self.register_buffer("shift", torch.full((width,), 0.5))
+        self.adapter = "a"
+        self.scaling = {"a": 1.0, "b": 3.0}
+        self.calls = 0
+        self.load = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.load = self.load + 1
+        y = self.attn(x + self.shift).tanh() * self.scaling[self.adapter]
+        y = y * 2 if self.training else y
+        return x + (self.mlp(y).sin() * self.calls).tanh() * self.load
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _model(ac: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    return model if ac == "none" else apply_activation_checkpointing(model, ac)
+
+
+def _adapter(model: nn.Module) -> None:
+    for layer in model.layers:
+        layer.adapter = "b"
+
+
+def _scale(model: nn.Module) -> None:
+    for layer in model.layers:
+        layer.scaling["a"] = 7.0
+
+
+def _hook(model: nn.Module) -> None:
+    model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * 3)
+
+
+def _new_buffer(model: nn.Module) -> None:
+    for layer in model.layers:
+        layer.shift = torch.full((8,), 9.0)
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "eval": lambda model: model.eval(),
+    "adapter": _adapter,
+    "scale": _scale,
+    "hook added": _hook,
+    "buffer exchanged": _new_buffer,
+    "frozen": lambda model: model.layers[1].mlp.requires_grad_(False),
+    "counter": lambda model: [setattr(layer, "calls", 50) for layer in model.layers],
+    "load": lambda model: [setattr(layer, "load", torch.tensor(50.0)) for layer in model.layers],
+}
+
+
+def _run(ac: str, change: Callable[[nn.Module], Any]) -> tuple[list[torch.Tensor], nn.Module]:
+    model = _model(ac)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    loss = model(x).square().sum()
+    change(model)
+    loss.backward()
+    return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)], model
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("ac", MODES)
+def test_what_can_be_put_back_is(ac: str, change: str) -> None:
+    expected, bare = _run("none", CHANGES[change])
+    actual, model = _run(ac, CHANGES[change])
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    for now, then in zip(model.layers, bare.layers, strict=True):  # and the present is as it was before the replay
+        for name in ("training", "adapter", "scaling", "calls", "load"):
+            assert getattr(now, name) == getattr(then, name)
+        assert torch.equal(now.shift, then.shift)
+        assert [p.requires_grad for p in now.parameters()] == [p.requires_grad for p in then.parameters()]
+        assert len(now.mlp._forward_hooks) == len(then.mlp._forward_hooks)
+
+
+@pytest.mark.parametrize("ac", MODES)
+def test_a_hook_that_is_removed_before_backward_is_in_the_replay(ac: str) -> None:
+    def gradients(mode: str) -> list[torch.Tensor]:
+        model = _model(mode)
+        handle = model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * 3)
+        loss = model(torch.ones(2, 8)).square().sum()
+        handle.remove()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(ac), gradients("none"), strict=True))
+
+
+@pytest.mark.parametrize("ac", MODES)
+def test_a_backward_outside_of_functional_call(ac: str) -> None:
+    def gradients(mode: str) -> list[torch.Tensor]:
+        model = _model(mode)
+        weights = {name: (p.detach() * 2).requires_grad_() for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, weights, (torch.ones(2, 8),)).square().sum()
+        return list(torch.autograd.grad(loss, list(weights.values())))
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(ac), gradients("none"), strict=True))
+
+
+@pytest.mark.parametrize("ac", MODES)
+@pytest.mark.parametrize("name", ["attn.bias", "shift"])
+def test_what_autograd_did_not_save_and_was_changed_in_place_is_named(ac: str, name: str) -> None:
+    def change(model: nn.Module) -> None:
+        with torch.no_grad():
+            layer = model.layers[1]
+            (layer.attn.bias if name == "attn.bias" else layer.shift).add_(1)
+
+    with pytest.raises(RegionError, match=f"'{name.rpartition('.')[2]}' of a .* was changed in place"):
+        _run(ac, change)

@@ -1,0 +1,245 @@
+"""Every way of walking a wrapped model's tree names what the bare model's names.
+
+transformers' Trainer decides about weight decay by a walk over `named_children` and `_parameters`, torchao swaps layers
+over `named_children`, PEFT looks modules up by name, PyTorch's optimizer state dicts over all of these.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from nemo_like import apply_activation_checkpointing
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.layers import find_layers
+from nemo_like.offload.layer_offload import apply_offloading
+from tests.models.decoders import build
+
+MODES = ["full", "selective", "submodule", "sequential", "offload", "offload+selective"]
+FAMILIES = ["plain", "scaled", "gpt2", "mixtral"]
+
+
+class ScaledBlock(nn.Module):
+    """A block with a parameter and buffers of its own, beside its children's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("table", torch.ones(8), persistent=False)
+        self.norm = nn.LayerNorm(8)
+        self.attn = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.attn(self.norm(x))) * self.scale * self.table
+
+
+class ScaledModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScaledBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _model(family: str) -> nn.Module:
+    if family == "scaled":
+        torch.manual_seed(0)
+        return ScaledModel().train()
+    return build(family)
+
+
+def _wrapped(family: str, mode: str) -> nn.Module:
+    model = _model(family)
+    for part in mode.split("+")[::-1]:
+        if part == "offload":
+            apply_offloading(model, [layer.module for layer in find_layers(model)], "all")
+        else:
+            apply_activation_checkpointing(model, part)
+    return model
+
+
+def _names_without(model: nn.Module, forbidden: tuple[type, ...]) -> list[str]:
+    """Names of the parameters outside modules of these classes, by recursion as trainers do it."""
+    names = [
+        f"{child_name}.{name}"
+        for child_name, child in model.named_children()
+        if not isinstance(child, forbidden)
+        for name in _names_without(child, forbidden)
+    ]
+    return names + list(model._parameters)
+
+
+def _bottom_up(model: nn.Module) -> list[str]:
+    stack, names = [("", model)], []
+    while stack:
+        prefix, module = stack.pop()
+        names.append(prefix)
+        stack += [(f"{prefix}.{name}".strip("."), child) for name, child in module.named_children()]
+    return names[::-1]
+
+
+def _states(model: nn.Module) -> list[str]:
+    """Parameters and buffers, each module asked for its own."""
+    names = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.")
+        names.extend(f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False))
+        names.extend(f"{prefix}{name}" for name, _ in module.named_buffers(recurse=False))
+
+    visit(model, "")
+    return names
+
+
+WALKS: dict[str, Callable[[nn.Module], Any]] = {
+    "named_parameters": lambda m: [(n, tuple(p.shape)) for n, p in m.named_parameters()],
+    "named_parameters, duplicates": lambda m: [n for n, _ in m.named_parameters(remove_duplicate=False)],
+    "named_buffers": lambda m: [(n, tuple(b.shape)) for n, b in m.named_buffers()],
+    "named_buffers, duplicates": lambda m: [n for n, _ in m.named_buffers(remove_duplicate=False)],
+    "named_modules": lambda m: list(dict.fromkeys(n for n, _ in m.named_modules())),
+    "named_modules, duplicates": lambda m: [n for n, _ in m.named_modules(remove_duplicate=False)],
+    "named_modules, prefixed": lambda m: list(dict.fromkeys(n for n, _ in m.named_modules(prefix="a.b"))),
+    "state_dict": lambda m: [(n, tuple(t.shape)) for n, t in m.state_dict().items()],
+    "by recursion": lambda m: _names_without(m, ()),
+    "outside of norms": lambda m: _names_without(m, (nn.LayerNorm,)),
+    "outside of linears": lambda m: _names_without(m, (nn.Linear,)),
+    "bottom up": _bottom_up,
+    "each module's own": _states,
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    if request.param in ("gpt2", "mixtral"):
+        pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+    return request.param
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_walk_gives_the_bare_models_names(family: str, mode: str) -> None:
+    bare, model = _model(family), _wrapped(family, mode)
+    for title, walk in WALKS.items():
+        assert walk(model) == walk(bare), title
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_name_leads_to_its_own(family: str, mode: str) -> None:
+    bare, model = _model(family), _wrapped(family, mode)
+    for name, parameter in bare.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter)
+    for name, buffer in bare.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer)
+    for name, module in bare.named_modules():
+        found = model.get_submodule(name)
+        found = getattr(found, "_checkpoint_wrapped_module", found)
+        assert type(getattr(found, "_checkpoint_wrapped_module", found)) is type(module)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_children_replaced_by_a_walk_are_what_runs(mode: str) -> None:
+    class Doubled(nn.Linear):
+        pass
+
+    def swap(module: nn.Module) -> nn.Module:
+        for name, child in list(module.named_children()):
+            new = swap(child)
+            if new is not child:
+                setattr(module, name, new)
+        return Doubled(module.in_features, module.out_features) if type(module) is nn.Linear else module
+
+    model = _wrapped("scaled", mode)
+    swap(model)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert len(linears) == 12 and all(type(linear) is Doubled for linear in linears)
+    model(torch.randn(4, 8)).sum().backward()
+    assert all(linear.weight.grad is not None for linear in linears)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_reaches_all_modules_still_does_once(mode: str) -> None:
+    bare, model = _model("scaled"), _wrapped("scaled", mode)
+    visited: list[nn.Module] = []
+    model.apply(visited.append)
+    assert {id(module) for module in model.modules()} == {id(module) for module in visited}
+    assert len(visited) == len({id(module) for module in visited})
+    moved: list[torch.Tensor] = []
+    model._apply(lambda tensor: (moved.append(tensor), tensor.double())[1])
+    assert len(moved) == len(list(bare.parameters())) + len(list(bare.buffers()))
+    assert all(p.dtype is torch.float64 for p in [*model.parameters(), *model.get_submodule("layers.0").buffers()])
+    assert model.eval() is model and not any(module.training for module in model.modules())
+    model.load_state_dict(bare.double().state_dict(), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loaded_state_dict_says_what_is_missing_in_the_bare_models_words(mode: str) -> None:
+    bare, model = _model("scaled"), _wrapped("scaled", mode)
+    state = bare.state_dict()
+    state["layers.1.other"] = state.pop("layers.1.scale")
+    state["layers.1.norm.other"] = state.pop("layers.1.norm.weight")
+    told = model.load_state_dict(state, strict=False)
+    expected = bare.load_state_dict(state, strict=False)
+    clean = [list(names) for names in told]
+    assert [sorted(names) for names in clean] == [sorted(names) for names in expected]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_copy_a_pickle_and_assignment_keep_one_set_of_weights(assign: bool) -> None:
+    model = CheckpointWrapper(nn.LayerNorm(4))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        twin.load_state_dict({"weight": torch.full((4,), 3.0), "bias": torch.zeros(4)}, assign=assign)
+        assert type(twin) is CheckpointWrapper and torch.equal(twin.weight, torch.full((4,), 3.0))
+        assert [id(p) for p in twin.parameters()] == [id(p) for p in twin._checkpoint_wrapped_module.parameters()]
+    assert torch.equal(model.weight, torch.ones(4))
+
+
+def test_a_wrapped_norm_is_taken_for_a_norm_and_for_a_wrapper() -> None:
+    wrapped = CheckpointWrapper(nn.LayerNorm(4))
+    assert isinstance(wrapped, nn.LayerNorm) and isinstance(wrapped, CheckpointWrapper)
+    assert type(wrapped) is CheckpointWrapper and "LayerNorm" in repr(wrapped)
+
+
+def test_a_wrapped_layer_is_taken_for_its_class_too() -> None:
+    layer = CheckpointWrapper(ScaledBlock())
+    assert isinstance(layer, ScaledBlock) and isinstance(layer, CheckpointWrapper)
+    assert type(layer) is CheckpointWrapper and "ScaledBlock" in repr(layer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accelerate_finds_each_layer_once_by_its_class(mode: str) -> None:
+    """accelerate's FSDP2 shards the modules of a class on a walk over `named_children`."""
+    fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils", reason="needs accelerate")
+    model = _wrapped("llama", mode)
+    found = fsdp_utils.get_module_children_bottom_up(model, return_fqns=True)
+    names = [name for name, module in found if isinstance(module, LlamaDecoderLayer)]
+    assert names == [f"model.layers.{index}" for index in range(3)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_hidden_states_are_recorded_at_every_layer(family: str, mode: str) -> None:
+    """transformers records them at the modules of a class, on a walk over `named_children`."""
+    ids = torch.arange(12).reshape(2, 6) % 16
+    expected = _model(family)(ids, use_cache=False, output_hidden_states=True).hidden_states
+    wrapped = _wrapped(family, mode)
+    hidden = wrapped(ids, output_hidden_states=True).hidden_states
+    assert len(hidden) == len(expected) == 4
+    assert all(torch.equal(state, bare) for state, bare in zip(hidden, expected, strict=True))
+    hidden[1].square().sum().backward()
+    assert wrapped.get_input_embeddings().weight.grad.abs().sum() > 0

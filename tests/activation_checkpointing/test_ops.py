@@ -1,0 +1,249 @@
+"""The table of operators: what it says of each, how operators are named, and that decisions are logged."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+import torch.nn.attention.varlen  # registers torch_attn
+
+from nemo_like import log
+from nemo_like.activation_checkpointing import ops as table
+from nemo_like.activation_checkpointing import policy as policies
+from nemo_like.layers import find_layers
+from nemo_like.op_lookup import find_op, resolve_op
+from nemo_like.options import CheckpointConfig
+from nemo_like.resolve import config_specs
+from tests.models.decoders import PlainDecoder
+
+aten = torch.ops.aten
+
+
+def test_every_family_that_this_build_has_is_in_the_default_set():
+    ops = table.default_save_ops()
+    families = {
+        "PyTorch's own": [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default],
+        "SDPA": [
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_fused_attention_overrideable.default,
+        ],
+        "scaled and grouped matmuls": [aten._scaled_mm.default, aten._grouped_mm.default, aten._scaled_grouped_mm.default],
+        "leaf linear": [aten.linear.default],
+        "routing and scales": [aten.topk.default, aten.max.default],
+        "collectives": [
+            torch.ops._c10d_functional.reduce_scatter_tensor.default,
+            torch.ops._c10d_functional.all_to_all_single.default,
+        ],
+    }
+    for family, members in families.items():
+        assert set(members) <= ops, family
+    names = {getattr(op, "_name", str(op)) for op in ops if isinstance(op, torch._ops.HigherOrderOperator)}
+    assert names == {"flex_attention", "inductor_compiled_code"}
+
+
+def test_the_set_holds_overloads_only_and_nothing_that_writes_or_is_a_view():
+    # Known failure 19: a packet in a list of overloads never matches anything.
+    for op in table.default_save_ops():
+        assert isinstance(op, torch._ops.OpOverload | torch._ops.HigherOrderOperator), op
+        assert table.facts(op).tracked, op
+
+
+def test_operators_of_packages_imported_later_are_found():
+    library = torch.library.Library("deepep", "DEF")
+    try:
+        assert find_op("deepep.dispatch.default") is None
+        library.define("dispatch(Tensor x) -> Tensor")
+        assert torch.ops.deepep.dispatch.default in table.default_save_ops()
+    finally:
+        library._destroy()
+
+
+def test_reduce_scatter_is_left_to_async_tensor_parallel(monkeypatch):
+    # Known failure 19, second half.
+    import torch._inductor.config as config
+
+    reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    assert reduce_scatter in table.default_save_ops()
+    monkeypatch.setattr(config, "_micro_pipeline_tp", True)
+    assert reduce_scatter not in table.default_save_ops()
+
+
+def test_without_pytorchs_private_list_ours_is_used(monkeypatch):
+    import torch._functorch.partitioners as partitioners
+
+    table.compute_intensive_ops.cache_clear()
+    monkeypatch.delattr(partitioners, "get_default_op_list")
+    try:
+        assert {aten.mm.default, aten.addmm.default, aten.convolution.default} <= table.compute_intensive_ops()
+    finally:
+        table.compute_intensive_ops.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["torch.ops.aten.mm.default", "aten.mm.default", "aten::mm.default"])
+def test_names_of_overloads(name):
+    assert resolve_op(name) == {aten.mm.default}
+
+
+def test_a_packet_stands_for_all_its_overloads():
+    wanted = {aten.max.default, aten.max.dim, aten.max.other}
+    assert resolve_op("aten.max") == wanted and resolve_op(aten.max) == wanted and resolve_op("aten::max") == wanted
+
+
+def test_a_packet_leaves_out_what_writes_and_what_takes_no_tensor():
+    assert resolve_op("aten.topk") == {aten.topk.default}  # topk.values is an out= form
+    assert aten.add.Tensor in resolve_op("aten.add") and aten.add.int not in resolve_op("aten.add")
+    assert resolve_op("aten.add_") == {aten.add_.Tensor, aten.add_.Scalar}  # nothing else there: a policy refuses it
+
+
+def test_a_packet_means_the_same_in_a_config_and_in_a_policy():
+    config = CheckpointConfig(enabled=True, ops_to_save=["aten.mm", "aten.max"])
+    config = dataclasses.replace(config, profile_before_apply=False)
+    by_config = config_specs(model := PlainDecoder(), find_layers(model), config)[0].policy
+    by_hand = policies.SelectivePolicy(every_nth_matmul=None, save_ops=("aten.mm", "aten.max"))
+    assert set(by_config.tracked_ops()) == set(by_hand.tracked_ops()) == resolve_op("aten.mm") | resolve_op("aten.max")
+    assert {aten.mm.default, aten.max.dim} <= set(by_config.tracked_ops())
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "higher_order.flex_attention", "torch.ops.higher_order.flex_attention"])
+def test_names_of_higher_order_operators(name):
+    assert resolve_op(name) == {torch.ops.higher_order.flex_attention}
+
+
+def test_an_unknown_overload_lists_those_there_are():
+    with pytest.raises(ValueError, match=r"has the overloads .*default"):
+        resolve_op("aten.topk.no_such")
+
+
+def test_additions_and_removals():
+    default = table.default_save_ops()
+    policy = policies.SelectivePolicy(extra=("aten.exp", aten.tanh.default), drop=("aten.topk", aten.mm.default))
+    assert set(policy.tracked_ops()) == (default | {aten.exp.default, aten.tanh.default}) - {
+        aten.topk.default, aten.mm.default,
+    }  # fmt: skip
+    assert set(policies.SelectivePolicy(save_ops=["aten.exp"]).tracked_ops()) == {aten.exp.default}
+    with pytest.raises(ValueError, match=r"can't keep aten\.empty\.memory_format"):
+        policies.SelectivePolicy(extra=(aten.empty.memory_format,))
+
+
+@pytest.mark.parametrize(
+    "name", ["aten.nm.default", "mm", "torch.ops.nothing.here.default", "__import__('os')", "", "a b.c"]
+)
+def test_unknown_names_raise_with_the_value(name):
+    with pytest.raises(ValueError, match="is no operator of this torch"):
+        resolve_op(name)
+
+
+def test_a_close_name_is_suggested():
+    with pytest.raises(ValueError, match=r"Did you mean 'aten\.topk"):
+        resolve_op("aten.tpok.default")
+
+
+def test_what_is_no_operator_is_a_type_error():
+    with pytest.raises(TypeError, match="is no operator"):
+        resolve_op(3)
+
+
+def test_views_in_place_forms_and_metadata_are_never_tracked():
+    never = (
+        aten.view.default, aten.t.default, aten.detach.default, aten.transpose.int, aten.add_.Tensor, aten.mm.out,
+        aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default, aten.empty.memory_format,
+        aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, aten.empty_strided.default,
+        aten.split_with_sizes.default, aten.as_strided.default, aten.set_.source_Tensor, torch.ops.prim.device.default,
+    )  # fmt: skip
+    for op in never:
+        assert not table.facts(op).tracked, op
+    for op in (aten.mm.default, aten.add.Tensor, aten._to_copy.default, aten.native_dropout.default):
+        assert table.facts(op).tracked, op
+
+
+def test_device_to_host_copies():
+    device, host = torch.empty(1, device="meta"), torch.empty(1)
+    assert table.is_device_to_host_copy(aten._to_copy.default, (device,), {"device": torch.device("cpu")})
+    assert not table.is_device_to_host_copy(aten._to_copy.default, (host,), {"device": torch.device("cpu")})
+    assert not table.is_device_to_host_copy(aten._to_copy.default, (device,), {"dtype": torch.float16})
+
+
+def test_decisions_are_logged_once_per_operator(caplog):
+    log.forget_announcements()
+    policies.log_decisions(True)
+    try:
+        decide = policies.SelectivePolicy().start()
+        with caplog.at_level(logging.INFO, logger="nemo_like"):
+            for index in range(3):
+                for op in (aten.mm.default, aten.topk.default, aten.add.Tensor):
+                    decide(op, index)
+    finally:
+        policies.log_decisions(False)
+        log.forget_announcements()
+    assert [record.getMessage().rsplit(": ", 2)[1:] for record in caplog.records] == [
+        ["aten.mm.default", "ALTERNATE"],
+        ["aten.topk.default", "SAVE"],
+        ["aten.add.Tensor", "RECOMPUTE"],
+    ]
+
+
+# What the table says of each operator it names: (saved, pinned, alternates, attention, collective, free), by row name.
+_EXPECTED = {
+    "saved": "aten._scaled_mm aten._scaled_mm_v2 aten._scaled_grouped_mm aten._scaled_grouped_mm_v2 aten.max",
+    "saved alternates": "aten.mm aten.linear aten._grouped_mm",
+    "saved attention random": (
+        "aten._scaled_dot_product_cudnn_attention aten._scaled_dot_product_efficient_attention "
+        "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu "
+        "aten._scaled_dot_product_fused_attention_overrideable aten._scaled_dot_product_attention_math_for_mps "
+        "aten._flash_attention_forward aten._efficient_attention_forward aten._cudnn_attention_forward"
+    ),
+    "saved attention": "torch_attn._varlen_attn",
+    "saved pinned": "aten.topk aten._local_scalar_dense",
+    "saved pinned collective": (
+        "_c10d_functional.all_reduce _c10d_functional.reduce_scatter_tensor _c10d_functional.all_to_all_single"
+    ),
+    "collective": "_c10d_functional.all_gather_into_tensor",
+    "collective free": "_c10d_functional.wait_tensor",
+    "free": "aten._unsafe_view aten._reshape_alias aten.empty_like aten.new_empty aten.view aten.detach aten.numel",
+    "random": "aten.native_dropout aten.rand_like",
+    "mutating free random": "aten.bernoulli_.float aten.uniform_",
+    "mutating free": "aten.add_.Tensor aten.mm.out",
+    "": "aten.add.Tensor aten._to_copy aten.exp aten.cat",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), [(name, w) for w, names in _EXPECTED.items() for name in names.split()])
+def test_what_the_table_says(name, words):
+    op = find_op(name)
+    if op is None:
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    facts = table.facts(op)
+    said = {word for word in vars(facts) if word != "flops" and getattr(facts, word)}
+    assert said == set(words.split())
+    assert facts.tracked is not bool({"free", "mutating"} & said)
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "inductor_compiled_code"])
+def test_higher_order_operators_are_in_the_table(name):
+    facts = table.facts(find_op(name))
+    assert facts.saved and facts.tracked and facts.attention is (name == "flex_attention")
+
+
+def test_every_row_is_spelled_as_the_operator_calls_itself():
+    for name in table._ROWS:
+        op = find_op(name)
+        assert op is None or str(op) == name
+
+
+def test_attention_draws_only_with_dropout():
+    q = torch.empty(1, 2, 3, 4, device="meta")
+    flash, cpu = aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert not table.draws(flash, (q, q, q), {}) and table.draws(flash, (q, q, q, 0.1), {})
+    assert not table.draws(cpu, (q, q, q), {"dropout_p": 0.0}) and table.draws(cpu, (q, q, q), {"dropout_p": 0.1})
+    assert table.draws(aten.native_dropout.default, (q, 0.5, True), {}) and not table.draws(aten.add.Tensor, (q, q), {})
+
+
+def test_written_tensors_are_found_by_position_keyword_and_in_lists():
+    a, b, c = (torch.empty(2) for _ in range(3))
+    assert [t is a for t in table.written_tensors(aten.add_.Tensor, (a, b), {})] == [True]
+    assert [t is c for t in table.written_tensors(aten.mm.out, (a, b), {"out": c})] == [True]
+    assert [id(t) for t in table.written_tensors(aten._foreach_add_.Scalar, ([a, b], 1), {})] == [id(a), id(b)]
+    assert table.written_tensors(aten.add.Tensor, (a, b), {}) == []

@@ -1,0 +1,301 @@
+"""Checkpointed timesteps: a spiking network on a spike-encoded task and PyTorch's own cells, memory counted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing import apply_specs
+from nemo_like.activation_checkpointing.spec import chunks_of_calls
+from nemo_like.activation_checkpointing.timesteps import (
+    UnrolledCell,
+    checkpoint_timesteps,
+    default_chunk_size,
+    unroll,
+)
+from nemo_like.profiling import CpuMeter, StorageRegistry
+from tests.models.live_bytes import LiveBytes
+
+
+class Spike(torch.autograd.Function):
+    """A step forward, the derivative of a fast sigmoid backward (Zenke and Ganguli 2018, "SuperSpike", eq. 5)."""
+
+    @staticmethod
+    def forward(ctx, potential):
+        ctx.save_for_backward(potential)
+        return (potential > 0).to(potential.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (potential,) = ctx.saved_tensors
+        return gradient / (1 + 10 * potential.abs()) ** 2
+
+
+class LeakyIntegrateAndFire(nn.Module):
+    """Two layers of leaky integrate-and-fire neurons; the output layer only integrates. State: a dict of potentials."""
+
+    def __init__(self, inputs: int, hidden: int, classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.into = nn.Linear(inputs, hidden)
+        self.out = nn.Linear(hidden, classes)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, spikes, state):
+        potential = 0.9 * state["hidden"] + self.into(spikes)
+        fired = Spike.apply(potential - 1.0)
+        readout = 0.95 * state["readout"] + self.out(self.dropout(fired))
+        return readout, {"hidden": potential - fired.detach(), "readout": readout}
+
+    def rest(self, batch: int):
+        return {
+            "hidden": torch.zeros(batch, self.into.out_features),
+            "readout": torch.zeros(batch, self.out.out_features),
+        }
+
+
+# Ten glyphs of 5 x 3 pixels. A lit pixel fires with probability 0.5 in each timestep, a dark one with 0.05.
+GLYPHS = [
+    "111101101101111", "010110010010111",
+    "111001111100111", "111001111001111",
+    "101101111001001", "111100111001111",
+    "111100111101111", "111001001001001",
+    "111101111101111", "111101111001111",
+]  # fmt: skip
+
+
+def spike_trains(steps: int, batch: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Poisson-coded digits: spikes (T, B, 15) and labels (B,)."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(batch) % 10
+    lit = torch.tensor([[float(pixel) for pixel in GLYPHS[int(label)]] for label in labels])
+    return torch.bernoulli((0.05 + 0.45 * lit).expand(steps, batch, 15), generator=generator), labels
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_equal_gradients(one: nn.Module, other: nn.Module) -> None:
+    wanted, got = gradients(one), gradients(other)
+    assert wanted.keys() == got.keys() and len(wanted) > 0
+    for name in wanted:
+        assert torch.equal(wanted[name], got[name]), name
+
+
+def test_a_spiking_network_learns_as_without_checkpoints():
+    torch.manual_seed(0)
+    plain = LeakyIntegrateAndFire(15, 24, 10, dropout=0.1)
+    checkpointed = copy.deepcopy(plain)
+    losses = {}
+    for name, model, run in (("plain", plain, unroll), ("checkpointed", checkpointed, checkpoint_timesteps)):
+        torch.manual_seed(1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        losses[name] = []
+        for step in range(20):
+            spikes, labels = spike_trains(60, 20, seed=step)
+            outputs, _ = run(model, spikes, model.rest(20))
+            loss = nn.functional.cross_entropy(outputs.mean(0), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[name].append(loss.item())
+    assert losses["plain"] == losses["checkpointed"]  # every bit of every update
+    assert losses["plain"][-1] < 0.5 * losses["plain"][0]
+    spikes, labels = spike_trains(60, 20, seed=99)
+    with torch.no_grad():
+        outputs, _ = checkpoint_timesteps(checkpointed, spikes, checkpointed.rest(20))
+    assert (outputs.mean(0).argmax(-1) == labels).float().mean() >= 0.9  # chance: 0.1
+
+
+def held_and_peak(steps: int, chunk_size: int | None, levels: int | None = None) -> tuple[int, int, nn.Module]:
+    """Bytes held between forward and backward, and at the peak of backward, of a loss on the last state alone."""
+    torch.manual_seed(0)
+    model = LeakyIntegrateAndFire(15, 24, 10)
+    spikes, labels = spike_trains(steps, 4)
+    state = model.rest(4)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def last_only(spikes, state):
+        return None, model(spikes, state)[1]
+
+    registry = StorageRegistry()
+    registry.ignore([spikes, *state.values(), *model.parameters(), *(p.grad for p in model.parameters())])
+    meter = CpuMeter(registry)
+    with meter:
+        run = unroll if chunk_size == 0 else checkpoint_timesteps
+        options = {} if chunk_size == 0 else {"chunk_size": chunk_size, "levels": levels}
+        _, state = run(last_only, spikes, state, **options)
+        loss = nn.functional.cross_entropy(state["readout"], labels)
+        del state
+        held = meter.live
+        meter.take_peak()
+        loss.backward()
+        return held, meter.take_peak(), model
+
+
+def test_memory_grows_with_the_root_of_time():
+    short, short_peak, _ = held_and_peak(250, None)
+    long, long_peak, checkpointed = held_and_peak(1000, None)
+    assert long <= 1.1 * 2 * short  # four times the steps: twice the chunks
+    assert long_peak <= 1.1 * 2 * short_peak
+    plain, plain_peak, reference = held_and_peak(1000, 0)
+    assert plain > 40 * long and plain_peak > 10 * long_peak
+    assert_equal_gradients(reference, checkpointed)
+
+
+def test_held_bytes_are_the_states_at_the_chunk_borders():
+    state_bytes = 4 * 4 * (24 + 10)
+    base, _, _ = held_and_peak(100, 100)
+    for chunk_size in (5, 10, 20, 33):
+        held, _, _ = held_and_peak(100, chunk_size)
+        borders = -(-100 // chunk_size)
+        assert held - base == (borders - 1) * state_bytes
+
+
+def test_two_levels_hold_less_for_very_long_sequences():
+    one, one_peak, reference = held_and_peak(1000, None, levels=1)
+    two, two_peak, model = held_and_peak(1000, None, levels=2)
+    assert default_chunk_size(1000, 1) == 32 and default_chunk_size(1000, 2) == 10
+    assert two < 0.5 * one and two_peak < 0.6 * one_peak
+    assert_equal_gradients(reference, model)
+
+
+CELLS = [nn.LSTMCell, nn.GRUCell, nn.RNNCell]
+
+
+@pytest.mark.parametrize("cell_class", CELLS)
+def test_pytorchs_cells_over_1000_steps(cell_class):
+    torch.manual_seed(0)
+    plain = cell_class(5, 7)
+    checkpointed = copy.deepcopy(plain)
+    results = []
+    for cell, run in ((plain, unroll), (checkpointed, checkpoint_timesteps)):
+        torch.manual_seed(1)
+        inputs = torch.randn(1000, 3, 5, requires_grad=True)
+        first = torch.randn(3, 7, requires_grad=True)
+        with LiveBytes() as live:
+            outputs, _ = run(cell, inputs, (first, first * 2) if cell_class is nn.LSTMCell else first)
+            kept = live.count()
+        outputs.square().mean().backward()
+        results.append((outputs.detach(), inputs.grad, first.grad, kept))
+    for wanted, got in zip(results[0][:3], results[1][:3]):
+        assert torch.equal(wanted, got)
+    outputs_bytes = 2 * 1000 * 3 * 7 * 4  # what the steps returned, and their stack
+    assert results[1][3] - outputs_bytes < 0.1 * (results[0][3] - outputs_bytes)
+    assert_equal_gradients(plain, checkpointed)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_variable_lengths_are_those_of_each_sample_alone(levels):
+    torch.manual_seed(0)
+    cell = nn.LSTMCell(3, 4)
+    inputs, lengths = torch.randn(23, 3, 3), torch.tensor([23, 1, 10])
+    zeros = torch.zeros(3, 4)
+    outputs, state = checkpoint_timesteps(cell, inputs, (zeros, zeros), lengths=lengths, levels=levels)
+    outputs.square().sum().backward()
+    got = gradients(cell)
+    for sample, length in enumerate(lengths.tolist()):
+        alone, (hidden, _) = unroll(cell, inputs[:length, sample : sample + 1], (zeros[:1], zeros[:1]))
+        # Another batch size is another matmul kernel, so equal up to float32 rounding only.
+        torch.testing.assert_close(outputs[:length, sample], alone[:, 0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state[0][sample], hidden[0], rtol=1e-5, atol=1e-6)
+        assert not outputs[length:, sample].any()
+    plain = copy.deepcopy(cell)
+    plain.zero_grad()
+    unroll(plain, inputs, (zeros, zeros), lengths=lengths)[0].square().sum().backward()
+    for name, gradient in gradients(plain).items():
+        assert torch.equal(gradient, got[name])
+
+
+def test_pytrees_lists_and_a_cell_that_makes_its_own_state():
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def cell(member, state):
+        state = (torch.zeros(2, 4), [torch.ones(2)]) if state is None else state
+        hidden = torch.tanh(member["a"] @ weight + state[0] * member["b"])
+        return {"hidden": hidden, "count": state[1][0]}, (hidden, [state[1][0] + 1])
+
+    inputs = {"a": torch.randn(9, 2, 4), "b": torch.randn(9, 2, 4)}
+    outputs, state = checkpoint_timesteps(cell, inputs, None, 2)
+    assert outputs["hidden"].shape == (9, 2, 4) and torch.equal(outputs["count"][-1], torch.full((2,), 9.0))
+    assert torch.equal(state[0], outputs["hidden"][-1]) and state[1][0].tolist() == [10, 10]
+    outputs["hidden"].sum().backward()
+    checkpointed, weight.grad = weight.grad, None
+    listed, _ = checkpoint_timesteps(cell, [{"a": a, "b": b} for a, b in zip(inputs["a"], inputs["b"])], None, 4)
+    assert len(listed) == 9 and torch.equal(torch.stack([o["hidden"] for o in listed]), outputs["hidden"])
+    unroll(cell, inputs, None)[0]["hidden"].sum().backward()
+    assert torch.equal(weight.grad, checkpointed)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"chunk_size": 0}, ValueError, "chunk_size is 0"),
+        ({"chunk_size": 2.0}, ValueError, r"chunk_size is 2\.0"),
+        ({"levels": 3}, ValueError, "levels is 3"),
+        ({"lengths": torch.tensor([1, 9])}, ValueError, r"lengths is \[1, 9\]"),
+        ({"lengths": torch.tensor([1.0, 2.0])}, ValueError, r"lengths is torch\.float32"),
+        ({"lengths": torch.tensor([1, 2, 3])}, ValueError, "lengths has 3 samples"),
+        ({"inputs": []}, ValueError, "empty list"),
+        ({"inputs": torch.randn(0, 2, 3)}, ValueError, "timesteps"),
+        ({"inputs": (torch.randn(3, 2), torch.randn(4, 2))}, ValueError, r"\[3, 4\] timesteps"),
+        ({"inputs": "text"}, TypeError, "inputs is a str"),
+        ({"cell": lambda x, state: x}, TypeError, "must return the pair"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, error, says):
+    arguments = {"cell": nn.GRUCell(3, 4), "inputs": torch.randn(5, 2, 3), "state": torch.zeros(2, 4)} | options
+    with pytest.raises(error, match=says):
+        checkpoint_timesteps(**arguments)
+
+
+class OwnLoop(nn.Module):
+    """A module that unrolls its cell itself, and mixes something of its own in between the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 8)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, inputs):
+        state = None
+        outputs = []
+        for step, member in enumerate(inputs.unbind(0)):
+            state = self.cell(member, state)
+            if step % 7 == 3:  # no output of the cell any more: has to be kept, and is
+                state = (state[0] * self.gain, state[1])
+            outputs.append(state[0].mean())
+        return torch.stack(outputs)
+
+
+def test_a_cell_in_somebody_elses_loop_is_replayed_by_chunks():
+    torch.manual_seed(0)
+    plain, held = OwnLoop(), {}
+    checkpointed = copy.deepcopy(plain)
+    placed = apply_specs(checkpointed, chunks_of_calls(["cell"], 25))
+    assert placed == {"cell": checkpointed.cell} and checkpointed.state_dict().keys() == plain.state_dict().keys()
+    inputs = torch.randn(200, 2, 3)
+    for model in (plain, checkpointed):
+        for _ in range(2):  # a second sequence begins a chunk of its own
+            with LiveBytes() as live:
+                loss = model(inputs).square().sum()
+                held[model] = live.count()
+            loss.backward()
+    assert held[checkpointed] < 0.5 * held[plain]
+    assert_equal_gradients(plain, checkpointed)
+    with pytest.raises(ValueError, match="calls is 0"):
+        chunks_of_calls(["cell"], 0)
+
+
+def test_the_unrolled_module_is_the_function():
+    torch.manual_seed(0)
+    module = UnrolledCell(nn.GRUCell(3, 4), chunk_size=3)
+    inputs = torch.randn(10, 2, 3)
+    outputs, state = module(inputs)
+    module.checkpoint = False
+    wanted, last = module(inputs)
+    assert torch.equal(outputs, wanted) and torch.equal(state, last)

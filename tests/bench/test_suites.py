@@ -1,0 +1,146 @@
+"""The benchmark's numbers, checked against what can be counted otherwise; its times are never asserted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import cli
+from nemo_like.bench import SUITES, BenchOptions, Table
+from nemo_like.bench import suite_memory as memory_suite
+from nemo_like.bench.bench_report import Column
+from nemo_like.bench.measured_step import compare_gradients, measure_bytes, measure_flops, summarize
+
+OPTIONS = BenchOptions(batch_size=1, seq_len=32, repeats=1, warmup=0, device="cpu", budgets=())
+
+
+@pytest.fixture(scope="module")
+def results() -> Table:
+    return memory_suite.run(OPTIONS)
+
+
+def row(results: Table, mode: str) -> dict:
+    return next(row for row in results.rows if row["mode"] == mode)
+
+
+def test_every_mode_gives_the_gradients_of_none_and_less_memory(results):
+    names = [row["mode"] for row in results.rows]
+    assert names[:5] == ["none", "full", "selective", "submodule", "sequential"]
+    assert {"x torch: checkpoint per layer", "x torch: selective, every 2nd matmul"} <= set(names)
+    for other in results.rows:
+        assert other["gradients"] == "bitwise", other
+        if other["mode"] != "none":
+            assert other["peak_mb"] < row(results, "none")["peak_mb"]
+            assert other["held_mb"] < row(results, "none")["held_mb"]
+            assert other["recompute"] > 0
+    # Replaying a whole layer costs its forward less the last matmul of each, whichever implementation does it.
+    assert row(results, "full")["recompute"] == row(results, "x torch: checkpoint per layer")["recompute"] < 1
+    assert row(results, "selective")["recompute"] < row(results, "full")["recompute"]
+    assert row(results, "none")["ratio"] == 1 and row(results, "none")["recompute"] == 0
+
+
+def test_results_read_as_table_markdown_json_and_plot(results, tmp_path):
+    assert "selective" in results.table() and "step time / none" in results.markdown()
+    assert "selective" in results._plain()
+    values = json.loads(results.to_json())
+    assert values["about"]["step"] == "1 x 32 tokens" and len(values["rows"]) == len(results.rows)
+    results.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes()[1:4] == b"PNG"
+    with pytest.raises(ValueError, match="nothing to plot"):
+        Table("empty", [Column("mode", "mode")], []).plot(tmp_path / "no.png")
+
+
+def test_bytes_and_flops_are_exact_for_a_linear_layer():
+    model = nn.Linear(64, 128, bias=False)
+    sample = torch.randn(32, 64)
+    counted = measure_bytes(model, sample, torch.device("cpu"))
+    # The output, saved for the square's backward, and the scalar losses.
+    assert counted.held == pytest.approx(32 * 128 * 4, abs=64)
+    # ... and in backward the output's gradient, the square's factor and the weight's gradient.
+    assert 2 * 32 * 128 * 4 <= counted.peak <= 6 * 32 * 128 * 4
+    assert measure_flops(model, sample) == (2 * 32 * 64 * 128, 2 * 2 * 32 * 64 * 128)
+
+
+def test_gradients_are_compared_by_name_and_value():
+    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(2)}
+    assert compare_gradients(one, {name: gradient.clone() for name, gradient in one.items()}) == "bitwise"
+    assert compare_gradients(one, one | {"a": torch.tensor([1.0, 2.5])}) == "2.5e-01"
+    assert compare_gradients(one, {"a": one["a"]}) == "1 missing (b)"
+
+
+def test_summaries_are_medians_of_turns():
+    assert summarize([10.0, 30.0, 20.0], [10.0, 10.0, 10.0]) == {"step_ms": 20.0, "spread": 1.0, "ratio": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"repeats": 0}, "repeats is 0"),
+        ({"batch_size": -1}, "batch_size is -1"),
+        ({"strategy": "fsdp"}, "strategy is 'fsdp'"),
+    ],
+)
+def test_wrong_options_are_refused(fields, says):
+    with pytest.raises(ValueError, match=says):
+        BenchOptions(**fields)
+
+
+def test_an_unknown_mode_is_an_error_naming_the_known_ones():
+    with pytest.raises(ValueError, match="Did you mean 'selective'"):
+        memory_suite.run(BenchOptions(modes=("selektive",), device="cpu"))
+
+
+def test_a_mode_that_cannot_run_is_a_note_and_no_row(tmp_path, monkeypatch):
+    (tmp_path / "odd_model.py").write_text(
+        "from torch import nn\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n"
+        "        return x + self.linear(self.norm(x))\n"
+        "def make():\n"
+        "    return nn.Sequential(Block(), Block())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = BenchOptions(model="odd_model:make", input_shape=(4, 8), repeats=1, warmup=0, device="cpu", budgets=())
+    results = memory_suite.run(options)
+    assert [note for note in results.notes if note.startswith("transformers")]  # not a model of transformers
+    assert not any("transformers" in row["mode"] for row in results.rows)
+    assert row(results, "full")["gradients"] == "bitwise"
+
+
+def test_the_commands_run(capsys, tmp_path):
+    path = tmp_path / "out.json"
+    sizes = ["--batch-size", "1", "--seq-len", "16", "--device", "cpu"]
+    command = ["bench", *sizes, "--repeats", "1", "--warmup", "0", "--modes", "full", "--json", str(path), "--markdown"]
+    assert cli.main(command) == 0
+    assert "| full |" in capsys.readouterr().out
+    assert [row["mode"] for row in json.loads(path.read_text())["rows"]] == ["none", "full"]
+    assert cli.main(["profile", "--model", "llama-tiny", *sizes, "--runs", "1", "--budget", "1MB"]) == 0
+    printed = capsys.readouterr().out
+    assert "model.layers.3" in printed and "within 1MB: replay" in printed
+    assert cli.main(["profile", "--model", "llama-tiny", *sizes, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "LlamaForCausalLM"
+    assert cli.main(["profile", "--model", "llama-tiny", "--budget", "1 byte"]) == 2
+    assert cli.main(["bench", "--input-shape", "a,b"]) == 2
+
+
+def test_the_scale_suite_sets_up_without_memory():
+    from nemo_like.bench.suite_scale import _measure
+
+    measured = _measure("llama3-1b", 8)
+    assert measured["parameters"] == 1_235_814_400 and measured["layers"] == 16
+    assert not torch.distributed.is_initialized()
+    assert set(SUITES) == {"memory", "overhead", "offload", "planning", "scale"}
+
+
+def test_the_planning_suite_plans_every_layer_from_one_block():
+    from nemo_like.bench.suite_planning import measure
+
+    row = measure("llama3-1b", 8, tokens=256)
+    assert row["layers"] == 16 and row["kinds"] == 1
+    assert row["total_s"] == pytest.approx(sum(row[key] for key in ("build_s", "trace_s", "choose_s", "plan_s")))

@@ -1,0 +1,72 @@
+"""`nemo-like layers` and `nemo-like coverage`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from nemo_like.cli import main
+from nemo_like.commands import coverage_command as coverage
+from nemo_like.commands.layers_command import describe
+from tests.models.families import FAMILIES
+
+
+def test_layers_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layers", "--model", "llama3-8b", "--dtype", "bf16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "LlamaForCausalLM: 8,030,261,248 parameters, 14.96 GiB; layers: 32 language"
+    (row,) = [line.split() for line in lines if "LlamaDecoderLayer" in line]
+    # Published shapes: 4 * D^2 * (1 + 1/4) / 2 attention, 3 * D * F MLP, 2 * D norms, D = 4096, F = 14336; two bytes each.
+    assert row[:6] == ["language", "model.layers.0-31", "LlamaDecoderLayer", "32", "218,112,000", "416.02"]
+
+
+def test_layers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layers", "--model", "llama-tiny", "--layers", "model.layers.[02]", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (run,) = report["runs"]
+    assert run["names"] == "model.layers.0,2" and run["count"] == 2 and run["checkpointed"]
+    assert report["parameters"] == 2 * run["parameters_each"] + report["outside_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--scope", "vision"], "this model has 4 language layers"),
+        (["--layers", "model.layer.0"], "matches no module"),
+        (["--dtype", "int8"], "--dtype is 'int8'"),
+    ],
+)
+def test_bad_requests_are_one_line_and_status_2(
+    more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["layers", "--model", "llama-tiny", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_frozen_or_out_of_scope_is_said() -> None:
+    model = FAMILIES["llava"].build()
+    model.model.vision_tower.requires_grad_(False)
+    report = describe(model, scope="language")
+    vision, language = sorted(report.runs, key=lambda run: run.group, reverse=True)
+    assert (vision.group, vision.trainable, vision.checkpointed) == ("vision", False, False)
+    assert (language.group, language.trainable, language.checkpointed) == ("language", True, True)
+    inside = sum(run.count * run.bytes_each for run in report.runs)
+    assert inside + report.outside_bytes == report.bytes == 4 * report.parameters
+
+
+def test_coverage_writes_a_table_and_fails_where_something_is_wrong(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = coverage.survey(["llama", "glm_image_vqmodel", "no_such_type"])
+    table = coverage.to_markdown(rows)
+    assert "| llama | LlamaModel | language: 32 x LlamaDecoderLayer | 100.0% |" in table
+    assert f"| glm_image_vqmodel | 0.0% | {coverage.EXCEPTIONS['glm_image_vqmodel']} |" in table
+    assert "| no_such_type | cannot be built" in table
+    assert list(coverage.failures(rows)) == []
+    monkeypatch.setattr(coverage, "EXCEPTIONS", {})
+    (failure,) = coverage.failures(rows)
+    assert failure.startswith("glm_image_vqmodel: No repeated layers were found")
+    path = tmp_path / "coverage.md"
+    assert main(["coverage", "--only", "llama", "--processes", "1", "--output", str(path)]) == 0
+    assert "LlamaDecoderLayer" in path.read_text()

@@ -1,0 +1,395 @@
+"""Real CPU training runs of `transformers.Trainer` (and TRL's, where installed): the weights are the same, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.integrations import (
+    ActivationOffloadingMixin,
+    NoOpManager,
+    OffloadActivations,
+    get_lora_act_offloading_ctx_manager,
+)
+from nemo_like.integrations.activation_offloading import output_head
+from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.packing import LAST_LAYER
+from nemo_like.options import MemoryBudget, OffloadConfig
+from tests.models import decoders
+
+transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+
+from nemo_like.integrations.transformers import (  # noqa: E402
+    CheckpointingArguments,
+    CheckpointingCallback,
+    CheckpointingMixin,
+)
+
+
+@dataclass
+class Arguments(CheckpointingArguments, transformers.TrainingArguments):
+    """What a user writes."""
+
+
+class Trainer(CheckpointingMixin, ActivationOffloadingMixin, transformers.Trainer):
+    """What a user writes."""
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = decoders.batch(1, 16, seed=index)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def _arguments(folder: Path, **settings: Any) -> Arguments:
+    defaults = dict(
+        per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, save_strategy="no", report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_strategy="no", seed=5,
+    )  # fmt: skip
+    return Arguments(output_dir=str(folder), **(defaults | settings))
+
+
+def _lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+    torch.manual_seed(2)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(model, settings)
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _train(folder: Path, lora: bool = False, trainer: Any = None, name: str = "llama", **settings: Any) -> Any:
+    """Train; `settings` with names of trainer keywords go there, the others to the arguments."""
+    model = decoders.build(name)
+    model = _lora(model) if lora else model
+    mine = {k: settings.pop(k) for k in ("callbacks", "activation_offloading") if k in settings}
+    made = (trainer or Trainer)(model=model, args=_arguments(folder, **settings), train_dataset=Rows(), **mine)
+    before = _weights(model)
+    made.train()
+    after = _weights(made.model)
+    assert all(not torch.equal(before[key], value) for key, value in after.items() if "lora_B" not in key)
+    return made, after
+
+
+def _same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
+
+
+_references: dict[Any, dict[str, torch.Tensor]] = {}
+
+
+def _reference(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    key = tuple(sorted(settings.items()))
+    if key not in _references:
+        _references[key] = _train(folder / "reference", trainer=transformers.Trainer, **settings)[1]
+    return _references[key]
+
+
+def _regions(model: nn.Module) -> int:
+    return sum(isinstance(module, CheckpointWrapper) for module in model.modules())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("setting", [True, "boundary", OffloadConfig(mode="all", min_bytes=4096)], ids=str)
+def test_offloading_changes_no_weight(tmp_path: Path, setting: Any, lora: bool) -> None:
+    trainer, after = _train(tmp_path, lora, activation_offloading=setting)
+    assert _same(after, _reference(tmp_path, lora=lora))
+    offloader = trainer.activation_offload_context
+    stats = offloader.collect()
+    assert stats.moved_bytes > 0 or setting == "boundary" or lora
+    assert stats.host_live_bytes == 0
+    assert stats.kept_count[LAST_LAYER] > 0  # the head and the loss
+
+
+@pytest.mark.parametrize("setting", ["saved", "all"])
+def test_offloading_and_checkpointing_together(tmp_path: Path, setting: str) -> None:
+    trainer, after = _train(
+        tmp_path,
+        ac="selective",
+        activation_offloading=OffloadConfig(mode=setting, min_bytes=0),
+        gradient_accumulation_steps=2,
+    )
+    assert _same(after, _reference(tmp_path, gradient_accumulation_steps=2))
+    assert _regions(trainer.model) == decoders.LAYERS
+    assert trainer.activation_offload_context.stats.moved_bytes > 0
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential"])
+def test_every_mode_of_checkpointing_changes_no_weight(tmp_path: Path, ac: str) -> None:
+    trainer, after = _train(tmp_path, ac=ac)
+    assert _same(after, _reference(tmp_path))
+    assert (_regions(trainer.model) > 0) == (ac != "none")
+    assert isinstance(trainer.activation_offload_context, NoOpManager)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
+def test_weight_decay_reaches_the_same_weights(tmp_path: Path, name: str, ac: str) -> None:
+    def decayed(trainer: Any) -> list[list[str]]:
+        names = {id(p): n for n, p in trainer.model.named_parameters()}
+        assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
+        return [[names[id(p)] for p in group["params"]] for group in trainer.optimizer.param_groups]
+
+    plain, expected = _train(tmp_path / "bare", trainer=transformers.Trainer, name=name, weight_decay=0.1)
+    trainer, after = _train(tmp_path, name=name, weight_decay=0.1, ac=ac)
+    groups = decayed(trainer)
+    assert groups == decayed(plain) and len(groups[0]) > 3 * decoders.LAYERS and groups[1]
+    assert _same(after, expected)
+
+
+def test_checkpointing_lora_under_bf16_autocast(tmp_path: Path) -> None:
+    trainer, after = _train(tmp_path, lora=True, ac="selective", bf16=True, activation_offloading=True)
+    assert _same(after, _reference(tmp_path, lora=True, bf16=True))
+    assert _regions(trainer.model) == decoders.LAYERS
+
+
+@pytest.mark.parametrize("ac", ["50%", MemoryBudget(fraction=0.5)], ids=str)
+def test_a_budget_plans_for_a_batch_of_the_training_set(tmp_path: Path, ac: Any) -> None:
+    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
+    if isinstance(ac, str):
+        trainer, after = _train(tmp_path, ac=ac)
+    else:
+
+        class Budgeted(Trainer):
+            def __init__(self, **kwargs: Any) -> None:
+                super().__init__(ac=ac, **kwargs)
+
+        trainer, after = _train(tmp_path, trainer=Budgeted)
+    assert _same(after, _reference(tmp_path))  # the batch that was looked at shifts no random number
+    assert _regions(trainer.model) > 0
+
+
+def test_the_callback_checkpoints_a_plain_trainer(tmp_path: Path) -> None:
+    trainer, after = _train(tmp_path, trainer=transformers.Trainer, callbacks=[CheckpointingCallback("full")])
+    assert _same(after, _reference(tmp_path))
+    assert _regions(trainer.model) == decoders.LAYERS
+
+
+def test_model_init_is_checkpointed_by_the_mixin_and_refused_by_the_callback(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return decoders.build("llama")
+
+    trainer = Trainer(
+        model_init=build,
+        args=_arguments(tmp_path, ac="selective"),
+        train_dataset=Rows(),
+        activation_offloading=OffloadConfig(mode="all", min_bytes=0),
+    )
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first and _regions(trainer.model) == decoders.LAYERS
+    assert trainer.activation_offload_context.model is trainer.model
+    assert trainer.activation_offload_context.stats.moved_bytes > 0
+    plain = transformers.Trainer(
+        model_init=build, args=_arguments(tmp_path), train_dataset=Rows(), callbacks=[CheckpointingCallback("full")]
+    )
+    with pytest.raises(ValueError, match="Use CheckpointingMixin"):
+        plain.train()
+
+
+def test_a_late_callback_is_refused(tmp_path: Path) -> None:
+    trainer = transformers.Trainer(model=decoders.build("llama"), args=_arguments(tmp_path), train_dataset=Rows())
+    trainer.add_callback(CheckpointingCallback("full"))
+    with pytest.raises(ValueError, match="added after the trainer was made"):
+        trainer.train()
+
+
+def test_two_kinds_of_checkpointing_are_refused(tmp_path: Path) -> None:
+    names = [n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(_arguments(tmp_path), n)]
+    assert names
+    for name in names:
+        model = decoders.build("llama")
+        with pytest.raises(ValueError, match="replayed twice"):
+            Trainer(model=model, args=_arguments(tmp_path, ac="full", **{name: True}), train_dataset=Rows())
+        assert _regions(model) == 0
+    arguments = _arguments(tmp_path, ac="full")
+    arguments.fsdp_config = {"activation_checkpointing": True}
+    with pytest.raises(ValueError, match=r"fsdp_config\['activation_checkpointing'\]"):
+        Trainer(model=decoders.build("llama"), args=arguments, train_dataset=Rows())
+    model = decoders.build("llama")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="its own gradient checkpointing on"):
+        Trainer(model=model, args=_arguments(tmp_path, ac="full"), train_dataset=Rows())
+
+
+def test_accelerates_own_config_beside_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_like.integrations.transformers import refuse_two_kinds_of_checkpointing
+
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    refuse_two_kinds_of_checkpointing(_arguments(tmp_path))  # without FSDP, accelerate does not read it
+    arguments = _arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="fsdp_activation_checkpointing: true"):
+        refuse_two_kinds_of_checkpointing(arguments)
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "false")
+    refuse_two_kinds_of_checkpointing(arguments)
+
+
+def test_a_model_that_checkpoints_as_timms_do_is_refused() -> None:
+    from nemo_like import apply_activation_checkpointing
+
+    model = decoders.build("plain")
+    model.grad_checkpointing = True
+    with pytest.raises(ValueError, match=r"set_grad_checkpointing\(False\)"):
+        apply_activation_checkpointing(model, "full")
+    assert _regions(model) == 0
+
+
+def test_a_budget_on_a_stream_needs_a_sample(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(Rows())
+
+    with pytest.raises(ValueError, match="Pass ac_sample_input="):
+        Trainer(model=decoders.build("llama"), args=_arguments(tmp_path, ac="50%"), train_dataset=Stream())
+
+
+def test_trl_sft_trainer(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+
+    @dataclass
+    class SFTArguments(CheckpointingArguments, trl.SFTConfig):
+        pass
+
+    class SFTTrainer(CheckpointingMixin, ActivationOffloadingMixin, trl.SFTTrainer):
+        pass
+
+    import datasets
+    import pyarrow
+
+    table = pyarrow.table({"input_ids": [Rows()[index]["input_ids"].tolist() for index in range(12)]})
+    rows = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="rows")  # a given name: nothing is hashed
+    vocabulary = {f"w{i}": i for i in range(decoders.VOCAB)}
+    from tokenizers import Tokenizer, models
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="w0")), eos_token="w1", pad_token="w2"
+    )
+
+    def train(kind: Any, arguments: Any, **settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        common = dict(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, learning_rate=1e-2, save_strategy="no",
+            report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no", gradient_checkpointing=False, bf16=False,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )  # fmt: skip
+        trainer = kind(
+            model=decoders.build("llama"),
+            args=arguments(**common, **settings),
+            train_dataset=rows,
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        return trainer, _weights(trainer.model)
+
+    _, expected = train(trl.SFTTrainer, trl.SFTConfig)
+    trainer, actual = train(SFTTrainer, SFTArguments, ac="selective", activation_offloading=True)
+    assert _same(actual, expected)
+    assert trainer.activation_offload_context.stats.copies > 0 and _regions(trainer.model) == decoders.LAYERS
+
+
+# ----------------------------------------------------------------------------------------------- the context itself
+
+
+def test_the_defaults_are_the_contracts() -> None:
+    context = get_lora_act_offloading_ctx_manager(decoders.build("llama"))
+    assert isinstance(context, OffloadActivations)
+    assert (context.config.mode, context.config.min_bytes, context.config.pin_memory) == ("all", 1024, True)
+    assert context._max_inflight_copies == 5 and context._use_streams
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_a_stash_holds_at_least_one(value: Any) -> None:
+    with pytest.raises(ValueError, match="max_fwd_stash_size is"):
+        OffloadActivations(max_fwd_stash_size=value)
+    with pytest.raises(ValueError, match="min_bytes is -1"):
+        OffloadActivations(min_offload_size=-1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_stash_bounds_how_many_copies_are_on_their_way(size: int) -> None:
+    most = []
+
+    class Watching(CopyingBackend):
+        def synchronize(self, event: Any) -> None:
+            most.append(len(context._mover._inflight))
+            super().synchronize(event)
+
+    context = OffloadActivations(max_fwd_stash_size=size, min_offload_size=0, backend=Watching(lazy=True))
+    x = torch.randn(16, requires_grad=True)
+    with context:
+        y = x
+        for _ in range(8):
+            y = (y * 2).sin()
+        assert len(context._mover._inflight) == size
+    assert most == [size + 1] * (8 - size)
+    y.sum().backward()
+
+
+def test_min_offload_size_is_in_bytes() -> None:
+    for size, moved in ((16, 1024), (256, 1024), (257, 0)):
+        context = OffloadActivations(min_offload_size=4 * size, backend=CopyingBackend())
+        with context:
+            (torch.randn(256, requires_grad=True) * 2).sin()
+        assert context.stats.moved_bytes == moved
+
+
+def test_a_noop_manager_inside_leaves_everything_on_the_device() -> None:
+    x = torch.randn(64, requires_grad=True)
+    with OffloadActivations(min_offload_size=0, backend=CopyingBackend()) as context:
+        y = (x * 2).sin()
+        with NoOpManager():
+            z = (y * 3).sin().exp()
+        assert context.stats.copies == 1
+    z.sum().backward()
+    expected = torch.autograd.grad((((x * 2).sin()) * 3).sin().exp().sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+
+
+def test_heads_are_found_or_their_absence_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoders.build("llama")
+    assert output_head(model) is model.lm_head
+    assert output_head(_lora(decoders.build("llama"))) is not None
+    assert output_head(nn.DataParallel(model)) is model.lm_head
+    plain = decoders.build("plain")
+    assert output_head(plain) is plain.head
+    headless = nn.Sequential(nn.Linear(4, 4))
+    get_lora_act_offloading_ctx_manager(headless, warn_if_no_head=False)
+    assert not caplog.records
+    get_lora_act_offloading_ctx_manager(headless)
+    assert "found no output head in a Sequential" in caplog.text
+
+
+def test_the_head_is_left_out_and_the_next_forward_is_not() -> None:
+    model = decoders.build("plain")
+    context = OffloadActivations(min_offload_size=0, model=model, left_out=(model.head,), backend=CopyingBackend())
+    with context:
+        for _ in range(2):
+            before = context.stats.copies
+            with contextlib.suppress(KeyError):
+                decoders.loss_of(model, decoders.batch())
+            assert context.stats.copies > before
+    # Per forward: the head's input and weight, and the loss's log-probabilities and what it needs of the targets.
+    assert context.stats.kept_count[LAST_LAYER] >= 2 * 3
+
+
+def test_unknown_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mode is 'disk'"):
+        Trainer(
+            model=decoders.build("llama"),
+            args=_arguments(tmp_path),
+            train_dataset=Rows(),
+            activation_offloading="disk",
+        )

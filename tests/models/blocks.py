@@ -1,0 +1,91 @@
+"""Blocks and the one comparison that the engine's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nemo_like.activation_checkpointing.engine import checkpoint_region
+from nemo_like.activation_checkpointing.policy import Policy
+from tests.models.live_bytes import LiveBytes
+
+
+class LlamaBlock(nn.Module):
+    """A Llama-style block: hidden D, KV D/4, FFN 3.5 D; no dropout. (B, T, D) to (B, T, D)."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, width // heads
+        linear = lambda a, b: nn.Linear(a, b, bias=False)  # noqa: E731
+        self.q, self.k, self.v = linear(width, width), linear(width, width // 4), linear(width, width // 4)
+        self.o = linear(width, width)
+        self.gate, self.up = linear(width, 7 * width // 2), linear(width, 7 * width // 2)
+        self.down = linear(7 * width // 2, width)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        h = self.norm1(x)
+        q, k, v = (f(h).view(b, t, -1, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(a.transpose(1, 2).reshape(b, t, d))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class RouterBlock(nn.Module):
+    """A tiny mixture of experts that normalises its top-k weights in place, as Mixtral and its relatives do."""
+
+    def __init__(self, width: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = torch.topk(self.router(flat).softmax(-1), 2, dim=-1)  # each (tokens, 2)
+        weights /= weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return x + out.view_as(x)
+
+
+def gradients(fn: Callable[..., Any], module: nn.Module, *inputs: Tensor, seed: int = 0) -> list[Tensor]:
+    """Output and every gradient of ``(fn(*inputs) ** 2).sum()``; inputs are copied and get gradients where floating."""
+    module.zero_grad()
+    torch.manual_seed(seed)
+    copies = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
+    out = fn(*(c * 1 for c in copies))
+    (out**2).sum().backward()
+    grads = [c.grad for c in copies] + [p.grad for p in module.parameters()]
+    return [out.detach().clone()] + [g.clone() for g in grads if g is not None]
+
+
+def assert_bitwise(got: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(got) == len(wanted)
+    for position, (a, b) in enumerate(zip(got, wanted)):
+        assert torch.equal(a, b), f"tensor {position} differs by {(a - b).abs().max()}"
+
+
+def region(module: Callable[..., Any], policy: Policy, **options: Any) -> Callable[..., Any]:
+    """`module` as one region under `policy`."""
+    return lambda *args, **kwargs: checkpoint_region(module, *args, policy=policy, name="block", **options, **kwargs)
+
+
+class NewBytes(LiveBytes):
+    """`LiveBytes` without the storages of `existing` tensors, of which the operators inside make views."""
+
+    def __init__(self, *existing: Tensor) -> None:
+        super().__init__()
+        self._existing = {StorageWeakRef(t.untyped_storage()).cdata for t in existing}
+
+    def count(self) -> int:
+        super().count()
+        return sum(size for key, (_, size) in self._made.items() if key not in self._existing)

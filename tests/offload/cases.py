@@ -1,0 +1,103 @@
+"""What the offloading tests share: back ends with a journal, stacks of layers, exact comparison."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
+from nemo_like.activation_checkpointing.policy import SelectivePolicy
+from nemo_like.offload import Offloader, apply_offloading, offload_activations
+from nemo_like.options import OffloadConfig
+from tests.offload.journal import Journaled, JournaledCopying, find_hazards
+
+MODES = ("boundary", "saved", "all", "context-all", "context-boundary", "context-saved")
+"""`apply_offloading` in its three modes, and the context manager."""
+
+
+def journaled(lazy: bool = False) -> JournaledCopying:
+    """A copying back end that writes a journal."""
+    return JournaledCopying(lazy=lazy)
+
+
+def no_hazards(offloader: Offloader) -> None:
+    """Assert that nothing in the offloader's journal could race, and that there is a journal."""
+    backend = offloader._backend
+    assert isinstance(backend, Journaled) and backend.journal.entries
+    assert find_hazards(backend.journal) == []
+
+
+def config(mode: str = "all", **fields: Any) -> OffloadConfig:
+    """A configuration in which small test tensors move."""
+    return OffloadConfig(mode=mode, **({"min_bytes": 0, "pin_memory": False} | fields))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Gradients by name, copied; taken away from the model."""
+    found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Bitwise, name by name."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert actual[name] is None, name
+        else:
+            assert actual[name] is not None and torch.equal(actual[name], value), name
+
+
+class Stack(nn.Module):
+    """Layers that are called one after the other."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Layer(nn.Module):
+    """A linear map, then `function` of its result and a scale."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], width: int = 16) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.randn(width))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x.sin()), self.scale)
+
+
+def stack_of(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], count: int = 4, width: int = 16) -> Stack:
+    """`count` equal layers, seeded."""
+    torch.manual_seed(0)
+    return Stack([Layer(function, width) for _ in range(count)])
+
+
+def offloaded(model: nn.Module, layers: list[nn.Module], mode: str, *, lazy: bool = False, **fields: Any) -> Any:
+    """A copy of `model` with offloading in `mode` of `MODES`, and what to enter around its forward."""
+    positions = [list(model.modules()).index(layer) for layer in layers]
+    model = copy.deepcopy(model)
+    modules = list(model.modules())
+    layers = [modules[position] for position in positions]
+    backend = journaled(lazy)
+    if mode.endswith("saved"):
+        apply_selective_checkpointing_to_layers(model, layers, False, policy=SelectivePolicy(every_nth_matmul=None))
+    if mode.startswith("context-"):
+        context = offload_activations(
+            config(mode.removeprefix("context-"), **fields), model=model, layers=layers, backend=backend
+        )
+        return model, context, context
+    offloader = apply_offloading(model, layers, config(mode, **fields), backend=backend)
+    return model, offloader, offload_activations("none")

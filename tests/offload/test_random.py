@@ -1,0 +1,136 @@
+"""Random programs of views, in-place changes, reuse and custom functions: the same gradients, or the same refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_like.offload import offload_activations
+from tests.offload.cases import config, journaled, no_hazards
+
+SIDE = 6  # every tensor of a program is SIDE x SIDE, so that any operator fits any tensor
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x * x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x, square = ctx.saved_tensors
+        return grad * (square * 2 + x * x)
+
+
+UNARY = {
+    "sin": torch.sin,
+    "exp": lambda t: (t * 0.1).exp(),
+    "tanh": torch.tanh,
+    "softmax": lambda t: t.softmax(0),
+    "cube": lambda t: _Cube.apply(t * 0.5),
+    "transpose": lambda t: t.t(),
+    "row": lambda t: t[2].expand(SIDE, SIDE),
+    "offset rows": lambda t: t[1:].repeat(2, 1)[2 : SIDE + 2],
+    "flip": lambda t: t.flip(0),
+    "unfold": lambda t: t.reshape(-1)[: SIDE + SIDE - 1].unfold(0, SIDE, 1),
+    "window": lambda t: t.contiguous().as_strided((SIDE, SIDE), (2, 1), 3),
+    "complex": lambda t: (torch.view_as_complex(t.reshape(SIDE, -1, 2)).conj() * 1j).abs().repeat(1, 2),
+    "detach": lambda t: t.detach(),
+    "copy": lambda t: t.clone(),
+    "dead branch": lambda t: (t.sin().cos(), t)[1],
+}
+BINARY = {"mul": torch.mul, "matmul": lambda a, b: (a @ b) / SIDE, "where": lambda a, b: torch.where(a > b, a, b * 0.5)}
+CHANGES = {
+    "add_": lambda t: t.add_(0.5),
+    "mul_": lambda t: t.mul_(0.9),
+    "sin_": lambda t: t.sin_(),
+    "row fill": lambda t: t[1].fill_(0.3),
+    "column add": lambda t: t.t()[2].add_(1),
+    "hidden change": lambda t: t.detach().add_(0.25),
+}
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(sorted(UNARY)), st.integers(0, 9)),
+        st.tuples(st.sampled_from(sorted(BINARY)), st.integers(0, 9), st.integers(0, 9)),
+        st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 9)),
+        st.tuples(st.just("drop"), st.integers(0, 9)),
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+def _run(steps: list[tuple[Any, ...]], leaves: list[torch.Tensor]) -> torch.Tensor:
+    alive = [leaf * 1 for leaf in leaves]
+    for name, *which in steps:
+        chosen = [alive[index % len(alive)] for index in which]
+        if name == "drop":
+            if len(alive) > 1:
+                alive.pop(which[0] % len(alive))
+        elif name in CHANGES:
+            CHANGES[name](chosen[0])
+        else:
+            alive.append(UNARY[name](*chosen) if name in UNARY else BINARY[name](*chosen))
+    return torch.stack([tensor.sum() for tensor in alive]).sum()
+
+
+def _outcome(loss_of: Any, leaves: list[torch.Tensor], passes: int) -> Any:
+    """The gradients, or the kind of refusal; and where: forward or backward."""
+    try:
+        loss = loss_of()
+    except RuntimeError as error:
+        return "forward", str(error).split(".")[0]
+    if not loss.requires_grad:
+        return "no graph"
+    try:
+        return [
+            torch.autograd.grad(loss, leaves, retain_graph=index + 1 < passes, allow_unused=True)
+            for index in range(passes)
+        ]
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error), error
+        return "backward"
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    steps=STEPS,
+    seed=st.integers(0, 3),
+    lazy=st.booleans(),
+    inflight=st.sampled_from([1, 300, 1 << 30]),
+    prefetch=st.integers(0, 2),
+    min_bytes=st.sampled_from([0, 0, 200]),
+    passes=st.integers(1, 2),
+)
+def test_random_programs(
+    steps: Any, seed: int, lazy: bool, inflight: int, prefetch: int, min_bytes: int, passes: int
+) -> None:
+    torch.manual_seed(seed)
+    leaves = [torch.randn(SIDE, SIDE, requires_grad=True) for _ in range(2)]
+    expected = _outcome(lambda: _run(steps, leaves), leaves, passes)
+    limits = config(max_inflight_bytes=inflight, prefetch=prefetch, min_bytes=min_bytes)
+    offloader = offload_activations(limits, backend=journaled(lazy))
+
+    def offloaded() -> torch.Tensor:
+        with offloader:
+            return _run(steps, leaves)
+
+    actual = _outcome(offloaded, leaves, passes)
+    if isinstance(expected, list):
+        assert isinstance(actual, list), actual
+        for a, e in zip(actual, expected, strict=True):
+            for mine, theirs in zip(a, e, strict=True):
+                assert (mine is None) == (theirs is None)
+                assert mine is None or torch.equal(mine, theirs)
+    else:
+        assert actual == expected
+    if offloader._mover is not None:
+        no_hazards(offloader)
+    # After a refusal, autograd's queue holds what it had still to do until the next backward of this thread.
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert offloader.collect().host_live_bytes == 0

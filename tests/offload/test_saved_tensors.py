@@ -1,0 +1,419 @@
+"""Offloaded saved tensors are bit for bit what was saved, in every mode, and raise where autograd would."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like.offload import offload_activations
+from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.packing import LAST_LAYER
+from tests.offload.cases import MODES, Stack, assert_same, config, gradients, journaled, no_hazards, offloaded, stack_of
+
+WIDTH = 16
+
+
+def _use(view: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Something whose gradient reads `view`, of x's shape."""
+    product = view * view.cos()
+    real = product.real if product.is_complex() else product
+    return x + scale * real.sum().tanh()
+
+
+VIEWS = {
+    "square transpose": lambda x: x.t(),
+    "offset slice": lambda x: x[3:, 2:9],
+    "strided slice": lambda x: x[::2, 1::3],
+    "expand": lambda x: x[:, :1].expand(-1, WIDTH),
+    "broadcast row": lambda x: x[5].unsqueeze(0).expand(7, -1),
+    "diagonal": lambda x: x.diagonal(1),
+    "overlapping windows": lambda x: x.unfold(1, 5, 2),
+    "as_strided": lambda x: x.as_strided((4, 3, 2), (32, 5, 1), 7),
+    "complex from real": lambda x: torch.view_as_complex(x.unflatten(1, (-1, 2))),
+    "conjugate": lambda x: torch.view_as_complex(x.unflatten(1, (-1, 2))).conj(),
+    "permuted": lambda x: x.unflatten(1, (4, 4)).permute(2, 0, 1),
+    "chunk": lambda x: x.chunk(3, dim=1)[1],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_come_back_exactly(kind: str, mode: str) -> None:
+    plain = stack_of(lambda x, scale: _use(VIEWS[kind](x), x, scale))
+    inputs = torch.randn(WIDTH, WIDTH)
+    expected_out = plain(inputs)
+    expected_out.pow(2).sum().backward()
+    expected = gradients(plain)
+    model, offloader, context = offloaded(plain, list(plain.layers), mode)
+    with context:
+        out = model(inputs)
+    assert torch.equal(out, expected_out)
+    out.pow(2).sum().backward()
+    assert_same(gradients(model), expected)
+    assert offloader.stats.moved_bytes > 0
+    no_hazards(offloader)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("lazy", "prefetch", "inflight"),
+    [
+        (False, 0, 1 << 30), (False, 1, 1), (False, 3, 4096), (True, 0, 1), (True, 1, 1), (True, 3, 1), (True, 2, 4096),
+        (True, 1, 1 << 30),
+    ],
+)  # fmt: skip
+def test_any_timing_gives_the_same_gradients(mode: str, lazy: bool, prefetch: int, inflight: int) -> None:
+    plain = stack_of(lambda x, scale: nn.functional.gelu(x) * scale + x.chunk(2, 1)[0].exp().sum().tanh(), count=5)
+    inputs = torch.randn(WIDTH, WIDTH)
+    plain(inputs).pow(2).sum().backward()
+    expected = gradients(plain)
+    model, offloader, context = offloaded(
+        plain, list(plain.layers), mode, lazy=lazy, prefetch=prefetch, max_inflight_bytes=inflight
+    )
+    for _ in range(2):
+        with context:
+            loss = model(inputs).pow(2).sum()
+        loss.backward()
+        assert_same(gradients(model), expected)
+        del loss
+    # A lazy copy that nobody waits for has not let go of the original yet.
+    assert offloader.stats.reloads > 0 or (lazy and inflight > 1)
+    if prefetch == 0 and not mode.endswith("saved"):  # the engine asks for a whole region's tensors at once
+        assert offloader.stats.prefetched == 0
+    no_hazards(offloader)
+    assert offloader.collect().host_live_bytes == 0
+
+
+def test_one_copy_for_each_storage() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    offloader = offload_activations(config(), backend=journaled())
+    with offloader:
+        y = x * 2  # y: 16384 bytes, saved below by four operators and through three views
+        loss = y.sin().sum() + (y.t() @ y).sum() + y[:, 3].exp().sum()
+    # exp and the sums save their own results: 64 floats.
+    assert offloader.stats.moved_bytes == 64 * 64 * 4 + 64 * 4
+    assert offloader.stats.copies == 2
+    del y
+    loss.backward()
+    assert offloader.stats.reloaded_bytes == 64 * 64 * 4 + 64 * 4
+
+
+def test_a_small_view_of_a_large_buffer_copies_its_range_only() -> None:
+    x = torch.randn(1024, 1024, requires_grad=True)
+    offloader = offload_activations(config(), backend=journaled())
+    with offloader:
+        y = x * 2
+        loss = y[512].sin().sum()
+    assert offloader.stats.moved_bytes == 1024 * 4
+    del y
+    loss.backward()
+    expected = torch.zeros_like(x)
+    expected[512] = 2 * (2 * x.detach()[512]).cos()
+    assert torch.equal(x.grad, expected)
+
+
+def test_overlapping_small_views_never_copy_more_than_their_union() -> None:
+    x = torch.randn(4096, requires_grad=True)
+    spans = [(0, 1024), (512, 1536), (256, 800), (2048, 2304), (1400, 2100)]
+    expected = torch.autograd.grad(sum((x * 2)[a:b].sin().sum() for a, b in spans), x)[0]
+    offloader = offload_activations(config(), backend=journaled())
+    with offloader:
+        y = x * 2
+        loss = sum(y[a:b].sin().sum() for a, b in spans)
+    assert offloader.stats.moved_bytes == 2304 * 4
+    del y
+    actual = torch.autograd.grad(loss, x)[0]
+    assert torch.equal(actual, expected)
+    no_hazards(offloader)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    x = torch.randn(8, 8).to(dtype).requires_grad_()
+    expected = torch.autograd.grad((x * 2).sin().abs().sum(), x)[0]
+    with offload_activations(config(), backend=journaled()) as offloader:
+        loss = (x * 2).sin().abs().sum()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+    assert offloader.stats.moved_bytes > 0
+
+
+def test_version_counters_come_back_as_they_were() -> None:
+    y = torch.ones(8, requires_grad=True) * 1
+    y.add_(1).mul_(2)
+    offloader = offload_activations(config(), backend=journaled())
+    handle = offloader.pack(y)
+    assert (handle.get()._version, offloader.stats.still_on_device) == (y._version, 1)
+    version = y._version
+    del y
+    assert (handle.get()._version, offloader.stats.reloads) == (version, 1)
+
+
+def test_a_view_in_another_dtype_comes_back_as_it_was() -> None:
+    offloader = offload_activations(config(), backend=journaled())
+    saved = torch.randn(32).view(torch.int32)[5:20].view(torch.int16)
+    expected = saved.clone()
+    handle = offloader.pack(saved)
+    del saved
+    assert offloader.stats.copies == 1
+    assert torch.equal(handle.get(), expected) and handle.get().dtype == torch.int16
+
+
+# -------------------------------------------------------------------------------- in-place changes
+
+
+def _change_result(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()  # saves its result
+    y.add_(1)
+    return y
+
+
+def _change_input(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    z = y.sin()  # saves y
+    y.mul_(2)
+    return z
+
+
+def _change_base_of_view(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    z = y[2:5].sin()
+    y[7].mul_(2)
+    return z
+
+
+def _change_view_of_result(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    y[1:3].mul_(2)
+    return y
+
+
+def _change_unread(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1  # saves nothing
+    y.mul_(3)
+    return y.sin()
+
+
+def _change_before_saving(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y.add_(1)
+    return y.sin()
+
+
+def _save_change_save(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    dead = y.sin()  # saves y, and its graph is dropped
+    del dead
+    y.add_(1)
+    return y.cos() * y
+
+
+def _detached_change(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    z = y.sin()
+    y.detach().zero_()
+    return z
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _change_result, _change_input, _change_base_of_view, _change_view_of_result, _change_unread,
+        _change_before_saving, _save_change_save, _detached_change,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["moved", "kept"])
+def test_in_place_changes_raise_exactly_where_autograd_does(function, min_bytes: int) -> None:  # type: ignore[no-untyped-def]
+    x = torch.randn(8, 8, requires_grad=True)
+    try:
+        expected = torch.autograd.grad(function(x).sum(), x)[0]
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        expected = None
+    with offload_activations(config(min_bytes=min_bytes), backend=journaled()) as offloader:
+        loss = function(x).sum()
+    assert (offloader.stats.moved_bytes > 0) == (min_bytes == 0)
+    if expected is None:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    else:
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+def test_a_write_into_what_backward_was_given_does_not_reach_other_readers() -> None:
+    class Greedy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            (x,) = ctx.saved_tensors
+            return x.zero_().add_(1) * grad  # writes into its own saved tensor, as some fused losses do
+
+    x = torch.randn(8, 8, requires_grad=True)
+    with offload_activations(config(), backend=journaled()):
+        y = x * 1
+        loss = y.sin().sum() + Greedy.apply(y)  # the later one runs first in backward
+    expected = (x.detach() * 1).cos() + 1
+    del y
+    loss.backward()
+    assert torch.equal(x.grad, expected)
+
+
+# -------------------------------------------------------------------------------- graphs, lifetimes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_retained_graph_walks_twice(mode: str) -> None:
+    plain = stack_of(lambda x, scale: (x * scale).sin())
+    inputs = torch.randn(4, WIDTH)
+    plain(inputs).sum().backward()
+    expected = gradients(plain)
+    model, offloader, context = offloaded(plain, list(plain.layers), mode)
+    with context:
+        loss = model(inputs).sum()
+    loss.backward(retain_graph=True)
+    assert_same(gradients(model), expected)
+    loss.backward()
+    assert_same(gradients(model), expected)
+    no_hazards(offloader)
+
+
+@pytest.mark.parametrize("mode", ["boundary", "all", "context-all", "context-boundary"])
+def test_double_backward(mode: str) -> None:
+    plain = stack_of(lambda x, scale: (x * scale).sin())
+    inputs = torch.randn(4, WIDTH, requires_grad=True)
+
+    def penalty(model: nn.Module, context) -> dict[str, torch.Tensor | None]:  # type: ignore[no-untyped-def]
+        with context:
+            (grad,) = torch.autograd.grad(model(inputs).pow(2).sum(), inputs, create_graph=True)
+            loss = grad.pow(2).sum()
+        loss.backward()
+        inputs.grad = None
+        return gradients(model)
+
+    expected = penalty(plain, offload_activations("none"))
+    model, offloader, context = offloaded(plain, list(plain.layers), mode)
+    assert_same(penalty(model, context), expected)
+    no_hazards(offloader)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_forwards_before_a_backward(mode: str, first: int) -> None:
+    plain = stack_of(lambda x, scale: (x * scale).sin())
+    batches = [torch.randn(4, WIDTH), torch.randn(4, WIDTH)]
+    expected = []
+    for batch in batches:
+        plain(batch).sum().backward()
+        expected.append(gradients(plain))
+    model, offloader, context = offloaded(plain, list(plain.layers), mode)
+    losses = []
+    for batch in batches:
+        with context:
+            losses.append(model(batch).sum())
+    for index in (first, 1 - first):
+        losses[index].backward()
+        assert_same(gradients(model), expected[index])
+    no_hazards(offloader)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulated_gradients(mode: str) -> None:
+    plain = stack_of(lambda x, scale: (x * scale).sin())
+    batches = [torch.randn(4, WIDTH) for _ in range(3)]
+    for batch in batches:
+        plain(batch).sum().backward()
+    expected = gradients(plain)
+    model, _, context = offloaded(plain, list(plain.layers), mode)
+    for batch in batches:
+        with context:
+            model(batch).sum().backward()
+    assert_same(gradients(model), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dropped_graph_frees_its_host_memory(mode: str) -> None:
+    plain = stack_of(lambda x, scale: (x * scale).exp())
+    model, offloader, context = offloaded(plain, list(plain.layers), mode)
+    with context:
+        loss = model(torch.randn(4, WIDTH)).sum()
+    assert offloader.stats.host_live_bytes > 0
+    del loss
+    assert offloader.collect().host_live_bytes == 0  # without the garbage collector: there is no cycle
+    assert offloader.release_host_memory() == 64 << 20
+    assert offloader.stats.host_reserved_bytes == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_exception_in_forward_leaves_no_trace(mode: str) -> None:
+    fail = [True]
+
+    def function(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if fail[0]:
+            raise KeyError("the data loader's fault")
+        return (x * scale).sin()
+
+    plain = stack_of(function)
+    plain.layers[0].function = lambda x, scale: x * scale.cos()
+    inputs = torch.randn(4, WIDTH)
+    model, offloader, context = offloaded(plain, list(plain.layers), mode)
+    with pytest.raises(KeyError), context:
+        model(inputs)
+    gc.collect()
+    assert offloader.collect().host_live_bytes == 0
+    moved = offloader.stats.moved_bytes
+    outside = (torch.randn(8, requires_grad=True) * 2).sin().sum()  # the hooks are gone
+    outside.backward()
+    assert offloader.stats.moved_bytes == moved
+    fail[0] = False
+    plain(inputs).sum().backward()
+    with context:
+        loss = model(inputs).sum()
+    loss.backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_no_grad_moves_nothing() -> None:
+    model = stack_of(lambda x, scale: (x * scale).sin())
+    with torch.no_grad(), offload_activations(config(), backend=journaled()) as offloader:
+        out = model(torch.randn(4, WIDTH))
+    assert not out.requires_grad and offloader.stats.moved_bytes == 0 and not offloader.stats.kept_count
+
+
+def test_what_is_kept_forms_no_reference_cycle() -> None:
+    x = torch.randn(8, requires_grad=True)
+    with offload_activations(config(min_bytes=1 << 20), backend=CopyingBackend()):
+        y = x.exp()  # saves its own result
+    gone = weakref.ref(y)
+    gc.disable()
+    try:
+        del y
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_tail_is_read_where_it_still_lies() -> None:
+    x = torch.randn(64, requires_grad=True)
+    with offload_activations(config(), backend=journaled()) as offloader:
+        y = x * 2
+        loss = y.sin().sum()
+    loss.backward()  # y is still alive here
+    assert (offloader.stats.still_on_device, offloader.stats.reloads) == (1, 0)
+
+
+def test_the_last_layer_is_left_alone() -> None:
+    plain = Stack(list(stack_of(lambda x, scale: (x * scale).sin()).layers))
+    model, offloader, context = offloaded(plain, list(plain.layers), "context-all")
+    with context:
+        model(torch.randn(4, WIDTH)).pow(2).sum()
+    # The last layer saves x for sin, linear's input and weight, both factors, sin's argument; pow saves the output.
+    assert offloader.stats.kept_count[LAST_LAYER] == 7
+    # x, x.sin(), linear's output and the product of each other layer; the model's input needs no gradient.
+    assert offloader.stats.copies == 3 * 4 - 1

@@ -1,0 +1,209 @@
+"""Plans against execution: held bytes to the byte, gradients bitwise, op sequences, on real models and a plain block."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from nemo_like.activation_checkpointing.engine import run_region
+from nemo_like.activation_checkpointing.policy import DecisionTable
+from nemo_like.layers import find
+from nemo_like.module_tree import bare
+from nemo_like.planning import block, block_trace, capture, devices, solver
+
+pytestmark = pytest.mark.compat
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+BATCH, SEQ, HIDDEN = 2, 24, 32
+
+
+class PlainBlock(nn.Module):
+    """No library's block: fused projection, dropout, in-place activation, a branch that nobody reads in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, D) -> (B, S, D)
+        a, b, c = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + self.drop(torch.tanh(a) * torch.sigmoid(b) + c)
+        h = nn.functional.relu(self.up(x), inplace=True)
+        return x + self.drop(self.down(h))
+
+
+class PlainModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.layers = nn.Linear(8, HIDDEN), nn.ModuleList(PlainBlock() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def _decoder(config_class: str, **more):
+    config = getattr(transformers, config_class)(
+        **(dict(
+            hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+            num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, use_cache=False,
+        ) | more)
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config), _ids()
+
+
+def _ids():
+    ids = torch.randint(64, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+MODELS = {
+    "llama": lambda: _decoder("LlamaConfig", attention_dropout=0.1),
+    "qwen3": lambda: _decoder("Qwen3Config", attention_dropout=0.1),
+    "gemma3": lambda: _decoder(
+        "Gemma3TextConfig", sliding_window=8, attention_dropout=0.1, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "mixtral": lambda: _decoder(
+        "MixtralConfig", attention_dropout=0.1, num_local_experts=4, num_experts_per_tok=2,
+        experts_implementation="grouped_mm",
+    ),
+    "gpt2": lambda: (
+        transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=4, vocab_size=64, n_positions=64, use_cache=False)
+        ),
+        _ids(),
+    ),
+    "vit": lambda: (
+        transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16,
+                patch_size=4, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+            )
+        ),
+        {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.tensor([0, 1])},
+    ),
+    "plain": lambda: (PlainModel(), {"x": torch.randn(BATCH, SEQ, 8)}),
+}  # fmt: skip
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that ops made inside it and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {id(t.untyped_storage()) for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in before:
+                self.storages.setdefault(tensor.untyped_storage(), None)
+        return out
+
+    def bytes_without(self, tensors) -> int:
+        given = {id(t.untyped_storage()) for t in tensors}
+        return sum(s.nbytes() for s in list(self.storages) if id(s) not in given)
+
+
+def _real_call(model, sample, layer):
+    """The arguments of one layer's call in a real forward pass, as fresh leaves."""
+    caught = {}
+
+    def look(module, args, kwargs):
+        caught["call"] = (args, kwargs)
+
+    handle = layer.register_forward_pre_hook(look, with_kwargs=True)
+    model(**sample)
+    handle.remove()
+
+    def leaf(t):
+        return t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+
+    from torch.utils._pytree import tree_map
+
+    return tree_map(leaf, caught["call"])
+
+
+def _run(module, args, kwargs, table, seed=7):
+    """Forward and backward of one layer; its gradients, the bytes held in between, and nothing else."""
+    inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+    for tensor in [*module.parameters(), *inputs]:
+        tensor.grad = None
+    torch.manual_seed(seed)
+    meter = LiveBytes()
+    with meter:
+        if table is None:
+            out = module(*args, **kwargs)
+        else:
+            out = run_region(module, args, kwargs, policy=table, name="layer")
+    outputs = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
+    held = meter.bytes_without(outputs)
+    roots = [t for t in outputs if t.requires_grad]
+    torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+    grads = [t.grad for t in [*module.parameters(), *inputs] if t.requires_grad]
+    return grads, held
+
+
+def _budgets(problem, number=10):
+    """Points at `number` budgets from the least to the most bytes: linear and with skips in turn."""
+    ops = problem.ops()
+    points = solver.linear_frontier(ops)
+    low, high = points[0].bytes, points[-1].bytes
+    for step in range(number):
+        budget = low + (high - low) * step // (number - 1)
+        point = solver.closure_optimum(ops, budget) if step % 2 else solver.at_budget(points, budget)
+        assert point is not None and point.bytes <= budget
+        yield problem.choice(point)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_held_bytes_and_gradients_at_ten_budgets(name, dtype):
+    torch.manual_seed(0)
+    model, sample = MODELS[name]()
+    model = model.to(dtype).train()
+    sample = {k: v.to(dtype) if v.is_floating_point() else v for k, v in sample.items()}
+    traced = capture.trace_model(model, find.find_layers(model), sample)
+    assert len(traced.calls) == 2
+    for kind in traced.kinds:
+        module = bare(kind.module)
+        args, kwargs = _real_call(model, sample, module)
+        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        problem = block.BlockProblem(kind.trace, devices.resolve_device("h100-80gb"))
+        expected, held = _run(module, args, kwargs, None)
+        assert held == problem.none().held_bytes - kind.trace.kept_input_bytes - kind.trace.kept_output_bytes
+        for choice in _budgets(problem):
+            table = DecisionTable.from_json(problem.rows(choice))
+            grads, held = _run(module, args, kwargs, table)
+            assert held == choice.held_bytes - kind.trace.input_bytes
+            assert len(grads) == len(expected) and len(inputs) > 0
+            for got, wanted in zip(grads, expected):
+                assert (got is None) == (wanted is None)
+                assert got is None or torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trace_is_the_op_sequence_of_the_real_forward(name):
+    torch.manual_seed(0)
+    model, sample = MODELS[name]()
+    model.train()
+    traced = capture.trace_model(model, find.find_layers(model), sample)
+    for kind in traced.kinds:
+        args, kwargs = _real_call(model, sample, kind.module)
+        real, _ = block_trace.record(
+            lambda: kind.module(*args, **kwargs), name="real", params=list(kind.module.parameters()),  # noqa: B023
+            inputs=[], shared=[],
+        )  # fmt: skip
+        kind.trace.check(real)
+        assert kind.trace.flops == real.flops > 0
