@@ -13,7 +13,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -257,6 +257,24 @@ def disable_dynamo_lru_cache() -> None:
         warn_once(
             "Compiled selective checkpointing asked Dynamo for a stable graph order; this torch has no such switch."
         )
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_eval_frame: Any = _private(torch._C, "_dynamo.eval_frame")
+
+
+def left_to_python(function: _Function) -> _Function:
+    """`function`, which Dynamo shall neither compile nor compile pieces of, where it is called from uncompiled code.
+
+    `torch.compiler.disable` means the same and costs microseconds a call, which saved-tensor hooks and dispatch modes
+    can't afford. This marks the code object once. Where torch has no such mark: `torch.compiler.disable`.
+    """
+    mark, strategy = getattr(_eval_frame, "set_code_exec_strategy", None), _private(_eval_frame, "_FrameExecStrategy")
+    action = _private(_eval_frame, "_FrameAction.SKIP")
+    if mark is None or strategy is None or action is None:
+        return torch.compiler.disable(function)
+    mark(function.__code__, strategy(action, action))  # itself; and what it calls
+    return function
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -5,8 +5,10 @@ import contextlib
 import gc
 import importlib
 import logging
+import operator
 import re
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -335,6 +337,46 @@ def test_dynamos_order_stays_where_there_is_no_switch(no_module, said):
     no_module("torch._C._dynamo.eval_frame")
     torch_compat.disable_dynamo_lru_cache()
     assert "this torch has no such switch" in said.text
+
+
+def compiled_around(hook, x):
+    """What Dynamo compiles while autograd saves through `hook` in a frame that a graph break left to eager."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph
+
+    def frame(x):
+        with torch.autograd.graph.saved_tensors_hooks(hook, lambda tensor: tensor):
+            torch._dynamo.graph_break()
+            return x.exp()
+
+    torch.compiler.reset()
+    torch.compile(frame, backend=backend)(x)
+    torch.compiler.reset()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction", None])
+def test_dynamo_leaves_a_marked_function_and_what_it_calls_alone(name, monkeypatch):
+    def called(tensor):
+        return tensor + 1
+
+    def make():
+        def hook(tensor):
+            return called(tensor)
+
+        return hook
+
+    x = torch.ones(2, requires_grad=True)
+    assert compiled_around(make(), x) == [[operator.add]]
+    torch.compiler.reset()
+    own = types.FunctionType(make().__code__.replace(), globals(), closure=make().__closure__)  # a code object of its own
+    if name is not None:
+        kept = {key: value for key, value in vars(torch._C._dynamo.eval_frame).items() if key != name}
+        monkeypatch.setattr(torch_compat, "_eval_frame", SimpleNamespace(**kept))
+    assert compiled_around(torch_compat.left_to_python(own), x) == []
 
 
 def test_a_module_is_compiled_or_not():

@@ -31,6 +31,7 @@ from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import warn_once
+from nemo_like.torch_compat import left_to_python
 
 
 class Segment:
@@ -215,6 +216,7 @@ class _SegmentRegion(Region):
         """Whether an earlier call of the region returned one of the tensors in `value`."""
         return any(self._earlier(tensor) is not None for tensor in _tensors(value))
 
+    @left_to_python
     def record(self, run: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
         """Make one call, with autograd keeping handles in the place of tensors."""
         marked_args, marked_kwargs = map_leaves(self._marked, (args, kwargs))

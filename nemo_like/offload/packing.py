@@ -26,7 +26,7 @@ from nemo_like.offload.mover import Mover
 from nemo_like.offload.pool import HostPool
 from nemo_like.offload.stats import OffloadStats
 from nemo_like.options import OffloadConfig
-from nemo_like.torch_compat import version_of
+from nemo_like.torch_compat import left_to_python, version_of
 
 LAST_LAYER = "where backward starts (the last layer, or what is left out, and what follows)"
 NOT_ASKED = "not a layer's input"
@@ -63,6 +63,7 @@ class Packer:
         """True: backward will start with what is saved now."""
         self._chosen: weakref.ref[ChosenHandle] | None = None
 
+    @left_to_python
     def pack(self, tensor: torch.Tensor) -> Handle:
         """A handle that stands for `tensor` in the graph: on the host where it may go there, else as it is.
 
@@ -100,6 +101,7 @@ class Packer:
             handle.before_change()
 
     @staticmethod
+    @left_to_python
     def unpack(handle: Handle) -> torch.Tensor:
         """The tensor that `handle` stands for."""
         return handle.get()

@@ -13,6 +13,7 @@ from torch import nn
 from nemo_like.profiling.meters import Clock, CpuMeter, CudaMeter, StorageRegistry, storages_of
 from nemo_like.profiling.recommend import Moment
 from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import left_to_python
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -185,6 +186,7 @@ class _ByteListener(Listener):
         self.next_moment(call)
         self.step.calls[call].live_in_backward = self._meter.live
 
+    @left_to_python
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """The pack hook: counts, and keeps the tensor as it is."""
         for storage in storages_of(tensor):

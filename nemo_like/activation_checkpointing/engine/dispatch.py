@@ -29,7 +29,7 @@ from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.op_lookup import Op
 from nemo_like.tensors import tensors_in
-from nemo_like.torch_compat import TorchDispatchMode
+from nemo_like.torch_compat import TorchDispatchMode, left_to_python
 
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.policy import Policy
@@ -99,6 +99,11 @@ class _Mode(TorchDispatchMode):
         # Without this, torch wraps `__torch_dispatch__` in a guard against Dynamo that costs 1.5 µs on every
         # operator. Dynamo never sees our modes: under compilation the region is handed over, see `engine_compile`.
         return False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__torch_dispatch__" in cls.__dict__:  # Dynamo would compile it, where it left a frame around to eager
+            cls.__torch_dispatch__ = left_to_python(cls.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 class ForwardMode(_Mode):

@@ -66,6 +66,10 @@ class Region:
 
     Handles are held weakly (autograd owns them, and each knows nothing of the region); autograd's hooks hold the
     region. So everything goes when the graph goes, without a reference cycle.
+
+    What autograd calls is left to Python: a compiled layer whose frame Dynamo gave up runs its hooks under Dynamo's eye,
+    which would compile them. So is `forward`: backward runs without Dynamo, and replay must run as forward did. A module
+    inside that was compiled by itself is compiled in both.
     """
 
     __slots__ = (
@@ -93,6 +97,7 @@ class Region:
 
     # --- forward --------------------------------------------------------------------------------------------------
 
+    @torch_compat.left_to_python
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         self.inputs = SavedInputs(args, kwargs)
         self.ambient = Ambient(preserve_rng_state)
@@ -144,6 +149,7 @@ class Region:
         self.complete = True
         return out
 
+    @torch_compat.left_to_python
     def pack(self, tensor: Tensor) -> _Handle:
         handle = _Handle(tensor)
         self.handles.append(weakref.ref(handle))
@@ -183,6 +189,7 @@ class Region:
 
     # --- backward -------------------------------------------------------------------------------------------------
 
+    @torch_compat.left_to_python
     def unpack(self, handle: _Handle) -> Tensor:
         value = handle.value
         if value is None:
@@ -320,6 +327,7 @@ class Region:
                 "out of the policy's save set."
             )
 
+    @torch_compat.left_to_python
     def repack(self, tensor: Tensor) -> int:
         index = self.position
         self.position = index + 1
@@ -357,6 +365,7 @@ class Region:
         self.lent.append(tensor)
         return len(self.lent) - 1
 
+    @torch_compat.left_to_python
     def give_lent(self, number: int) -> Tensor:
         return self.lent[number].detach()
 
@@ -399,6 +408,7 @@ def _nothing(owner: Any, name: str) -> bool:
 
 
 def _watched(pack: Callable[[Tensor], _Handle], watcher: Any) -> Callable[[Tensor], _Handle]:
+    @torch_compat.left_to_python
     def pack_and_tell(tensor: Tensor) -> _Handle:
         watcher.packed(tensor)
         return pack(tensor)

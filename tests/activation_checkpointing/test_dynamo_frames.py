@@ -1,0 +1,170 @@
+"""Layers that are compiled by themselves inside a region, and frames that Dynamo leaves to eager around our hooks.
+
+What such a frame calls runs under Dynamo's eye. Up to torch 2.13 the frames of PyTorch's own classes (`nn.Sequential`) are
+such; frames with a graph break in a loop are in every release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from nemo_like import parallelize
+from nemo_like.activation_checkpointing import SelectivePolicy
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.offload import offload_activations
+from nemo_like.options import OffloadConfig
+
+D = 16
+POLICIES: dict[str, Policy] = {"full": FullPolicy(), "selective": SelectivePolicy()}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Mlp(nn.Module):
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.breaks = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.down(h.tanh())
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(D, 2, 2 * D, dropout=0.0, batch_first=True)
+
+
+def mixed() -> nn.Module:
+    """PyTorch's own class around one of ours: Dynamo compiles the piece inside."""
+    return nn.Sequential(nn.Linear(D, D), Mlp(), nn.Tanh())
+
+
+class Looping(nn.Module):
+    """Dynamo leaves the whole frame to eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(D, D) / 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            torch._dynamo.graph_break()
+            x = (x @ weight).tanh()
+        return x
+
+
+def breaking() -> nn.Module:
+    return Mlp(breaks=True)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "sequential": sequential, "encoder": encoder, "mixed": mixed, "breaking": breaking, "looping": Looping,
+}  # fmt: skip
+
+
+class Stack(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(make() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train(model: nn.Module, steps: int = 2) -> list[Tensor]:
+    """Gradients of the last of some steps: the second one runs what the first compiled."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 5, D)
+    for _ in range(steps):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b), (a - b).abs().max()
+
+
+@pytest.mark.parametrize("ac", ["full", "sequential", "selective"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_dynamo_leaves_to_eager_train_right(name: str, ac: str) -> None:
+    expected = train(Stack(LAYERS[name]))
+    assert_same(train(parallelize(Stack(LAYERS[name]), "single", ac, compile="aot_eager")), expected)
+
+
+@pytest.mark.parametrize("ac", ["full", "sequential"])
+@pytest.mark.parametrize("name", ["sequential", "encoder", "mixed", "looping"])
+def test_so_they_do_under_inductor(name: str, ac: str) -> None:
+    """With the wrapper outside of what is compiled, each piece is compiled as without it: to the bit the same."""
+    expected = train(parallelize(Stack(LAYERS[name]), "single", "none", compile="inductor"))
+    torch.compiler.reset()
+    assert_same(train(parallelize(Stack(LAYERS[name]), "single", ac, compile="inductor")), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_wrapper_around_a_module_that_was_compiled_by_itself(name: str, policy: str) -> None:
+    expected = train(Stack(LAYERS[name]))
+    model = Stack(LAYERS[name])
+    for index, layer in enumerate(model.layers):
+        layer.compile(backend="aot_eager")
+        model.layers[index] = CheckpointWrapper(layer, policy=POLICIES[policy])
+    assert_same(train(model), expected)
+
+
+class Graphs:
+    """A backend that compiles nothing and counts what it was asked to compile."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        self.count += 1
+        return graph
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_dynamo_compiles_nothing_of_the_engine(policy: str) -> None:
+    graphs, model = Graphs(), Stack(Looping)
+    for index, layer in enumerate(model.layers):
+        layer.compile(backend=graphs)
+        model.layers[index] = CheckpointWrapper(layer, policy=POLICIES[policy])
+    train(model)
+    assert graphs.count == 0
+
+
+def test_nor_of_offloading_which_would_then_move_nothing() -> None:
+    graphs, moved = Graphs(), []
+    for backend in (None, graphs):
+        model = Stack(Looping)
+        for layer in model.layers:
+            if backend is not None:
+                layer.compile(backend=backend)
+        with offload_activations(OffloadConfig(mode="all", min_bytes=0), model=model) as offloader:
+            loss = model(torch.ones(2, 5, D)).sum()
+        loss.backward()
+        moved.append(offloader.collect().moved_bytes)
+    assert graphs.count == 0
+    assert moved[0] == moved[1] > 0
