@@ -1,4 +1,4 @@
-"""Key/value caches and checkpointing: when the cache goes off, and when a layer may be replayed whole.
+"""Key/value caches and checkpointing: when a model is called without its cache, and when a layer may be replayed whole.
 
 A replayed attention appends to a key/value cache a second time. Most models need no cache in training, so calls of a
 checkpointed model with gradients on go without (`call_without_cache`); its config keeps what it says. Models that

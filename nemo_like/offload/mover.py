@@ -112,19 +112,23 @@ class Mover:
         for lo, hi in missing:
             block = self.pool.take(hi - lo)
             if block is None:
+                # All or nothing: half a tensor on the host would save no device memory.
                 for taken in blocks:
                     self.pool.give_back(taken)
                 return False
             blocks.append(block)
         backend = self.backend
+        # The operator that makes these bytes may still be running on the caller's stream.
         backend.wait(backend.copy_out, backend.record(backend.current_stream()))
         for (lo, hi), block in zip(missing, blocks, strict=True):
             backend.copy(block.bytes(0, hi - lo), bytes_of(storage, lo, hi), backend.copy_out)
+        # One event for all parts: whoever brings any of them back waits for this, and not for the host.
         written = backend.record(backend.copy_out)
         copy.segments += [HostSegment(lo, hi, block, written) for (lo, hi), block in zip(missing, blocks, strict=True)]
         moved = sum(hi - lo for lo, hi in missing)
         self.stats.moved_bytes += moved
         self.stats.copies += len(missing)
+        # Python may drop the storage at once; the allocator must not hand it out while the copy reads it.
         self._hold_until(written, storage, moved)
         if copy.group is None:
             self._join_group(copy)
@@ -197,6 +201,7 @@ class Mover:
             self._retire()
             original = copy.original()
             if original is not None:
+                # Somebody else keeps it alive: the same bytes, and no copy to wait for.
                 self.stats.still_on_device += 1
                 self._read(copy.span_of(lo, hi), reader)
                 self._look_ahead(copy)
@@ -204,6 +209,7 @@ class Mover:
             span = copy.span_of(lo, hi)
             buffer = self._buffer_of(copy, span)
             backend, stream = self.backend, self.backend.current_stream()
+            # Not the host: only the caller's stream waits, so that Python runs on and launches what follows.
             backend.wait(stream, span.ready)
             backend.lend(buffer, stream, span.stream)
             self._read(span, reader)
@@ -226,6 +232,7 @@ class Mover:
             stream = self.backend.current_stream()
             for segment in copy.segments:
                 self.backend.wait(stream, segment.written)
+            # The weak reference would still find the storage, with other bytes in it.
             copy.storage = _nothing
             for key in [key for key, known in self._copies.items() if known is copy]:
                 del self._copies[key]
@@ -237,7 +244,7 @@ class Mover:
         if span.buffer is None and span.last_buffer is not None:
             earlier = span.last_buffer()
             if earlier is not None and version_of(earlier) == span.buffer_version:
-                span.buffer = earlier
+                span.buffer = earlier  # a tensor of an earlier round still holds it: no second copy
         if span.buffer is None:
             self.stats.reload_stalls += 1
             return self._copy_back(copy, span)
@@ -263,7 +270,8 @@ class Mover:
         span.ready = backend.record(backend.copy_back)
         for segment in copy.segments:
             if overlap((segment.lo, segment.hi), (span.lo, span.hi)):
-                segment.last_read = span.ready
+                segment.last_read = span.ready  # the host block may be written again only after this
+        # Checks in a replay compare version counters: the bytes come back with the counter that they left with.
         at_version(buffer, copy.version)
         span.buffer, span.stream = buffer, stream
         span.buffer_version = version_of(buffer)
@@ -276,6 +284,7 @@ class Mover:
         if span.waiting:
             span.waiting = False
             self._ahead_bytes -= span.hi - span.lo
+        # A reader that asks twice in one round (a backward that walks one node twice) counts once.
         if reader.last_round != span.round:
             reader.last_round = span.round
             span.unread -= 1
@@ -283,6 +292,7 @@ class Mover:
 
     def _end_round(self, span: Span) -> None:
         if span.unread <= 0:
+            # Everybody has it: from here on the buffer lives as long as what they made of it, and no longer.
             self._drop_buffer(span)
             span.was_read = True
             span.round += 1
@@ -311,6 +321,7 @@ class Mover:
             wanted = self._wanted.popleft()()
             if wanted is not None and wanted.original() is None:
                 for span in wanted.spans:
+                    # What was read is not wanted again in this backward, and where memory ran out more would not help.
                     if not span.was_read and not self._prefetch(wanted, span):
                         self._wanted.clear()
                         return
