@@ -1,4 +1,4 @@
-"""Key/value sharing: Gemma 3n and Gemma 4 train the same with every mode; the model is called without a cache where it may be."""
+"""Key/value sharing: Gemma 3n and Gemma 4 train the same with every mode, without a cache where that may be."""
 
 from __future__ import annotations
 
