@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
 
-from nemo_like.torch_compat import tree_leaves
+from nemo_like.torch_compat import tree_leaves, tree_map
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -29,3 +30,23 @@ def tensors_in(value: Any) -> list[Tensor]:
         return []
     leaves = tree_leaves(value)
     return [tensor for leaf in leaves if leaf is not value for tensor in tensors_in(leaf)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with `function` on every tensor that `tensors_in` finds; containers are new ones, anything else as it is.
+
+    >>> map_tensors(lambda t: t.shape, {"a": Tensor(2), "b": [3]})
+    {'a': torch.Size([2]), 'b': [3]}
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if not isinstance(leaf, MutableMapping):
+            return leaf
+        made = copy.copy(leaf)  # no class of pytrees: what hands keys and values from layer to layer is a UserDict
+        for key, item in leaf.items():
+            made[key] = map_tensors(function, item)
+        return made
+
+    return tree_map(one, value)

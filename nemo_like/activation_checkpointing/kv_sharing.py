@@ -43,7 +43,7 @@ def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
 
 def has_kv_sharing(model: nn.Module) -> bool:
     """Whether the (text) config says ``num_kv_shared_layers > 0``. Changes nothing."""
-    return any((getattr(config, "num_kv_shared_layers", 0) or 0) > 0 for config in _configs(model))
+    return any((getattr(config, "num_kv_shared_layers", 0) or 0) > 0 for config in configs_of(model))
 
 
 def needs_cache(model: nn.Module) -> bool:
@@ -52,10 +52,26 @@ def needs_cache(model: nn.Module) -> bool:
 
 
 def disable_cache(model: nn.Module) -> None:
-    """Set ``use_cache`` to False on the config and on every sub-config that has it."""
-    for config in _configs(model):
-        if getattr(config, "use_cache", None):
+    """Set ``use_cache`` to False on the config and on every sub-config that has it.
+
+    Raises:
+        ValueError: a config refuses the change (a frozen dataclass); all configs are as they were then.
+    """
+    changed: list[tuple[Any, Any]] = []
+    for config in configs_of(model):
+        before = getattr(config, "use_cache", None)
+        if not before:
+            continue
+        try:
             config.use_cache = False
+        except (AttributeError, TypeError) as error:
+            for other, value in changed:
+                other.use_cache = value
+            raise ValueError(
+                f"{type(config).__name__}.use_cache is {before!r} and cannot be set to False ({error}): a replay would "
+                "write the cache a second time. Build the config with use_cache=False."
+            ) from error
+        changed.append((config, before))
 
 
 def call_without_cache(model: nn.Module) -> None:
@@ -108,15 +124,25 @@ def _parameter_names(layer: nn.Module) -> Iterable[str]:
     return inspect.signature(layer.forward).parameters
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
+def configs_of(model: nn.Module) -> Iterator[Any]:
     """The model's config and every sub-config below it, each once."""
     pending = [getattr(module, "config", None) for module in model.modules()]
     seen: set[int] = set()
     while pending:
         config = pending.pop()
         # A config is an object with attributes of its own; a plain string or mapping named `config` is not one of ours.
-        if config is None or id(config) in seen or not hasattr(config, "__dict__"):
+        if config is None or id(config) in seen or not (fields := _fields(config)):
             continue
         seen.add(id(config))
         yield config
-        pending += [value for value in vars(config).values() if hasattr(value, "model_type") or hasattr(value, "use_cache")]
+        pending += [value for name, value in fields.items() if name.endswith("config") or _looks_like_config(value)]
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """The attributes of an object's own, also where they are in slots."""
+    slots = {name: getattr(config, name, None) for name in getattr(type(config), "__slots__", ())}
+    return slots | dict(getattr(config, "__dict__", {}))
+
+
+def _looks_like_config(value: Any) -> bool:
+    return any(hasattr(value, name) for name in ("model_type", "use_cache", "num_kv_shared_layers"))

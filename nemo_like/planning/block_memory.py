@@ -12,8 +12,7 @@ from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.planning.capture import Kind
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.tensors import tensors_in
-from nemo_like.torch_compat import tree_map
+from nemo_like.tensors import map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,10 @@ def block_memory(kind: Kind, policy: Policy | None, run: FakeRun) -> BlockMemory
     """
     replaced: dict[int, torch.Tensor] = {}
 
-    def stand_in(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
-        return value
+    def stand_in(value: torch.Tensor) -> torch.Tensor:
+        return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
 
-    args, kwargs = tree_map(stand_in, (kind.args, kind.kwargs))
+    args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
     state = {
         name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.nn.Parameter) else t
         for name, t in kind.state.items()

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_like.activation_checkpointing import ops
 from nemo_like.planning.fake import FakeRun
-from nemo_like.tensors import tensors_in
-from nemo_like.torch_compat import OpOverload, TorchDispatchMode, tree_map
+from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.torch_compat import OpOverload, TorchDispatchMode
 
 
 class TraceMismatchError(RuntimeError):
@@ -283,15 +283,13 @@ def trace_block(
         state = run.state(module, dtype) if state is None else state
         replaced: dict[int, torch.Tensor] = {}
 
-        def stand_in(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
+        def stand_in(value: torch.Tensor) -> torch.Tensor:
             if id(value) not in replaced:
                 made = run.sample(value)
                 replaced[id(value)] = made.requires_grad_(value.requires_grad) if value.requires_grad else made
             return replaced[id(value)]
 
-        fake_args, fake_kwargs = tree_map(stand_in, (args, kwargs))
+        fake_args, fake_kwargs = map_tensors(stand_in, (args, kwargs))
         own = [replaced[id(t)] for t in tensors_in((args, kwargs)) if id(t) not in shared_ids]
         trace, _ = record(
             lambda: torch.func.functional_call(module, dict(state), fake_args, fake_kwargs),

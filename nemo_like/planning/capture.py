@@ -18,9 +18,9 @@ from torch import nn
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
 from nemo_like.module_tree import bare
 from nemo_like.planning.block_trace import BlockTrace, trace_block
-from nemo_like.planning.fake import FakeRun, cache_off
-from nemo_like.tensors import tensors_in
-from nemo_like.torch_compat import tree_flatten, tree_map_only
+from nemo_like.planning.fake import FakeRun, cache_off, call_flags
+from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.torch_compat import tree_flatten
 
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
 
@@ -98,6 +98,7 @@ def trace_model(
     with cache_off(model), FakeRun() as run:
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
+        kwargs = call_flags(model, args, kwargs)
         with watcher.installed(state):
             _forward(model, state, args, kwargs)
         traced = watcher.finish(run, state, args, kwargs, dtype)
@@ -173,10 +174,10 @@ class _Watcher:
             kind = self._keys.get(key)
             if kind is not None and not run_all:
                 self.calls.append(TracedCall(layer.fqn, module, kind))
-                return tree_map_only(torch.Tensor, _another, self.kinds[kind].output)
+                return map_tensors(_another, self.kinds[kind].output)
             position = len(self.calls)
             self.calls.append(TracedCall(layer.fqn, module, -1))
-            saved = tree_map_only(torch.Tensor, _leaf, (args, kwargs))
+            saved = map_tensors(_leaf, (args, kwargs))
             output = forward(*args, **kwargs)
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)

@@ -7,15 +7,16 @@ CPU fake tensors, not `meta` (attention would be decomposed) and not fake CUDA (
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from nemo_like.tensors import tensors_in
-from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types, tree_map_only
+from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
 
@@ -79,7 +80,7 @@ class FakeRun(TorchDispatchMode):
                 return self.like(tensor.detach(), dtype)
             return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
 
-        return tree_map_only(torch.Tensor, one, value)
+        return map_tensors(one, value)
 
     def state(self, module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Fake stand-ins for all parameters (in `dtype`, if given) and buffers of `module`, tied ones being one object."""
@@ -112,32 +113,25 @@ def _small_integer(tensor: torch.Tensor) -> bool:
 def cache_off(model: nn.Module) -> Iterator[None]:
     """``use_cache`` off, on the model's config and every config inside it, for as long as the context lasts.
 
-    A training step keeps no key/value cache; a traced one must not either. Models that share keys and values between
-    layers need it, and keep it.
+    A training step keeps no key/value cache; a traced one must not either. Models whose layers hand keys and values on
+    through the cache need it, and keep it. A config that refuses the change is left: the call gets the flag, see
+    `call_flags`.
     """
-    from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing  # local: planning.fake stays light
+    from nemo_like.activation_checkpointing import kv_sharing  # local: planning.fake stays light
 
-    seen: set[int] = set()
-    found: list[Any] = []
-    if not has_kv_sharing(model):
-        for module in model.modules():  # an encoder-decoder's stacks have configs of their own
-            config = getattr(module, "config", None)
-            found += [] if config is None else list(_configs(config, seen))
-    before = [(c, c.use_cache) for c in found if hasattr(c, "use_cache")]
-    try:
-        for each, _ in before:
-            each.use_cache = False
+    with ExitStack() as stack:
+        for config in [] if kv_sharing.needs_cache(model) else list(kv_sharing.configs_of(model)):
+            if getattr(config, "use_cache", None):
+                with suppress(AttributeError, TypeError):
+                    config.use_cache = False
+                    stack.callback(setattr, config, "use_cache", True)
         yield
-    finally:
-        for each, value in before:
-            each.use_cache = value
 
 
-def _configs(config: Any, seen: set[int]) -> Iterator[Any]:
-    if id(config) in seen:
-        return
-    seen.add(id(config))
-    yield config
-    for value in list(vars(config).values()) if hasattr(config, "__dict__") else ():
-        if hasattr(value, "to_dict") and hasattr(value, "__dict__"):
-            yield from _configs(value, seen)
+def call_flags(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a training call: the sample's, and ``use_cache=False`` as checkpointed models get it."""
+    from nemo_like.activation_checkpointing import kv_sharing
+
+    names = list(inspect.signature(model.forward).parameters)
+    given = kwargs.get("use_cache") is not None or "use_cache" not in names or len(args) > names.index("use_cache")
+    return dict(kwargs) if given or kv_sharing.needs_cache(model) else {**kwargs, "use_cache": False}

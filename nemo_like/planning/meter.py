@@ -12,7 +12,8 @@ import torch
 
 from nemo_like.planning.block_trace import TraceMismatchError
 from nemo_like.planning.capture import Kind
-from nemo_like.torch_compat import TorchDispatchMode, tree_flatten, tree_map
+from nemo_like.tensors import map_tensors
+from nemo_like.torch_compat import TorchDispatchMode, tree_flatten
 
 
 class LiveBytes(TorchDispatchMode):
@@ -96,15 +97,13 @@ def measured_seconds(kind: Kind, device: torch.device | str, runs: int = 5) -> t
     assert kind.trace is not None
     wanted = [op.op for op in kind.trace.ops if not op.view]
 
-    def real(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def real(value: torch.Tensor) -> torch.Tensor:
         if value.is_floating_point():
             made = torch.randn(value.shape, device=device).mul_(0.02).to(value.dtype)
             return made.requires_grad_(value.requires_grad)
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
 
-    args, kwargs, state = tree_map(real, (kind.args, kind.kwargs, dict(kind.state)))
+    args, kwargs, state = map_tensors(real, (kind.args, kind.kwargs, dict(kind.state)))
     samples: list[list[float]] = []
     for run in range(runs + 1):
         with _OpClock(device) as clock:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from nemo_like import parallelize
+from nemo_like import cli, parallelize
 from nemo_like.activation_checkpointing import (
     apply_selective_checkpointing_to_layers,
     apply_submodule_checkpointing,
     detect_kv_sharing_and_maybe_disable_cache,
     unwrap_checkpoint_wrapper,
 )
-from nemo_like.activation_checkpointing.kv_sharing import shares_states_explicitly
+from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.layers import find_layers
 from nemo_like.log import forget_announcements
 from tests.models.decoders import batch, loss_of
+from tests.models.decoders import build as build_decoder
 from tests.models.kv_shared import build
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
@@ -84,6 +87,85 @@ def test_detection_turns_the_cache_off_on_every_sub_config() -> None:
     assert detect_kv_sharing_and_maybe_disable_cache(model) is False
     assert model.config.use_cache is False and text.use_cache is False
     assert not hasattr(vision, "use_cache")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Frozen:
+    use_cache: bool = True
+    num_kv_shared_layers: int = 0
+
+
+def _holding(**attributes: object) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(**attributes)
+    return model
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        dict(text_config=SimpleNamespace(num_kv_shared_layers=2)),
+        dict(thinker_config=SimpleNamespace(text_config=SimpleNamespace(num_kv_shared_layers=2))),
+        dict(language=SimpleNamespace(num_kv_shared_layers=2)),
+        dict(text_config=_Frozen(num_kv_shared_layers=2)),
+    ],
+)
+def test_sharing_is_seen_on_any_sub_config(attributes: dict[str, object]) -> None:
+    assert has_kv_sharing(_holding(use_cache=True, **attributes))
+
+
+def test_a_config_that_refuses_the_change_is_named_and_nothing_is_changed() -> None:
+    model = _holding(use_cache=True, text_config=_Frozen())
+    with pytest.raises(ValueError, match=r"_Frozen\.use_cache is True and cannot be set.*use_cache=False"):
+        detect_kv_sharing_and_maybe_disable_cache(model)
+    assert model.config.use_cache is True
+    assert detect_kv_sharing_and_maybe_disable_cache(_holding(text_config=_Frozen(use_cache=False))) is False
+
+
+class _WithFrozenConfig(nn.Module):
+    """A decoder whose config cannot be changed, and which makes a cache unless the call says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.inner = _Frozen(), build_decoder("llama")
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool | None = None) -> torch.Tensor:
+        cached = self.config.use_cache if use_cache is None else use_cache
+        return self.inner(input_ids, labels=input_ids, use_cache=cached).loss
+
+
+@pytest.mark.parametrize("ac", ["full", "60%"])
+def test_a_model_whose_config_refuses_changes_trains_with_modes_and_budgets(ac: str) -> None:
+    if ac == "60%":
+        pytest.importorskip("scipy")
+    sample, gradients = {"input_ids": batch(2)}, {}
+    for mode in ("none", ac):
+        torch.manual_seed(0)
+        model = parallelize(_WithFrozenConfig(), "single", mode, sample_input=sample, device="cpu")
+        torch.manual_seed(1)
+        model(**sample, use_cache=False if mode == "none" else None).backward()
+        gradients[mode] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(torch.equal(gradients[ac][name], gradient) for name, gradient in gradients["none"].items())
+
+
+@pytest.mark.parametrize("budget", ["40%", "70%"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_a_budget_trains_kv_shared_models_to_the_bit(name: str, budget: str) -> None:
+    pytest.importorskip("scipy")
+    expected_loss, expected = step(parallelize(build(name), "single", "none"))
+    model = build(name)
+    assert model.config.use_cache, "with a cache, unless planning sees to that"
+    loss, gradients = step(parallelize(model, "single", budget, sample_input={"input_ids": batch(2)}, device="cpu"))
+    assert model.config.use_cache and torch.equal(loss, expected_loss)
+    assert all(torch.equal(gradients[key], grad) for key, grad in expected.items() if grad is not None)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_the_command_plans_a_config_that_shares_keys_and_values(name: str, tmp_path, capsys) -> None:
+    pytest.importorskip("scipy")
+    build(name).config.save_pretrained(tmp_path)
+    assert cli.main(["plan", "--model", str(tmp_path / "config.json"), "--seq-len", "16", "--budget", "50%"]) == 0
+    assert "50%" in capsys.readouterr().out
 
 
 def test_shared_models_fall_back_to_sub_modules_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
