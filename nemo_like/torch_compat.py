@@ -119,6 +119,39 @@ def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., An
     return _top_hooks(False)
 
 
+_no_dispatch: Callable[[], Any] | None = _private(torch._C, "_DisableTorchDispatch")
+_no_function: Callable[[], Any] | None = _private(torch._C, "DisableTorchFunction")
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[bool]:
+    """Within it no mode sees what runs, neither ours nor a caller's: counters, tracers and policies count as without.
+
+    Gives whether that is so; False, with one warning, where this torch has no such switch.
+    """
+    if _no_dispatch is None or _no_function is None:
+        warn_once("This torch cannot hide operators from its modes: replays are not verified.")
+        yield False
+        return
+    with _no_dispatch(), _no_function():
+        yield True
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether `tensor` is a `FakeTensor`, which has a shape and no values."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def sparse_parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a sparse tensor is made of, without making a COO tensor's indices unique."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    pointers = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    return [*pointers, tensor.values()]
+
+
 def version_of(tensor: Tensor) -> int | None:
     """How often `tensor`, or a tensor that shares its version counter, was changed in place.
 

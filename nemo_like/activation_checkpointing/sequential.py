@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.containers import map_leaves
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, kinds_for
@@ -185,6 +186,7 @@ class _SegmentRegion(Region):
     def __init__(self, first: SegmentMember) -> None:
         self._again = _CallsAgain(first.region_name)
         super().__init__(self._again, first.policy, first.region_name, first.transfer, True)
+        self.verification = verification.start(first, first.region_name, first.preserve_rng_state)
         self._decide: Any = None
         if not self.policy.keeps_nothing:
             self._decide = self.policy.start()

@@ -77,7 +77,9 @@ def checkpoint_timesteps(
         step = _stops_at(step, lengths)
 
     def region(fn: Callable[..., Any], *args: Any) -> Any:
-        return run_region(fn, args, {}, policy=FullPolicy(), name=name, preserve_rng_state=preserve_rng_state)
+        return run_region(
+            fn, args, {}, policy=FullPolicy(), name=name, preserve_rng_state=preserve_rng_state, owner=cell
+        )
 
     def chunk(start: int, members: list[Any], state: Any) -> tuple[list[Any], Any]:
         outputs = []

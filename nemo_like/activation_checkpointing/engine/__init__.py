@@ -90,10 +90,12 @@ def run_region(
     preserve_rng_state: bool = True,
     transfer: Transfer | None = None,
     early_stop: bool | None = None,
+    owner: Any = None,
 ) -> Any:
     """`checkpoint_region` with the function's arguments as a tuple and a dict.
 
-    `early_stop=False` replays the region to its end (default: what `set_early_stop` says).
+    `early_stop=False` replays the region to its end (default: what `set_early_stop` says). `owner` is the module or
+    function whose first step is verified (default: `fn`); see `verification`.
     """
     if torch.compiler.is_compiling():
         return compiled_region(fn, args, kwargs, policy=policy, preserve_rng_state=preserve_rng_state)
@@ -106,4 +108,5 @@ def run_region(
             "torch.autograd.grad."
         )
     region = Region(fn, policy, name, transfer, _early_stop_default if early_stop is None else early_stop)
+    region.owner = fn if owner is None else owner
     return region.forward(args, kwargs, preserve_rng_state)

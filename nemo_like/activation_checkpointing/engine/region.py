@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_like import torch_compat
-from nemo_like.activation_checkpointing.engine import observer
+from nemo_like.activation_checkpointing.engine import observer, verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
 from nemo_like.activation_checkpointing.engine.errors import RegionError
@@ -74,12 +74,13 @@ class Region:
 
     __slots__ = (
         "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
-        "inputs", "kept", "kinds", "last", "lent", "lock", "name", "policy", "position", "replay_mode", "transfer",
-        "unwaited", "watch_versions", "world",
+        "inputs", "kept", "kinds", "last", "lent", "lock", "name", "owner", "policy", "position", "replay_mode", "transfer",
+        "unwaited", "verification", "watch_versions", "world",
     )  # fmt: skip
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
         self.fn = fn
+        self.owner = fn
         self.policy = policy
         self.name = name
         self.transfer = transfer or _synchronous
@@ -93,12 +94,14 @@ class Region:
         self.graph_kept = False
         self.watch_versions = True
         self.world: ModuleWorld | None = None
+        self.verification: verification.Verification | None = None
         self.lock = threading.RLock()
 
     # --- forward --------------------------------------------------------------------------------------------------
 
     @torch_compat.left_to_python
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
+        self.verification = verification.start(self.owner, self.name, preserve_rng_state)
         self.inputs = SavedInputs(args, kwargs)
         self.ambient = Ambient(preserve_rng_state)
         module = module_of(self.fn)
@@ -153,6 +156,8 @@ class Region:
     def pack(self, tensor: Tensor) -> _Handle:
         handle = _Handle(tensor)
         self.handles.append(weakref.ref(handle))
+        if self.verification is not None:
+            self.verification.saved(tensor)
         return handle
 
     def drop_unreachable(self) -> None:
@@ -235,6 +240,8 @@ class Region:
                 self.skip_nothing()
                 say_misfit(self.name, f"it skips {skipped}, and this call's backward needs what is made of that")
                 self.run_again(args, kwargs, self.new_replay_mode(keep))
+            if self.verification is not None:
+                self.verification.compare()
         except BaseException as error:
             self.drop()
             error.add_note(f"(raised in the replay of checkpointed region {self.name!r}, in backward)")
@@ -244,6 +251,8 @@ class Region:
             self.replay_mode = None
             if outer is not None:
                 outer.paused = False
+        if self.complete:
+            self.verification = None
         for index in live:
             handle = self.handles[index]()
             if handle is not None and handle.value is not None and handle.value.requires_grad:
@@ -341,6 +350,8 @@ class Region:
                 self.raise_wrong_tensor(index, handle, tensor)
             if handle.version != tensor._version and self.watch_versions:
                 self.check_same_version(index, handle, tensor)
+            if self.verification is not None:
+                self.verification.rebuilt(index, tensor)
             handle.value = tensor
         if index == self.last and self.early_stop:
             if self.replay_mode is not None:

@@ -1,0 +1,241 @@
+"""Verification: in the first step, what a replay rebuilds is compared with what autograd saved in forward.
+
+Whatever a replay sees otherwise than forward did, known to us or not, ends in other saved tensors and so in other
+gradients. So a region keeps a summary of every tensor that autograd saves in its forward (some numbers, see
+`summaries`), and its replay is compared with them: tensors that differ raise a `RegionError`.
+
+The first step, for a module, is over with the first replay that was compared; for a function that is no module, for
+all of its calls under one name. Until then up to `CALLS` calls are looked at (several forwards may come before the first
+backward); from then on none is, and the engine runs not one operator more than without. The environment variable
+``NEMO_LIKE_VERIFY`` is looked at in every call: ``1`` verifies all of them, ``0`` none.
+
+Nothing is verified under `torch.compile` (PyTorch's own checkpoint runs there), on fake tensors, while a CUDA graph is
+captured, and where ``preserve_rng_state=False`` asks for other random numbers in replay, unless the variable is ``1``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import math
+import os
+import weakref
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.module_world import module_of
+from nemo_like.activation_checkpointing.engine.summaries import summaries
+from nemo_like.torch_compat import is_fake, unseen
+
+VARIABLE = "NEMO_LIKE_VERIFY"
+CALLS = 64
+"""Calls of one module that are looked at while none of them has been replayed."""
+
+_calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+"""Module, or code of a function → name of the region → calls that were looked at; `CALLS` once one was compared."""
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""How far two runs of a nondeterministic kernel may be apart, as a part of a tensor's Euclidean norm.
+
+Atomic additions in another order differ by some units of the last place of the dtype that they add in (6e-8, 5e-4 and
+4e-3 of a value, for float32, float16 and bfloat16), and by more where terms cancel. That spreads to everything that is
+computed after, so the coarsest floating dtype that autograd saved in a region counts for all of its tensors.
+float32 is given 1,000 units instead of 4: a difference in its last place flips the rounding of matmuls that
+run in TF32 or under autocast, for one value in 1e4, by 5e-4 to 4e-3; that is 1e-5 to 7e-5 of the norm.
+"""
+_COARSEST = 0.1
+"""The same for every 8-bit float: one value in twenty that is rounded the other way, by an eighth of itself, is 0.03."""
+_EXACT = 1e-12
+"""With `torch.use_deterministic_algorithms` nothing but the rounding of the summaries themselves is allowed."""
+
+
+class Verification:
+    """The summaries of one call of a region."""
+
+    __slots__ = ("_calls", "_forward", "_name", "_rebuilt", "_tolerance")
+
+    def __init__(self, calls: dict[str, int], name: str) -> None:
+        self._calls = calls
+        self._name = name
+        self._forward: list[_Saved | None] = []
+        self._rebuilt: dict[int, list[Tensor]] = {}
+        self._tolerance: float | None = None
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves `tensor`, the next one, in forward. Waits for no device."""
+        found = _look_at(tensor)
+        self._forward.append(None if found is None else _Saved(tensor, found))
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            self._tolerance = max(self._tolerance or 0.0, _TOLERANCES.get(tensor.dtype.to_real(), _COARSEST))
+
+    def rebuilt(self, index: int, tensor: Tensor) -> None:
+        """The replay has come to the tensor that was saved as number `index`."""
+        if self._forward[index] is not None and (found := _look_at(tensor)) is not None:
+            self._rebuilt[index] = found
+
+    def compare(self) -> None:
+        """At the end of the replay: raises RegionError for the first tensor that is another one."""
+        rebuilt, self._rebuilt = self._rebuilt, {}
+        compared = [(index, saved) for index in sorted(rebuilt) if (saved := self._forward[index]) is not None]
+        before = _to_host([saved.summaries for _, saved in compared])
+        after = _to_host([rebuilt[index] for index, _ in compared])
+        for (index, saved), then, now in zip(compared, before, after, strict=True):
+            tolerance = self._tolerance_of(saved.dtype)
+            worst = _difference(then, now)
+            if worst > tolerance:
+                self._raise(index, saved, then, now, worst, tolerance)
+        if compared:
+            self._calls[self._name] = CALLS
+
+    def _tolerance_of(self, dtype: torch.dtype) -> float:
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            return _EXACT
+        of_floats = _TOLERANCES[torch.float32] if self._tolerance is None else self._tolerance
+        if dtype.is_floating_point or dtype.is_complex:
+            return of_floats
+        # A mask or an index made from numbers flips where one of them lies that close to a threshold: that part of the
+        # elements, whose square root is the part of the norm.
+        return math.sqrt(of_floats)
+
+    def _raise(
+        self, index: int, saved: _Saved, then: list[list[float]], now: list[list[float]], worst: float, tolerance: float
+    ) -> None:
+        raise RegionError(
+            f"Region {self._name!r}: replay and forward disagree, and gradients would be wrong without a word. Tensor "
+            f"{index} that autograd saved, {saved.dtype} of shape {tuple(saved.shape)}, at {saved.place()}: "
+            f"{_words(then)} in forward, {_words(now)} in replay; they differ by {worst:.2g} of the norm, where a "
+            f"nondeterministic kernel explains {tolerance:.2g}. It is the first one that differs. Usual causes: random "
+            "numbers from a generator that isn't torch's default one (Python's, NumPy's, a torch.Generator); a "
+            "context variable or other context that was set around forward only; hooks, adapters, training flags or "
+            "requires_grad changed since; a parameter, buffer or argument changed in place; a counter or global "
+            "state that the region reads. Keep that out of the region, or register it with "
+            f"nemo_like.activation_checkpointing.engine.ambient.register. {VARIABLE}=0 turns this check off."
+        )
+
+
+class _Saved:
+    """What is known of one tensor that autograd saved in forward."""
+
+    __slots__ = ("dtype", "places", "shape", "summaries")
+
+    def __init__(self, tensor: Tensor, found: list[Tensor]) -> None:
+        self.summaries = found
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.places = _places()
+
+    def place(self) -> str:
+        """The call that saved it, in words."""
+        return ", called by ".join(_call_text(code, instruction) for code, instruction in self.places)
+
+
+def start(owner: Any, name: str, preserve_rng_state: bool) -> Verification | None:
+    """What compares this call of `owner` (a module or another callable) with its replay; None: nobody does.
+
+    Raises:
+        ValueError: the environment variable ``NEMO_LIKE_VERIFY`` is something else than 0 or 1.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "0", "1"):
+        raise ValueError(
+            f"The environment variable {VARIABLE} is {wanted!r}; it must be 1 (verify every step), 0 (never), or unset "
+            "(the first step)."
+        )
+    if wanted == "0" or (not preserve_rng_state and wanted != "1"):
+        return None
+    calls = _calls.setdefault(_identity(owner), {})
+    count = calls.get(name, 0)
+    if count >= CALLS and wanted != "1":
+        return None
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return None  # the comparison makes the host wait, which a capture refuses
+    calls[name] = min(count + 1, CALLS)
+    return Verification(calls, name)
+
+
+def _identity(owner: Any) -> Any:
+    """What stays the same from step to step, where functions and partial objects are made anew for each call."""
+    while hasattr(owner, "func"):
+        owner = owner.func
+    module = module_of(owner)
+    if module is not None:
+        return module
+    return getattr(getattr(owner, "__func__", owner), "__code__", None) or type(owner)
+
+
+def _look_at(tensor: Tensor) -> list[Tensor] | None:
+    """The summaries of `tensor`, computed where no mode sees it; None: it has no values."""
+    if is_fake(tensor):
+        return None
+    with torch.no_grad(), unseen() as hidden:
+        return (summaries(tensor) or None) if hidden else None
+
+
+def _to_host(found: list[list[Tensor]]) -> list[list[list[float]]]:
+    """The numbers of all summaries, with one wait for each device."""
+    numbers: dict[int, list[float]] = {}
+    every = [summary for group in found for summary in group]
+    with torch.no_grad(), unseen():
+        for device in {summary.device for summary in every}:
+            here = [summary for summary in every if summary.device == device]
+            numbers.update(zip(map(id, here), torch.stack(here).tolist(), strict=True))
+    return [[numbers[id(summary)] for summary in group] for group in found]
+
+
+def _difference(then: list[list[float]], now: list[list[float]]) -> float:
+    """How far the summaries of two tensors are apart, as a part of the norm."""
+    if len(then) != len(now):  # a sparse tensor that lost all of its values, or got its first
+        return math.inf
+    return max(map(_difference_of_parts, then, now))
+
+
+def _difference_of_parts(then: list[float], now: list[float]) -> float:
+    first, second, square, odd, odd_sum = then
+    first_now, second_now, square_now, odd_now, odd_sum_now = now
+    norm, norm_now = math.sqrt(square), math.sqrt(square_now)
+    apart = max(abs(first - first_now), abs(second - second_now), abs(norm - norm_now))
+    odd_apart = max(abs(odd - odd_now), abs(odd_sum - odd_sum_now))
+    scale, odd_scale = max(norm, norm_now), max(odd, odd_now)
+    return max(apart / scale if scale > 0 else 0.0, math.sqrt(odd_apart / odd_scale) if odd_scale > 0 else 0.0)
+
+
+def _words(numbers: list[list[float]]) -> str:
+    """Summaries as an error shows them."""
+    return " and ".join(
+        f"norm {math.sqrt(square):.9g}, signed sums {first:.9g} and {second:.9g}"
+        + (f", {int(odd)} not finite" if odd else "")
+        for first, second, square, odd, _ in numbers
+    )
+
+
+_OURS, _TORCHS = os.path.dirname(__file__), os.path.dirname(torch.__file__) + os.sep
+
+
+def _places() -> list[tuple[CodeType, int]]:
+    """The call that autograd saves a tensor for, and the first one on the way to it that is not in torch."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and os.path.dirname(frame.f_code.co_filename) == _OURS:
+        frame = frame.f_back
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None:
+        inside = frame.f_code.co_filename.startswith(_TORCHS)
+        if not found or not inside:
+            found.append((frame.f_code, frame.f_lasti))
+        if not inside:
+            break
+        frame = frame.f_back
+    return found
+
+
+def _call_text(code: CodeType, instruction: int) -> str:
+    """An instruction of some code as its source has it, with file, line and function."""
+    positions = list(code.co_positions())
+    line, last_line, column, last_column = positions[min(instruction // 2, len(positions) - 1)]
+    text = linecache.getline(code.co_filename, line or 0).rstrip("\n")
+    if line == last_line and column is not None:
+        text = text.encode()[column:last_column].decode(errors="replace")
+    return f"`{text.strip()}` ({code.co_filename}:{line}, in {code.co_qualname})"

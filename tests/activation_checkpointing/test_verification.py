@@ -1,0 +1,368 @@
+"""Verification of the first replay: when it runs, what it looks at, what it lets pass, and that it costs nothing later."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_like import apply_activation_checkpointing, torch_compat
+from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region, verification
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, DecisionTable, FullPolicy, SelectivePolicy
+from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
+from nemo_like.planning.fake import FakeRun
+from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, gradients, region
+
+FULL = FullPolicy()
+WRONG = "gradients would be wrong"
+
+pytestmark = pytest.mark.compat
+
+
+class Counting(nn.Module):
+    """Multiplies by a number of the program's, which nobody puts back."""
+
+    def __init__(self, factors: list[float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factors = [factors]  # a list in a list is no plain attribute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.factors[0][0]).exp().sin()
+
+
+def step(module: Callable[[Tensor], Tensor], between: Callable[[], Any] = lambda: None, **options: Any) -> Tensor:
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = checkpoint_region(module, x, policy=FULL, name="counting", **options).sum()
+    between()
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("variable", [None, "0", "1"])
+def test_which_steps_are_verified(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variable is None:
+        monkeypatch.delenv("NEMO_LIKE_VERIFY", raising=False)
+    else:
+        monkeypatch.setenv("NEMO_LIKE_VERIFY", variable)
+    for steps_before in (0, 3):
+        factors = [1.0]
+        module = Counting(factors)
+        for _ in range(steps_before):
+            step(module)
+        verified = variable == "1" or (variable is None and steps_before == 0)
+        with pytest.raises(RegionError, match=WRONG) if verified else contextlib.nullcontext():
+            step(module, lambda: factors.__setitem__(0, 2.0))  # noqa: B023
+
+
+def test_a_variable_that_is_none_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_LIKE_VERIFY", "yes")
+    with pytest.raises(ValueError, match=r"'yes'; it must be 1 .*, 0 .*, or unset"):
+        step(nn.Linear(4, 4))
+
+
+def test_the_error_names_region_op_tensor_numbers_and_causes() -> None:
+    factors = [1.0]
+    with pytest.raises(RegionError) as raised:
+        step(Counting(factors), lambda: factors.__setitem__(0, 2.0))
+    message = str(raised.value)
+    assert "Region 'counting'" in message and "torch.float32 of shape (2, 4)" in message
+    assert "`(self.linear(x) * self.factors[0][0]).exp()`" in message  # its result is the first that differs
+    assert __file__ in message and "in Counting.forward" in message
+    assert message.count("norm ") == 2 and message.count("signed sums ") == 2
+    assert all(word in message for word in ("generator", "context variable", "hooks", "in place", "global state"))
+
+
+def test_all_forwards_before_the_first_backward_are_verified_and_no_further_one() -> None:
+    factors = [1.0]
+    module = Counting(factors)
+    x = torch.ones(2, 4, requires_grad=True)
+    losses = [checkpoint_region(module, x, policy=FULL, name="counting") for _ in range(3)]
+    losses[0].sum().backward()
+    factors[0] = 2.0
+    with pytest.raises(RegionError, match=WRONG):
+        losses[1].sum().backward()
+    step(module, lambda: factors.__setitem__(0, 3.0))
+
+
+def test_forwards_without_a_backward_are_looked_at_so_often_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = _count_looks(monkeypatch)
+    module, x = nn.Linear(4, 4), torch.ones(2, 4)
+    for _ in range(verification.CALLS + 10):
+        checkpoint_region(module, x, policy=FULL)
+    assert len(looks) == verification.CALLS  # one saved tensor each
+
+
+def _count_looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    looks: list[Tensor] = []
+    look = verification.summaries
+    monkeypatch.setattr(verification, "summaries", lambda tensor: looks.append(tensor) or look(tensor))
+    return looks
+
+
+def test_a_function_made_anew_in_every_step_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = _count_looks(monkeypatch)
+    counts = []
+    for _ in range(3):
+        step(lambda x: x.exp().sin())
+        counts.append(len(looks))
+    assert counts == [4, 4, 4]  # two tensors, in forward and in replay
+
+
+def operators(run: Callable[[], Any]) -> Counter[str]:
+    """All operators that run, those that no dispatch mode sees among them, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return Counter(event.name for event in profile.events() if event.name.startswith("aten::"))
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
+def test_it_costs_operators_in_the_first_step_and_not_one_later(ac: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(variable: str) -> list[Counter[str]]:
+        monkeypatch.setenv("NEMO_LIKE_VERIFY", variable)
+        torch.manual_seed(0)
+        model = apply_activation_checkpointing(nn.ModuleDict({"layers": nn.ModuleList(map(LlamaBlock, (16, 16)))}), ac)
+        x = torch.randn(1, 4, 16, requires_grad=True)
+
+        def run() -> None:
+            h = x
+            for layer in model["layers"]:
+                h = layer(h)
+            h.sum().backward()
+
+        return [operators(run) for _ in range(4)]
+
+    first, *later = steps("")
+    first_off, *later_off = steps("0")
+    assert first["aten::nan_to_num"] == first_off["aten::nan_to_num"] == 0
+    assert sum(first.values()) > sum(first_off.values())
+    assert later == later_off
+
+
+def test_no_mode_sees_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def seen(variable: str) -> list[str]:
+        monkeypatch.setenv("NEMO_LIKE_VERIFY", variable)
+        with Seen() as mode, torch.device("cpu"):
+            step(Counting([1.0]))
+        return mode.names
+
+    assert seen("1") == seen("0") != []
+
+
+def test_a_torch_that_cannot_hide_operators_does_not_verify(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_compat, "_no_dispatch", None)
+    factors = [1.0]
+    with caplog.at_level(logging.WARNING, "nemo_like"):
+        step(Counting(factors), lambda: factors.__setitem__(0, 2.0))
+    assert "replays are not verified" in caplog.text
+
+
+# --- What passes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_LIKE_VERIFY", "1")
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *others)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None for _ in ctx.saved_tensors[1:]]
+
+
+def _float8(values: Tensor) -> Tensor:
+    return values.to(torch.float8_e4m3fn)
+
+
+SAVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "bool": lambda x: x > 0,
+    "int64": lambda x: (x * 100).long(),
+    "uint8": lambda x: (x * 100).to(torch.uint8),
+    "float64": lambda x: x.double(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "float8": _float8,
+    "complex": lambda x: torch.complex(x, x + 1).conj(),
+    "not a number": lambda x: torch.where(x > 0.5, torch.nan, x),
+    "infinite": lambda x: torch.where(x > 0.5, torch.inf, -torch.inf),
+    "empty": lambda x: x[:0],
+    "scalar": lambda x: x.sum(),
+    "transposed": lambda x: x.t(),
+    "expanded": lambda x: x[:1].expand(50, -1),
+    "sparse": lambda x: x.relu().to_sparse(),
+    "sparse rows": lambda x: x.relu().to_sparse_csr(),
+    "sparse columns": lambda x: x.relu().to_sparse_csc(),
+    "vmapped": lambda x: torch.vmap(lambda row: row.exp() * row)(x),
+}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("policy", [FULL, SelectivePolicy()], ids=["full", "selective"])
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_saved_tensor_of_any_kind_is_compared(kind: str, policy: Any) -> None:
+    factor = [1.0]
+
+    def fn(x: Tensor) -> Tensor:
+        return _Saves.apply(x, SAVED[kind](x.detach() * factor[0])).exp()
+
+    values = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    for changed in (1.0, 4.0):
+        x = values.clone().requires_grad_()
+        loss = checkpoint_region(fn, x, policy=policy).sum()
+        factor[0] = changed
+        passes = changed == 1 or kind in ("empty", "bool")  # nothing to compare, and the same in spite of the change
+        with contextlib.nullcontext() if passes else pytest.raises(RegionError, match=f"{WRONG}|had shape"):
+            loss.backward()
+        factor[0] = 1.0
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("decision", [SAVE, SKIP, HOST], ids=["save", "skip", "host"])
+def test_decisions(decision: Any) -> None:
+    w = nn.Linear(8, 8, bias=False)
+
+    def fn(x: Tensor) -> Tensor:
+        return (w(x) + x).tanh() * x
+
+    table = DecisionTable({"aten.mm.default": [SAVE if decision is SKIP else decision]})
+    if decision is SKIP:  # what comes after a kept sum needs the product no more
+        table = DecisionTable({"aten.mm.default": [SKIP], "aten.add.Tensor": [SAVE]})
+    x = torch.randn(3, 8)
+    assert_bitwise(gradients(region(fn, table), w, x), gradients(fn, w, x))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("policy", [FULL, SelectivePolicy()], ids=["full", "selective"])
+@pytest.mark.parametrize("block", [LlamaBlock, RouterBlock, lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))])
+def test_blocks_autocast_and_a_kept_graph(block: Any, policy: Any) -> None:
+    torch.manual_seed(0)
+    module = block() if not isinstance(block, type) else block(16)
+    x = torch.randn(1, 4, 16)
+    assert_bitwise(gradients(region(module, policy), module, x), gradients(module, module, x))
+    with torch.autocast("cpu", torch.bfloat16, enabled=block is not RouterBlock):
+        loss = region(module, policy)(x.clone().requires_grad_()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.usefixtures("always")
+def test_regions_in_regions_and_a_backward_inside_a_region() -> None:
+    w = nn.Linear(4, 4)
+
+    def inner(x: Tensor) -> Tensor:
+        return w(x).exp().sin()
+
+    def energy(x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(w(x).exp().sum(), x, create_graph=True)
+        return (force * x).sin()
+
+    for fn in (lambda x: region(inner, FULL)(x).tanh() * x, energy):
+        x = torch.randn(2, 4)
+        assert_bitwise(gradients(region(fn, FULL), w, x), gradients(fn, w, x))
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_unrolled_cells_of_one_name_are_verified_each_by_itself(levels: int) -> None:
+    for _ in range(2):
+        factors = [1.0]
+        cell = _Recurrent(factors)
+        for changed in (1.0, 2.0):
+            inputs = torch.ones(9, 2, 4, requires_grad=True)
+            _, last = checkpoint_timesteps(cell, inputs, torch.zeros(2, 4), 2, levels=levels)
+            last.sum().backward()
+            _, last = checkpoint_timesteps(_Recurrent(factors), inputs, torch.zeros(2, 4), 2, levels=levels)
+            factors[0] = changed + 1
+            with pytest.raises(RegionError, match=WRONG):
+                last.sum().backward()
+            factors[0] = changed
+
+
+class _Recurrent(Counting):
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        state = super().forward(x + state)
+        return state, state
+
+
+def test_a_run_on_fake_tensors_verifies_nothing_and_does_not_count_as_the_first_step() -> None:
+    factors = [1.0]
+    module = Counting(factors)
+    with FakeRun() as run:
+        fakes = run.state(module, None)
+        (x,), _ = run.sample(((torch.ones(2, 4, requires_grad=True),), {}), None)
+        call = lambda x: torch.func.functional_call(module, fakes, (x,))  # noqa: E731
+        run_region(call, (x,), {}, policy=FULL, name="counting", owner=module).sum().backward()
+    with pytest.raises(RegionError, match=WRONG):
+        step(module, lambda: factors.__setitem__(0, 2.0))
+
+
+def test_without_the_random_state_numbers_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NEMO_LIKE_VERIFY", raising=False)
+    dropout = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+    step(dropout, preserve_rng_state=False)
+    monkeypatch.setenv("NEMO_LIKE_VERIFY", "1")
+    with pytest.raises(RegionError, match=WRONG):
+        for _ in range(20):
+            step(dropout, preserve_rng_state=False)
+
+
+# --- Nondeterministic kernels -----------------------------------------------------------------------------------------
+
+
+class _AddsInAnotherOrder:
+    """As atomic additions: the second run differs by up to so many units of the last place."""
+
+    def __init__(self, units: int) -> None:
+        self.units, self.runs = units, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        with torch.no_grad():
+            y = x.exp()
+            if self.runs == 2:
+                sign = torch.randint(-self.units, self.units + 1, y.shape, generator=torch.Generator().manual_seed(0))
+                y += (y.double() * sign * torch.finfo(x.dtype).eps).to(x.dtype)
+        return _Saves.apply(x, y, y > 1)
+
+
+LAST_PLACES = [(torch.float32, 2, 100_000), (torch.bfloat16, 2, 40), (torch.float16, 2, 100), (torch.float64, 20_000, 10**9)]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("dtype", "few", "many"), LAST_PLACES)
+def test_last_places_may_differ_unless_the_program_asks_for_determinism(
+    dtype: torch.dtype, few: int, many: int, strict: bool
+) -> None:
+    torch.use_deterministic_algorithms(strict)
+    try:
+        for units in (few, many):
+            x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+            loss = checkpoint_region(_AddsInAnotherOrder(units), x, policy=FULL, name=f"{dtype} {units} {strict}").sum()
+            with pytest.raises(RegionError, match=WRONG) if strict or units == many else contextlib.nullcontext():
+                loss.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,219 @@
+"""Verification catches what a replay sees otherwise than forward did, where nothing else does.
+
+Each class is run with the protections taken out that would put its state back or name it: once with verification off,
+which shows that gradients are wrong without a word, and once with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nemo_like import apply_activation_checkpointing
+from nemo_like.activation_checkpointing import sequential
+from nemo_like.activation_checkpointing.engine import region
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+
+AROUND: contextvars.ContextVar[float] = contextvars.ContextVar("around", default=1.0)
+GLOBAL = {"calls": 0}
+
+
+class _Nothing(contextlib.nullcontext):
+    """Stands for a protection and protects from nothing: every method of it does nothing and returns one that is false."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+
+class _ByReference:
+    """`SavedInputs` that keeps the arguments as they are."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._given = args, kwargs
+
+    def get(self, region: str) -> Any:
+        return self._given
+
+
+@pytest.fixture
+def unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (region, sequential):
+        for name in ("Ambient", "BufferSnapshot", "ModuleWorld"):
+            monkeypatch.setattr(module, name, _Nothing)
+        monkeypatch.setattr(module, "SavedInputs", _ByReference)
+
+
+@dataclasses.dataclass
+class State:
+    scale: Tensor
+
+
+class Block(nn.Module):
+    """Reads all that a layer can read."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(width, width), nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.rand(4, width) + 0.5, requires_grad=False)
+        self.register_buffer("shift", torch.full((width,), 0.5))
+        self.scaling, self.adapter = {"a": 1.0, "b": 3.0}, "a"
+        self.calls, self.draws = 0, ""
+        self.generator = torch.Generator().manual_seed(3)
+
+    def drawn(self, x: Tensor) -> Tensor | float:
+        if self.draws == "generator":
+            return torch.rand(x.shape, generator=self.generator)
+        if self.draws == "random":
+            return random.random()
+        if self.draws == "numpy":
+            return float(numpy.random.rand())
+        if self.draws == "context":
+            return AROUND.get()
+        if self.draws == "global":
+            GLOBAL["calls"] += 1
+            return GLOBAL["calls"] / 4
+        return 1.0
+
+    def forward(self, x: Tensor, state: Any = None) -> Tensor:
+        self.calls += 1
+        y = self.attn(x + self.shift).tanh() * self.scaling[self.adapter]
+        y = (y * 2 if self.training else y) * self.drawn(x)
+        if isinstance(state, dict):
+            y, state["scale"] = y * state["scale"], state["scale"] * 2
+        elif state is not None:
+            y, state.scale = y * state.scale, state.scale * 2
+        counted = self.calls if self.draws == "counter" else 1
+        return x + ((self.mlp(y.sin()) * counted).tanh() * self.gain).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, state: Any = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, state) if state is not None else layer(x)
+        return x
+
+
+def each(change: Callable[[Block], Any]) -> Callable[[Model], None]:
+    def to_all(model: Model) -> None:
+        with torch.no_grad():
+            for layer in model.layers:
+                change(layer)
+
+    return to_all
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "bias": each(lambda layer: layer.attn.bias.add_(1)),
+    "adapter": each(lambda layer: setattr(layer, "adapter", "b")),
+    "adapter's scale": each(lambda layer: layer.scaling.update(a=3.0)),
+    "hook added": each(lambda layer: layer.attn.register_forward_hook(lambda m, a, out: out * 3)),
+    # Of the last layer alone: one more saved tensor shifts the others, and behind it there is none of another shape.
+    "requires_grad": lambda model: model.layers[-1].gain.requires_grad_(True),
+    "eval": lambda model: model.eval(),
+    "buffer changed": each(lambda layer: layer.shift.add_(1)),
+    "buffer exchanged": each(lambda layer: setattr(layer, "shift", layer.shift + 1)),
+}
+"""What a program changes between forward and backward."""
+DRAWS = ("generator", "random", "numpy", "context", "global", "counter")
+"""What a layer's own forward draws from, or counts in."""
+
+
+def _of_change(model: Model, name: str, x: Tensor) -> Tensor:
+    loss = model(x).square().sum()
+    CHANGES[name](model)
+    return loss
+
+
+def _of_draws(model: Model, name: str, x: Tensor) -> Tensor:
+    random.seed(5), numpy.random.seed(5)
+    GLOBAL["calls"] = 0
+    for layer in model.layers:
+        layer.draws = name
+    before = AROUND.set(3.0)
+    loss = model(x).square().sum()
+    AROUND.reset(before)
+    return loss
+
+
+def _of_states(model: Model, name: str, x: Tensor) -> Tensor:
+    scale = torch.tensor(0.25)
+    return model(x, {"scale": scale} if name == "dict" else State(scale)).square().sum()
+
+
+def _hook_removed(model: Model, name: str, x: Tensor) -> Tensor:
+    handles = [layer.attn.register_forward_hook(lambda m, a, out: out * 3) for layer in model.layers]
+    loss = model(x).square().sum()
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
+def _functional_call(model: Model, name: str, x: Tensor) -> Tensor:
+    weights = {key: (p.detach() * 2).requires_grad_(p.requires_grad) for key, p in model.named_parameters()}
+    return torch.func.functional_call(model, weights, (x,)).square().sum()
+
+
+CLASSES: dict[str, Callable[[Model, str, Tensor], Tensor]] = {
+    **dict.fromkeys(CHANGES, _of_change),
+    **dict.fromkeys(DRAWS, _of_draws),
+    **dict.fromkeys(("dict", "dataclass"), _of_states),
+    "hook removed": _hook_removed,
+    "functional_call": _functional_call,
+}
+
+
+def gradient(ac: str, name: str) -> Tensor:
+    """The input's gradient, of a model and an input that are the same in each call."""
+    torch.manual_seed(0)
+    model: Any = Model()
+    if ac != "none":
+        model = apply_activation_checkpointing(model, ac)
+    x = torch.randn(4, 8, requires_grad=True)
+    return torch.autograd.grad(CLASSES[name](model, name, x), x)[0]
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
+def test_nothing_is_raised_where_nothing_changed(ac: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    CHANGES["nothing"] = lambda model: None
+    monkeypatch.setitem(CLASSES, "nothing", _of_change)
+    monkeypatch.setenv("NEMO_LIKE_VERIFY", "1")
+    assert torch.equal(gradient(ac, "nothing"), gradient("none", "nothing"))
+
+
+@pytest.mark.parametrize("ac", ["full", "sequential"])
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.usefixtures("unprotected")
+def test_what_no_protection_holds_is_silent_without_verification_and_raises_with_it(
+    name: str, ac: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = gradient("none", name)
+    monkeypatch.setenv("NEMO_LIKE_VERIFY", "0")
+    assert not torch.equal(gradient(ac, name), wanted)
+    monkeypatch.delenv("NEMO_LIKE_VERIFY")
+    with pytest.raises(RegionError, match=r"Region 'layers\.\d'.*gradients would be wrong.*, torch.float32 of shape \("):
+        gradient(ac, name)
