@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.wrapper import unwrap_checkpoint_wrapper
 
 MODES = ["full", "selective", "sequential"]
 
@@ -26,11 +28,18 @@ class Block(nn.Module):
         self.scaling = {"a": 1.0, "b": 3.0}
         self.calls = 0
         self.load = torch.zeros(())
+        self.config = SimpleNamespace(gain=2.0, kinds=["tanh"])
+        self.function = torch.sin
+        self.seen: set[str] = set()
+
+    bonus = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.load = self.load + 1
-        y = self.attn(x + self.shift).tanh() * self.scaling[self.adapter]
+        self.seen.add(str(len(self.seen)))
+        y = self.attn(x + self.shift).tanh() * self.scaling[self.adapter] * self.config.gain * len(self.config.kinds)
+        y = self.function(y) * self.bonus * len(self.seen)
         y = y * 2 if self.training else y
         return x + (self.mlp(y).sin() * self.calls).tanh() * self.load
 
@@ -71,6 +80,20 @@ def _new_buffer(model: nn.Module) -> None:
         layer.shift = torch.full((8,), 9.0)
 
 
+def _exchange(name: str) -> Callable[[nn.Module], Any]:
+    def change(model: nn.Module) -> None:
+        torch.manual_seed(3)
+        setattr(unwrap_checkpoint_wrapper(model.layers[1]), name, nn.Linear(8, 8))
+
+    return change
+
+
+def _config(model: nn.Module) -> None:
+    for layer in model.layers:
+        layer.config.gain = 5.0
+        layer.config.kinds.append("sin")
+
+
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "eval": lambda model: model.eval(),
     "adapter": _adapter,
@@ -79,6 +102,15 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "buffer exchanged": _new_buffer,
     "frozen": lambda model: model.layers[1].mlp.requires_grad_(False),
     "counter": lambda model: [setattr(layer, "calls", 50) for layer in model.layers],
+    "sub-module exchanged": _exchange("mlp"),
+    "sub-module taken out": lambda model: delattr(unwrap_checkpoint_wrapper(model.layers[1]), "attn"),
+    "sub-module put in": _exchange("third"),
+    "configuration": _config,
+    "function": lambda model: [setattr(layer, "function", torch.cos) for layer in model.layers],
+    "attribute added": lambda model: [setattr(layer, "bonus", 9.0) for layer in model.layers],
+    "attribute taken away": lambda model: delattr(unwrap_checkpoint_wrapper(model.layers[1]), "calls"),
+    "attribute of another type": lambda model: [setattr(layer, "adapter", None) for layer in model.layers],
+    "set": lambda model: [layer.seen.update("xyz") for layer in model.layers],
     "load": lambda model: [setattr(layer, "load", torch.tensor(50.0)) for layer in model.layers],
 }
 
@@ -89,7 +121,8 @@ def _run(ac: str, change: Callable[[nn.Module], Any]) -> tuple[list[torch.Tensor
     loss = model(x).square().sum()
     change(model)
     loss.backward()
-    return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)], model
+    grads = [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+    return [torch.zeros(()) if grad is None else grad for grad in grads], model
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -98,12 +131,17 @@ def test_what_can_be_put_back_is(ac: str, change: str) -> None:
     expected, bare = _run("none", CHANGES[change])
     actual, model = _run(ac, CHANGES[change])
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    for now, then in zip(model.layers, bare.layers, strict=True):  # and the present is as it was before the replay
-        for name in ("training", "adapter", "scaling", "calls", "load"):
-            assert getattr(now, name) == getattr(then, name)
+    for layer, then in zip(model.layers, bare.layers, strict=True):  # and the present is as it was before the replay
+        now = unwrap_checkpoint_wrapper(layer)
+        for name in ("training", "adapter", "scaling", "calls", "load", "config", "function", "seen", "bonus"):
+            assert getattr(now, name, None) == getattr(then, name, None), name
+        assert list(now._modules) == list(then._modules) and now.__dict__.keys() == then.__dict__.keys()
         assert torch.equal(now.shift, then.shift)
         assert [p.requires_grad for p in now.parameters()] == [p.requires_grad for p in then.parameters()]
         assert len(now.mlp._forward_hooks) == len(then.mlp._forward_hooks)
+    # A second forward finds what the change has left, and nothing of the replay.
+    if change not in ("sub-module taken out", "attribute taken away", "attribute of another type"):
+        assert torch.equal(model(torch.ones(2, 8)), bare(torch.ones(2, 8)))
 
 
 @pytest.mark.parametrize("ac", MODES)
