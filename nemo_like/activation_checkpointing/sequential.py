@@ -136,8 +136,8 @@ class _Call:
         self.inputs = SavedInputs(_map(Tensor.detach, args), _map(Tensor.detach, kwargs))
         self.ambient = Ambient(preserve_rng_state)
         module = module_of(run)
-        self.buffers = BufferSnapshot(module) if module is not None else None
-        self.world = ModuleWorld(module) if module is not None else None
+        self.world = world = ModuleWorld(module) if module is not None else None
+        self.buffers = BufferSnapshot(module, world.stamp) if module is not None and world is not None else None
 
     def forward_done(self) -> None:
         """Keep only the state around the call that it used or changed."""

@@ -178,3 +178,46 @@ def test_what_autograd_did_not_save_and_was_changed_in_place_is_named(ac: str, n
 
     with pytest.raises(RegionError, match=f"'{name.rpartition('.')[2]}' of a .* was changed in place"):
         _run(ac, change)
+
+
+class Late(nn.Module):
+    """Makes its state when it is first called; `kind` says as what."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.attn = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "load"):
+            if self.kind == "buffer":
+                self.register_buffer("load", torch.zeros(()))
+            else:
+                self.load: Any = torch.zeros(()) if self.kind == "tensor" else 0
+        if self.kind == "number":
+            self.load += 1
+        else:
+            with torch.no_grad():
+                self.load.add_(1)
+        return (self.attn(x) * self.load).sin()
+
+
+@pytest.mark.parametrize("ac", MODES)
+@pytest.mark.parametrize("kind", ["buffer", "tensor", "number"])
+def test_state_that_is_made_in_the_first_forward_counts_once(ac: str, kind: str) -> None:
+    def run(mode: str) -> tuple[list[torch.Tensor], list[float]]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(Late(kind) for _ in range(3)))
+        if mode != "none":
+            model = apply_activation_checkpointing(model, mode)
+        gradients = []
+        for step in range(3):
+            model.zero_grad()
+            model(torch.full((2, 8), 0.1 * (step + 1))).square().sum().backward()
+            gradients += [p.grad.clone() for p in model.parameters()]
+        return gradients, [float(unwrap_checkpoint_wrapper(layer).load) for layer in model]
+
+    expected, loads = run("none")
+    actual, counted = run(ac)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert counted == loads == [3, 3, 3]

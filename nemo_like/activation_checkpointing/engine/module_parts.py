@@ -59,7 +59,7 @@ class Taken(NamedTuple):
 class Part:
     """What is to be looked at in one module, or in one configuration that modules share."""
 
-    __slots__ = ("containers", "generators", "get", "kinds", "modules", "name", "names", "own", "plain", "tuples")
+    __slots__ = ("buffers", "containers", "generators", "get", "kinds", "modules", "name", "names", "own", "plain", "tuples")
 
     def __init__(self, own: dict[str, Any], name: str, is_module: bool) -> None:
         self.own = own  # and not the module, which is a key of the table in which this is held
@@ -67,6 +67,7 @@ class Part:
         self.names = list(own)
         self.kinds = list(map(type, own.values()))
         self.modules: dict[str, nn.Module | None] | None = own["_modules"].copy() if is_module else None
+        self.buffers = list(own["_buffers"]) if is_module else []
         named = list(zip(self.names, self.kinds))
         self.plain = [name for name, kind in named if kind in _PLAIN or issubclass(kind, enum.Enum)]
         self.get = itemgetter(*self.plain) if len(self.plain) > 1 else self._get_few
@@ -79,9 +80,10 @@ class Part:
         return tuple(own[name] for name in self.plain)
 
     def is_current(self) -> bool:
-        """Whether attributes were neither added nor taken away, and none has another type."""
+        """Whether attributes and buffers were neither added nor taken away, and no attribute has another type."""
         own = self.own
-        return list(map(type, own.values())) == self.kinds and list(own) == self.names
+        same = list(map(type, own.values())) == self.kinds and list(own) == self.names
+        return same and (self.modules is None or list(own["_buffers"]) == self.buffers)
 
     def take(self) -> Taken:
         """The module as it is now."""
@@ -114,6 +116,8 @@ class Walk:
         self._tensors: list[Tensor | None] = []
         self.parameters: list[Tensor] = []
         self.counted: list[Tensor] = []
+        self.stamp = object()
+        """Another one whenever an attribute has come, gone, or changed its type."""
         configs: dict[int, Part] = {}
         for module in _modules(root):
             own = module.__dict__
@@ -131,6 +135,7 @@ class Walk:
                 return None
             if not part.is_current():
                 parts[index] = Part(part.own, part.name, part.modules is not None)
+                self.stamp = object()
         taken = [part.take() for part in parts]
         self._find_tensors(taken)
         return taken

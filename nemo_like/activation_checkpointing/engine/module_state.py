@@ -19,7 +19,8 @@ _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
 histories, running statistics); what is large (masks, position tables) hardly ever changes."""
 
-_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[_Known, ...]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[object, tuple[_Known, ...]]]] = weakref.WeakKeyDictionary()
+"""By module and training mode: the stamp of the module's attributes, and its buffers at that time."""
 
 
 class _Known:
@@ -55,11 +56,14 @@ class BufferSnapshot:
     identity and version. Modules without buffers, as most transformer layers are, cost nothing.
     """
 
-    __slots__ = ("_before", "_copies", "_first", "_mode", "_module")
+    __slots__ = ("_before", "_copies", "_first", "_mode", "_module", "_stamp")
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._mode = module, module.training
-        known_buffers = _known.get(module, {}).get(self._mode)
+    def __init__(self, module: nn.Module, stamp: object = None) -> None:
+        """`stamp` is another object than before when attributes of the modules have come, gone or changed their type."""
+        self._module, self._mode, self._stamp = module, module.training, stamp
+        known_at, known_buffers = _known.get(module, {}).get(self._mode, (None, None))
+        if known_at is not stamp:
+            known_buffers = None
         self._first = _buffers_of(module) if known_buffers is None else None
         self._before: list[tuple[_Known, Tensor, int, Tensor | None]] = []
         for known in known_buffers or self._first or ():
@@ -76,7 +80,7 @@ class BufferSnapshot:
         is no copy of it to replay from.
         """
         if self._first is not None:
-            _known.setdefault(self._module, {})[self._mode] = self._first
+            _known.setdefault(self._module, {})[self._mode] = self._stamp, self._first
         for known, buffer, version, copy in self._before:
             now = known.owner.get(known.name)
             changed = known.changes or now is not buffer or _version(buffer) != version

@@ -31,10 +31,11 @@ _ABSENT = object()
 class ModuleWorld:
     """The modules of a region as its forward finds them. Costs a microsecond or two for each module."""
 
-    __slots__ = ("_counted", "_flags", "_parameters", "_taken", "_versions", "generators")
+    __slots__ = ("_counted", "_flags", "_parameters", "_taken", "_versions", "generators", "stamp")
 
     def __init__(self, module: nn.Module) -> None:
         walk, self._taken = walk_of(module)
+        self.stamp = walk.stamp
         self._parameters, self._counted = walk.parameters, walk.counted
         self._flags = list(map(requires_grad_of, walk.parameters))
         self._versions: list[int] = []
@@ -115,6 +116,8 @@ def _restore_tensors(target: dict[str, Any], wanted: dict[str, Any], stack: cont
         if now is not tensor and (now is None or type(now) in PLAIN_TENSORS) and type(tensor) in PLAIN_TENSORS:
             stack.callback(target.__setitem__, name, now)
             target[name] = tensor
+    for name in target.keys() - wanted.keys():
+        stack.callback(target.__setitem__, name, target.pop(name))
 
 
 def _set(own: dict[str, Any], name: str, value: Any, stack: contextlib.ExitStack) -> None:

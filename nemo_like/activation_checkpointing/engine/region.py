@@ -105,8 +105,8 @@ class Region:
         self.inputs = SavedInputs(args, kwargs)
         self.ambient = Ambient(preserve_rng_state)
         module = module_of(self.fn)
-        self.buffers = BufferSnapshot(module) if module is not None else None
-        self.world = ModuleWorld(module) if module is not None else None
+        self.world = world = ModuleWorld(module) if module is not None else None
+        self.buffers = BufferSnapshot(module, world.stamp) if module is not None and world is not None else None
         decide = None
         if not self.policy.keeps_nothing:
             decide = self.policy.start()
