@@ -71,8 +71,16 @@ class ModelSource:
     def build(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """The model in training mode, with random weights, on `device`, with parameters of `dtype` (default: float32)."""
         with torch.device(device):
-            model = self.factory()
+            model = self._made()
         return (model if dtype is None else model.to(dtype)).train()
+
+    def _made(self) -> nn.Module:
+        if self.config is None:
+            return self.factory()  # the caller's own code raises its own errors
+        try:
+            return self.factory()
+        except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, AssertionError) as error:
+            raise ValueError(f"transformers cannot build {self.name!r} from its config: {error}") from error
 
     @property
     def vocab_size(self) -> int | None:
@@ -126,7 +134,11 @@ def _from_mapping(name: str, values: Mapping[str, Any]) -> ModelSource:
     kind = values["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"Model {name!r} has model_type {kind!r}, unknown to transformers {transformers.__version__}.")
-    config = transformers.CONFIG_MAPPING[kind].from_dict(dict(values))
+    try:
+        config = transformers.CONFIG_MAPPING[kind].from_dict(dict(values))
+    except Exception as error:  # each config class has validators of its own, with errors of their own
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(f"Model {name!r}: its config is not a {kind} that can be built. {reason}") from error
     auto = transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         auto = transformers.AutoModel

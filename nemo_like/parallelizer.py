@@ -178,7 +178,7 @@ def _planning(mesh: DeviceMesh | None, optimizer: str, precision: Precision, fsd
 
 def _refuse_parallelized(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {model!r}, a {type(model).__name__}; it must be a torch.nn.Module.")
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     for name, module in model.named_modules():
         if hasattr(module, _MARK) or isinstance(module, FSDPModule | DistributedDataParallel):
             raise ValueError(

@@ -50,3 +50,27 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return made
 
     return tree_map(one, value)
+
+
+def describe(args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """Arguments for a message: tensors by dtype and shape, others by type.
+
+    >>> describe((Tensor(2, 3),), {"name": "a"})
+    'float32 (2, 3), name: str'
+    """
+
+    def of(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return type(value).__name__
+
+    return ", ".join([*map(of, args), *(f"{name}: {of(value)}" for name, value in kwargs.items())])
+
+
+def split_sample(sample_input: Any) -> tuple[tuple, dict[str, Any]]:
+    """A sample input as (args, kwargs): a mapping is keywords, a tuple or list positions, anything else one argument."""
+    if isinstance(sample_input, Mapping):
+        return (), dict(sample_input)
+    if isinstance(sample_input, tuple | list):
+        return tuple(sample_input), {}
+    return (sample_input,), {}

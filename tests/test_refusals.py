@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from nemo_like import MemoryBudget, SelectivePolicy, parallelize, plan_for
 from nemo_like.cli import main
+from nemo_like.distributed.launch import local_device
 from nemo_like.options import FSDP2
 from nemo_like.planning.devices import resolve_device
 from tests.models.decoders import PlainDecoder, batch
@@ -88,3 +92,49 @@ def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
 def test_a_wrong_option_of_a_command_is_named(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("bench --device tpu", "device is 'tpu'"),
+        ("bench --device xla:99", "device is 'xla:99'"),
+        ("profile --model llama-tiny --device tpu", "device is 'tpu'"),
+        ("trace --device tpu", "device is 'tpu'"),
+        ("profile --model llama-tiny --input-shape 3,4 --batch-size 1", r"failed on the sample input \(float32 \(3, 4\)\)"),
+        ("profile --model llama-tiny --input-shape 3,x", "--input-shape is '3,x'"),
+        ("plan --model llama-tiny --gpu h100 --input-shape 0,3", "--input-shape is '0,3'"),
+        ("plan --model llama-tiny --gpu h100 --vocab-size -4", "--vocab-size is -4"),
+        ("plan --model llama-tiny --gpu h100 --seq-len 16 --memory 1KiB", "Budget '1024B'"),
+        ("plan --model {bad} --gpu h100", "its config is not a llama.*not a multiple of the number of attention heads"),
+        ("trace --ac sequential", "--ac is 'sequential'.*--?ac='full'|ac='full'"),
+    ],
+)
+def test_a_command_says_what_is_wrong_in_one_line(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "config.json"
+    bad.write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 7}')
+    status = main(words.format(bad=bad).split())
+    out = capsys.readouterr()
+    assert status in (1, 2)
+    assert re.search(said, out.err + out.out), out.err + out.out
+    assert "Traceback" not in out.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("command", ["bench --device cuda", "profile --model llama-tiny --device cuda"])
+def test_a_device_that_is_not_there_is_said_to_be_missing(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command.split()) == 2
+    assert "torch sees 0 CUDA device(s)" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_recipe_says_that_there_is_no_cuda_device() -> None:
+    with pytest.raises(ValueError, match="torch sees no CUDA device here"):
+        local_device("cuda")
+
+
+def test_a_list_of_layers_is_named_by_its_type() -> None:
+    with pytest.raises(TypeError, match=r"^model is a list; it must be a torch\.nn\.Module\.$"):
+        parallelize(list(PlainDecoder().blocks), "single")  # type: ignore[arg-type]

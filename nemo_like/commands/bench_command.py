@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from nemo_like.bench import SUITES, BenchOptions
-from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
-from nemo_like.options import parse_dtype
+from nemo_like.distributed.launch import checked_device, init_distributed, rank, shutdown, world_size
+from nemo_like.options import parse_dtype, parse_shape
 
 HELP = "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients"
 
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         batch_size=args.batch_size,
         seq_len=args.seq_len,
-        input_shape=_shape(args.input_shape),
-        device=args.device,
+        input_shape=None if args.input_shape is None else parse_shape("--input-shape", args.input_shape),
+        device=None if args.device is None else str(checked_device(args.device)),
         dtype=parse_dtype("--dtype", args.dtype),
         strategy=args.strategy,
         modes=None if args.modes is None else tuple(args.modes),
@@ -70,12 +70,3 @@ def run(args: argparse.Namespace) -> int:
         if launched:
             shutdown()
     return 0
-
-
-def _shape(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise ValueError(f"--input-shape is {text!r}; write it like 8,3,32,32.")
-    return tuple(int(word) for word in words)

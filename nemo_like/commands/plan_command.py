@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_like.models import ModelSource, resolve_model
-from nemo_like.options import FSDP2, Precision, parse_bytes, parse_dtype
+from nemo_like.options import FSDP2, Precision, parse_bytes, parse_dtype, parse_shape
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.plan_report import PlanReport
@@ -123,12 +123,10 @@ def _described(args: argparse.Namespace) -> str:
 def _sample_input(args: argparse.Namespace, source: ModelSource) -> Any:
     """What one step of one rank gives to the model."""
     if args.input_shape:
-        try:
-            shape = tuple(int(size) for size in args.input_shape.split(","))
-        except ValueError as error:
-            raise ValueError(f"--input-shape is {args.input_shape!r}; write sizes like 2,3,224,224.") from error
-        return torch.empty(shape, device="meta")
+        return torch.empty(parse_shape("--input-shape", args.input_shape), device="meta")
     if args.vocab_size is not None:
+        if args.vocab_size < 1:
+            raise ValueError(f"--vocab-size is {args.vocab_size}; it must be >= 1.")
         return torch.zeros(args.batch_size, args.seq_len, dtype=torch.long)
     if source.vocab_size is None:
         raise ValueError(

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
+from nemo_like.distributed.launch import checked_device
 from nemo_like.models import ModelSource, resolve_model
-from nemo_like.options import parse_bytes, parse_dtype
+from nemo_like.options import parse_bytes, parse_dtype, parse_shape
 from nemo_like.profiling import MemoryProfiler, recommend
 
 HELP = "measure what each layer of a model saves for backward and how long it takes, and what to replay for a budget"
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--limit", args.limit), ("--runs", args.runs)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")
+    checked_device(args.device)
     source = resolve_model(args.model)
     sample = sample_for(source, args.batch_size, args.seq_len, args.input_shape, args.device, dtype)
     torch.manual_seed(0)
@@ -75,8 +77,5 @@ def sample_for(
             raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")
     if input_shape is None:
         return source.sample_input(batch_size, seq_len, device)
-    words = input_shape.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise ValueError(f"--input-shape is {input_shape!r}; write it like 8,3,32,32.")
     generator = torch.Generator().manual_seed(0)
-    return torch.randn([int(word) for word in words], generator=generator).to(device, dtype)
+    return torch.randn(parse_shape("--input-shape", input_shape), generator=generator).to(device, dtype)

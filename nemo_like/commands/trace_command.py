@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from nemo_like.activation_checkpointing.op_trace import table_of, trace_regions
+from nemo_like.distributed.launch import checked_device
 from nemo_like.models import resolve_model
-from nemo_like.options import parse_dtype
+from nemo_like.options import normalise, parse_dtype
 from nemo_like.parallelizer import parallelize
 
 HELP = "print what a policy keeps and computes again, operator by operator, beside keeping all and keeping nothing"
@@ -49,6 +50,12 @@ def trace_model(
     for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")
+    if normalise(ac) == "sequential":
+        raise ValueError(
+            "--ac is 'sequential', whose regions are several layers' calls each: there is no table of one layer to print. "
+            "Trace ac='full', which computes the same operators again, layer by layer."
+        )
+    checked_device(device)
     source = resolve_model(model)
     built = source.build(device=device, dtype=dtype).train()
     sample = source.sample_input(batch_size, seq_len, device)

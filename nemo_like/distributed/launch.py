@@ -63,10 +63,15 @@ def local_device(device_type: str | None = None) -> torch.device:
     if device_type != "cuda":
         raise ValueError(f"device_type is {device_type!r}; it must be 'cuda' or 'cpu'.")
     count = torch.cuda.device_count()
+    if not count:
+        raise ValueError(
+            "device_type is 'cuda', and torch sees no CUDA device here. Leave it out to run on the CPU, or install a build "
+            "of torch for CUDA."
+        )
     if local_rank() >= count:
         raise ValueError(
             f"LOCAL_RANK is {local_rank()} but this host has {count} CUDA device(s): "
-            f"start at most {count} processes per host (torchrun --nproc-per-node {max(count, 1)})."
+            f"start at most {count} processes per host (torchrun --nproc-per-node {count})."
         )
     return torch.device("cuda", local_rank())
 

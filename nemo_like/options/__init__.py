@@ -14,7 +14,7 @@ from nemo_like.options.parallel import (
     TensorParallel,
     parse_strategy,
 )
-from nemo_like.options.words import did_you_mean, field_names, normalise, parse_bytes, parse_dtype
+from nemo_like.options.words import did_you_mean, field_names, normalise, parse_bytes, parse_dtype, parse_shape
 
 __all__ = [
     "AC_STRATEGIES",
@@ -32,5 +32,6 @@ __all__ = [
     "parse_ac",
     "parse_bytes",
     "parse_dtype",
+    "parse_shape",
     "parse_strategy",
 ]

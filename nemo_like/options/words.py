@@ -56,6 +56,18 @@ def parse_dtype(name: str, value: Any) -> torch.dtype | None:
     raise ValueError(f"{name} is {value!r}; it must be a torch dtype or one of {', '.join(_DTYPES)}.")
 
 
+def parse_shape(name: str, text: str) -> tuple[int, ...]:
+    """``"8,3,32,32"`` as sizes, each >= 1. `name` is the argument's, for the error.
+
+    >>> parse_shape("--input-shape", "8,3")
+    (8, 3)
+    """
+    words = text.split(",")
+    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        raise ValueError(f"{name} is {text!r}; write sizes >= 1 like 8,3,32,32.")
+    return tuple(int(word) for word in words)
+
+
 def field_names(cls: type) -> tuple[str, ...]:
     """The names of a dataclass's fields, in order."""
     return tuple(field.name for field in dataclasses.fields(cls))

@@ -19,7 +19,7 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
 from nemo_like.module_tree import bare
 from nemo_like.planning.block_trace import BlockTrace, trace_block
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
-from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.tensors import describe, map_tensors, split_sample, tensors_in
 from nemo_like.torch_compat import tree_flatten
 
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
@@ -70,15 +70,6 @@ class ModelTrace:
         return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
 
 
-def split_sample(sample_input: Any) -> tuple[tuple, dict[str, Any]]:
-    """A sample input as (args, kwargs): a mapping is keywords, a tuple or list positions, anything else one argument."""
-    if isinstance(sample_input, Mapping):
-        return (), dict(sample_input)
-    if isinstance(sample_input, tuple | list):
-        return tuple(sample_input), {}
-    return (sample_input,), {}
-
-
 def trace_model(
     model: nn.Module, layers: Sequence[Any], sample_input: Any, *, dtype: torch.dtype | None = None
 ) -> ModelTrace:
@@ -118,22 +109,11 @@ def _forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, k
         if isinstance(error, RuntimeError | TypeError | IndexError | AttributeError):
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"The forward pass of {type(model).__name__} failed on the sample input ({_shapes(args, kwargs)}), run on "
+                f"The forward pass of {type(model).__name__} failed on the sample input ({describe(args, kwargs)}), run on "
                 f"tensors without values: {reason}. Give what one step of one rank gives to the "
                 "model; if that is what this is, the model cannot be planned: use a mode instead of a budget."
             ) from error
         raise
-
-
-def _shapes(args: tuple, kwargs: Mapping[str, Any]) -> str:
-    """Arguments as one would describe them: tensors by dtype and shape, others by type."""
-
-    def of(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-        return type(value).__name__
-
-    return ", ".join([*map(of, args), *(f"{name}: {of(value)}" for name, value in kwargs.items())])
 
 
 @dataclass

@@ -72,7 +72,9 @@ def _row(name: str, plan: Plan, limit: int) -> PlanRow:
 
 
 def _gib(size: int) -> str:
-    return f"{size * 10 // 2**30 / 10:.1f}GiB" if size >= 2**30 else f"{size // 2**20}MiB"
+    if size >= 2**30:
+        return f"{size * 10 // 2**30 / 10:.1f}GiB"
+    return f"{size // 2**20}MiB" if size >= 2**20 else f"{size}B"
 
 
 def table(report: PlanReport) -> str:
