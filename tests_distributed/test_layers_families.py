@@ -113,7 +113,7 @@ def _skipping(rank: int, world_size: int, name: str, frozen_sharding: str, mode:
 @pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
 @pytest.mark.parametrize(("name", "mode"), [("llava", "selective"), ("smolvlm", "full")])
 def test_a_rank_without_an_image_with_a_trainable_projector(name: str, mode: str, frozen_sharding: str) -> None:
-    """Failure 13."""
+    """Ranks that meet a tower and ranks that do not."""
     run_ranks(2, _skipping, name, frozen_sharding, mode, timeout=60)
 
 
@@ -144,7 +144,7 @@ def _mixed_dtypes(rank: int, world_size: int, mode: str) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_layers_of_mixed_storage_dtypes(mode: str) -> None:
-    """Failure 14: fresh and accumulated gradients, and parameters, of two dtypes in one layer."""
+    """Fresh and accumulated gradients, and parameters, of two dtypes in one layer."""
     assert run_ranks(2, _mixed_dtypes, mode) == [[], []]
 
 

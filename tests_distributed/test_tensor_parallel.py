@@ -145,7 +145,7 @@ def _one_dimensional(rank: int, world_size: int, name: str) -> dict[str, bool]:
 
 
 def test_styles_of_the_installed_plan() -> None:
-    """Failure 21: styles newer than ours (fused experts) come from the transformers in use."""
+    """Styles newer than ours (fused experts) come from the transformers in use."""
     cut = run_ranks(2, _one_dimensional, "mixtral")[0]
     assert cut["model.layers.0.mlp.experts.gate_up_proj"] and cut["lm_head.weight"]
     assert not cut["model.layers.0.input_layernorm.weight"]

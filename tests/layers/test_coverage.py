@@ -32,7 +32,7 @@ def test_few_exceptions_each_with_a_reason() -> None:
     assert all(len(reason) > 20 for reason in coverage.EXCEPTIONS.values())
 
 
-# Failure 24: models whose lookup loses a tower elsewhere. (group, layer class) -> how many, at their default sizes.
+# Models whose lookup loses a tower elsewhere. (group, layer class) -> how many, at their default sizes.
 TOWERS = {
     "t5": {("language", "T5Block"): 12},
     "bart": {("language", "BartEncoderLayer"): 12, ("language", "BartDecoderLayer"): 12},
@@ -52,7 +52,7 @@ TOWERS = {
         ("vision", "Qwen2_5OmniVisionBlock"): 32,
         ("language", "Qwen2_5OmniDecoderLayer"): 28,
     },
-    # Failure 5: hybrids whose linear attention a lookup by name missed.
+    # Hybrids whose linear attention a lookup by name missed.
     "qwen3_next": {("language", "Qwen3NextDecoderLayer"): 48},
     "olmo_hybrid": {
         ("language", "OlmoHybridLinearAttentionDecoderLayer"): 24,

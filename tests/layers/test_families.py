@@ -65,7 +65,7 @@ TOWERS = {"vision": ("vision", "visual"), "language": ("language", "text")}
 @pytest.mark.parametrize("name", VLMS)
 @pytest.mark.parametrize("scope", ["vision", "language", "multimodal", "all"])
 def test_scopes_wrap_exactly_the_named_towers(name: str, scope: str) -> None:
-    """Failure 24: both towers are seen; a scope touches its own and nothing else."""
+    """Both towers are seen; a scope touches its own and nothing else."""
     model = FAMILIES[name].build()
     wanted = {"multimodal": ("vision",), "all": ("vision", "language")}.get(scope, (scope,))
     expected = {layer.fqn for layer in find_layers(model) if layer.group in wanted}
@@ -90,7 +90,7 @@ def test_frozen_towers_are_left_out(name: str) -> None:
 
 
 def test_scope_on_a_model_without_that_tower_is_an_error() -> None:
-    """Failure 23: ``scope="vision"`` on a language model must not be a silent no-op."""
+    """``scope="vision"`` on a language model must not be a silent no-op."""
     model = FAMILIES["llama"].build()
     with pytest.raises(ValueError, match="'vision' selects no layer; this model has 2 language layers"):
         apply_activation_checkpointing(model, "selective", scope="vision")
@@ -98,7 +98,7 @@ def test_scope_on_a_model_without_that_tower_is_an_error() -> None:
 
 
 def test_language_scope_on_an_unknown_plain_model() -> None:
-    """Failure 23: a plain decoder is language, so that ``scope="language"`` does something there."""
+    """A plain decoder is language, so that ``scope="language"`` does something there."""
     model = FAMILIES["module_list"].build()
     apply_activation_checkpointing(model, "full", scope="language")
     assert all(isinstance(block, CheckpointWrapper) for block in model.body)
@@ -109,7 +109,7 @@ def test_language_scope_on_an_unknown_plain_model() -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "smolvlm"])
 def test_peft_keeps_every_tower(name: str) -> None:
-    """Failure 23: a vision-language model inside a PEFT wrapper still has a vision tower."""
+    """A vision-language model inside a PEFT wrapper still has a vision tower."""
     bare = find_layers(FAMILIES[name].build())
     adapted = with_lora(FAMILIES[name].build(), ["q_proj", "v_proj"])
     found = find_layers(adapted)
@@ -119,7 +119,7 @@ def test_peft_keeps_every_tower(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llava", "gpt2"])
 def test_lora_gradients_are_bitwise_equal(name: str) -> None:
-    """Failure 7: adapters get gradients although the embeddings, and so a layer's input, need none."""
+    """Adapters get gradients although the embeddings, and so a layer's input, need none."""
     family = FAMILIES[name]
     targets = ["c_attn"] if name == "gpt2" else ["q_proj", "v_proj"]
     grads = {}

@@ -285,7 +285,7 @@ def test_wrong_objects_are_errors() -> None:
 
 
 def test_nothing_found_lists_the_candidates() -> None:
-    """Failure 5: a lookup that finds nothing must not pass in silence."""
+    """A lookup that finds nothing must not pass in silence."""
     model = Holder(fcs=nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(6)))
     with pytest.raises(LayersNotFoundError, match=r"(?s)in this Holder.*fcs: 6 x Linear.*layers=\['fcs\.\*'\]"):
         find_layers(model)
