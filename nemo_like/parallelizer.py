@@ -102,7 +102,7 @@ def parallelize(
         tp: FSDP2: ranks that each large weight is split over (must divide the number of ranks), or `TensorParallel(...)`
             with a plan, sequence parallelism and a loss that stays split by vocabulary.
         ac_scope: the groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
-            ``"multimodal"`` or a list. Layers in which nothing trains are left out.
+            ``"multimodal"`` or a list. A frozen layer is replayed in calls with an input that needs a gradient.
         layers: names (globs) or modules of the layers, instead of the layers that are found.
         precision: the dtype to compute in (``"bf16"``), a `Precision` (also for reduction and outputs) or torch's
             `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast.
@@ -210,6 +210,11 @@ def _check_tensor_parallel(mesh: DeviceMesh | None, asked: Asked, tensor: Tensor
 def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, precision: Precision) -> None:
     """For a model that every rank holds whole."""
     check_autocast(model, precision.dtypes["param_dtype"])
+    if mesh is not None and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "strategy='ddp' averages the gradients of parameters, and no parameter of this model trains. Put what trains "
+            "into the model, or use strategy='single'."
+        )
     if mesh is not None and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
             "strategy='ddp' needs a model with weights, and this one is on the meta device: build it on the CPU, or use "

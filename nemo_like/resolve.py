@@ -14,7 +14,7 @@ from nemo_like.activation_checkpointing.spec import CheckpointSpec, How, one_reg
 from nemo_like.activation_checkpointing.submodules import submodules_to_checkpoint
 from nemo_like.cells import timestep_specs
 from nemo_like.choice import choose_layers
-from nemo_like.layers import Layer, find_layers, select_layers
+from nemo_like.layers import Layer, find_layers, is_frozen, select_layers
 from nemo_like.log import is_rank_zero, logger, warn_once
 from nemo_like.module_tree import bare, join
 from nemo_like.offload import placed_on_host
@@ -44,16 +44,16 @@ def read_ac(ac: Any) -> Asked:
 def layers_for(
     model: nn.Module, asked: Asked, scope: str | Iterable[str], layers: Iterable[str | nn.Module] | None
 ) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """Every repeated layer of `model`, and those to checkpoint: in scope, and such that something in them trains.
+    """Every repeated layer of `model`, and those in scope.
+
+    Frozen layers are among them: whether a gradient flows through one is known when it is called.
 
     Raises:
-        ValueError: no layers, an unknown scope or one that selects nothing, a frozen model, one that is checkpointed.
+        ValueError: no layers, an unknown scope or one that selects nothing, a model that is checkpointed.
     """
     refuse_checkpointed(model)
     found = find_layers(model, layers)
-    # A wrong scope is an error also where nothing is checkpointed.
-    idle = isinstance(asked, CheckpointConfig) and asked.mode == "none"
-    return found, select_layers(found, scope, drop_frozen=not idle)
+    return found, select_layers(found, scope)  # a wrong scope is an error also where nothing is checkpointed
 
 
 def resolve(
@@ -126,9 +126,29 @@ def config_specs(
     if through_cache or config.mode == "submodule":
         return one_region_each(_submodule_names(narrowed, skip_attention=through_cache), **how)
     if config.mode == "sequential":
-        weights = None if saved_bytes is None else [saved_bytes.get(name, 0) for name in names]
-        return segments_of(names, config.sequential_segments, weights, **how)
+        return [spec for stack in _stacks(narrowed) for spec in _segments(stack, config, saved_bytes, how)]
     return one_region_each(names, **how)
+
+
+def _stacks(layers: Sequence[Layer]) -> list[Sequence[Layer]]:
+    """The layers that segments are made of: those of groups in which something trains, and those of frozen towers.
+
+    Apart, because a frozen tower mostly saves nothing, and would take segments that the other layers need.
+    """
+    training = {layer.group for layer in layers if not is_frozen(layer.module)}
+    stacks = [[layer for layer in layers if (layer.group in training) is trains] for trains in (True, False)]
+    return [stack for stack in stacks if stack]
+
+
+def _segments(
+    layers: Sequence[Layer], config: CheckpointConfig, saved_bytes: Mapping[str, int] | None, how: How
+) -> list[CheckpointSpec]:
+    names = [layer.fqn for layer in layers]
+    count = config.sequential_segments
+    if count is not None and all(is_frozen(layer.module) for layer in layers):
+        count = min(count, len(names))  # it was asked for with the layers that train in mind
+    weights = None if saved_bytes is None else [saved_bytes.get(name, 0) for name in names]
+    return segments_of(names, count, weights, **how)
 
 
 def _policy(config: CheckpointConfig) -> Policy:

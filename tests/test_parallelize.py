@@ -79,11 +79,6 @@ def test_a_model_without_repeated_layers_is_refused_with_the_way_out() -> None:
         parallelize("llama", "single")  # type: ignore[arg-type]
 
 
-def test_a_frozen_model_has_nothing_to_checkpoint() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        parallelize(PlainDecoder().requires_grad_(False), "single", "full")
-
-
 @pytest.mark.parametrize("first", ["none", "full", "selective", "submodule"])
 def test_a_second_call_is_refused(first: str) -> None:
     model = parallelize(PlainDecoder(), "single", first)

@@ -47,10 +47,6 @@ class Linears(nn.Module):
         return x
 
 
-def _frozen() -> nn.Module:
-    return PlainDecoder().requires_grad_(False)
-
-
 def _own_checkpointing() -> nn.Module:
     model = build("llama")
     model.gradient_checkpointing_enable()
@@ -92,8 +88,6 @@ def _of_ac() -> Iterator[tuple[str, Case]]:
     yield "no such exclude", (dict(ac=_config(exclude_patterns=["layers.*"])), plain)
     yield "no timesteps", (dict(ac=_config(snn_timestep_checkpoint=True)), plain)
     yield "submodule of plain linear layers", (dict(ac="submodule"), Linears)
-    yield "frozen", (dict(ac="full"), _frozen)
-    yield "frozen, selective", (dict(ac="selective"), _frozen)
     yield "no layers", (dict(ac="full"), lambda: nn.Linear(4, 4))
     yield "checkpoints itself", (dict(ac="none"), _own_checkpointing)
     yield "checkpointed already", (dict(ac="full"), lambda: apply_activation_checkpointing(PlainDecoder(), "submodule"))

@@ -101,7 +101,7 @@ class SegmentMember(CheckpointWrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As any module is called: hooks outside the region's tensors, which is where FSDP's are."""
         run = super().__call__
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._saves_nothing(args, kwargs):
             return run(*args, **kwargs)
         self._refuse_cache(args, kwargs)
         return self._segment.call(self, run, self._position, args, kwargs)

@@ -12,6 +12,7 @@ from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.kv_sharing import CACHE_ARGUMENTS, cache_positions
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
+from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import wrapped_module
 
@@ -87,8 +88,8 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         self._cache_positions = cache_positions(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, as one region where gradients are on."""
-        if not torch.is_grad_enabled():
+        """The wrapped module's forward, as one region where gradients flow through it."""
+        if not torch.is_grad_enabled() or self._saves_nothing(args, kwargs):
             return self._checkpoint_wrapped_module(*args, **kwargs)
         self._refuse_cache(args, kwargs)
         if self.use_reentrant:
@@ -103,6 +104,19 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
             transfer=self.transfer,
             early_stop=self.early_stop,
         )
+
+    def _saves_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether no gradient flows through this call: nothing in the module trains, and no input needs a gradient.
+
+        Asked at each call, and not once: only then is it known whether something before a frozen layer trains.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
+            return False
+        if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+            return False
+        return not any(parameter.requires_grad for parameter in self._checkpoint_wrapped_module.parameters())
 
     def _refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None]

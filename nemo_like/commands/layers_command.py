@@ -90,7 +90,7 @@ def _runs(found: Iterable[Layer], chosen: set[str]) -> Iterable[Run]:
             sum(parameter.numel() for parameter in parameters),
             sum(parameter.nbytes for parameter in parameters),
             trainable,
-            trainable and layer.fqn in chosen,
+            layer.fqn in chosen,
         )
         members.setdefault(key, []).append(index)
     for (group, parent, name, numel, nbytes, trainable, checkpointed), indices in members.items():
@@ -117,7 +117,8 @@ def to_text(report: LayersReport) -> str:
     """The report as a table of plain text."""
     rows = [("group", "layers", "class", "count", "parameters each", "bytes each", "sharded", "checkpointed")]
     for item in report.runs:
-        checkpointed = "yes" if item.checkpointed else "no, frozen" if not item.trainable else "no, not in scope"
+        frozen = "" if item.trainable else ", frozen: where a gradient flows through it"
+        checkpointed = f"yes{frozen}" if item.checkpointed else "no, not in scope"
         rows.append(
             (item.group, item.names, item.layer_class, str(item.count), f"{item.parameters_each:,}",
              _size(item.bytes_each), "own unit", checkpointed)

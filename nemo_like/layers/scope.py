@@ -1,4 +1,4 @@
-"""Which of the layers found a caller means: a modality scope, without layers in which nothing trains."""
+"""Which of the layers found a caller means: a modality scope."""
 
 from __future__ import annotations
 
@@ -21,16 +21,13 @@ def is_frozen(module: nn.Module) -> bool:
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
-def select_layers(
-    found: Sequence[Layer], scope: str | Iterable[str] = "all", *, drop_frozen: bool = False
-) -> tuple[Layer, ...]:
+def select_layers(found: Sequence[Layer], scope: str | Iterable[str] = "all") -> tuple[Layer, ...]:
     """The layers of `found` in `scope`, in their order.
 
     Args:
         found: what `find_layers` returned.
         scope: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``, ``"other"``, ``"multimodal"`` (vision and audio),
             or a list of these.
-        drop_frozen: leave out layers in which no parameter trains.
 
     Raises:
         ValueError: a scope is unknown, or nothing is left; the message says what there is.
@@ -41,14 +38,6 @@ def select_layers(
     selected = [layer for layer in found if layer.group in wanted]
     if not selected:
         raise ValueError(f"scope {scope!r} selects no layer; this model has {_inventory(found)}.")
-    if drop_frozen:
-        trainable = [layer for layer in selected if not is_frozen(layer.module)]
-        if not trainable:
-            raise ValueError(
-                f"scope {scope!r} selects only fully frozen layers ({_inventory(selected)}): no gradient is computed "
-                "in them, so there is nothing to checkpoint. Train something in them, or choose another scope."
-            )
-        return tuple(trainable)
     return tuple(selected)
 
 

@@ -78,6 +78,11 @@ class BlockTrace:
     """Any op draws random numbers, so that a region keeps the generator's state."""
 
     @property
+    def saves_something(self) -> bool:
+        """Whether a gradient flows through the block at all; else nobody replays it (`CheckpointWrapper`)."""
+        return self.last_pack > 0
+
+    @property
     def flops(self) -> int:
         """FLOPs of one forward pass."""
         return sum(op.flops for op in self.ops)

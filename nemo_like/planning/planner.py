@@ -152,10 +152,14 @@ class Planner:
         return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
 
     def _full(self, problem: BlockProblem) -> Choice:
+        if not problem.trace.saves_something:
+            return problem.none()
         words = tuple("recompute" for _ in problem.records)
         return _as_choice(problem, words, "full")
 
     def _selective(self, problem: BlockProblem) -> Choice:
+        if not problem.trace.saves_something:
+            return problem.none()
         policy = SelectivePolicy()
         tracked, decide = policy.tracked_ops(), policy.start()
         words = []

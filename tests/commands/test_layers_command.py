@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from nemo_like.cli import main
 from nemo_like.commands import coverage_command as coverage
-from nemo_like.commands.layers_command import describe
+from nemo_like.commands.layers_command import describe, to_text
 from tests.models.families import FAMILIES
 
 
@@ -53,6 +53,7 @@ def test_what_is_frozen_or_out_of_scope_is_said() -> None:
     vision, language = sorted(report.runs, key=lambda run: run.group, reverse=True)
     assert (vision.group, vision.trainable, vision.checkpointed) == ("vision", False, False)
     assert (language.group, language.trainable, language.checkpointed) == ("language", True, True)
+    assert "frozen: where a gradient flows through it" in to_text(describe(model))
     inside = sum(run.count * run.bytes_each for run in report.runs)
     assert inside + report.outside_bytes == report.bytes == 4 * report.parameters
 

@@ -340,18 +340,15 @@ def test_unknown_scope_suggests_the_near_one() -> None:
         select_layers(towers(), "visoin")
 
 
-def test_frozen_layers_are_dropped_but_not_with_adapters() -> None:
+def test_frozen_layers_are_selected_and_adapters_train() -> None:
     found = towers()
     for layer in found:
         if layer.group != "language":
             layer.module.requires_grad_(False)
     audio = [layer for layer in found if layer.group == "audio"]
     audio[1].module.add_module("lora_A", nn.Linear(DIM, 2))
-    kept = select_layers(found, "all", drop_frozen=True)
-    assert Counter(layer.group for layer in kept) == {"language": 4, "audio": 1}
-    assert kept[0].fqn == audio[1].fqn
-    with pytest.raises(ValueError, match="only fully frozen layers"):
-        select_layers(found, "vision", drop_frozen=True)
+    assert select_layers(found) == found
+    assert Counter(layer.group for layer in found if not is_frozen(layer.module)) == {"language": 4, "audio": 1}
 
 
 def test_non_float_parameters_do_not_train() -> None:
