@@ -191,6 +191,48 @@ def test_functorch_is_not_seen_without_the_name(monkeypatch):
     assert levels == [True, False] and not torch_compat.in_functorch_transform()
 
 
+def test_operators_are_hidden_from_modes_and_shown_without_the_names(monkeypatch, said):
+    class Seen(torch_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Asked(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    with Seen(), Asked():
+        with torch_compat.unseen() as hidden:
+            torch.ones(2).exp()
+        assert hidden and names == []
+        torch.ones(2)
+        assert names == ["ones", "aten.ones.default"]
+    for name in ("_no_dispatch", "_no_function"):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_compat, name, None)
+            with torch_compat.unseen() as hidden:
+                assert not hidden
+    assert "replays are not verified" in said.text
+
+
+def test_fake_tensors_are_told_from_others(monkeypatch):
+    with torch_compat.fake_tensor_types()[1]():
+        fake = torch.ones(2)
+    assert torch_compat.is_fake(fake) and not torch_compat.is_fake(torch.ones(2, device="meta"))
+    monkeypatch.delitem(sys.modules, "torch._subclasses.fake_tensor")
+    assert not torch_compat.is_fake(torch.ones(2))
+
+
+def test_the_parts_of_a_sparse_tensor():
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    coo = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 1.0], (2, 2))
+    assert [part.tolist() for part in torch_compat.sparse_parts(coo)] == [[[0, 0], [1, 1]], [1.0, 1.0]]
+    for parts in (dense.to_sparse_csr(), dense.t().to_sparse_csc()):
+        assert [part.tolist() for part in torch_compat.sparse_parts(parts)] == [[0, 1, 2], [1, 0], [2.0, 3.0]]
+
+
 def test_saved_tensor_hooks_are_unknown_without_the_name(monkeypatch, said):
     def pack(tensor):
         return tensor

@@ -52,8 +52,10 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         if wait is not None:
             yield from _plain_parts(wait())
         elif flatten is not None:
-            for name in flatten()[0]:
-                yield from _plain_parts(getattr(tensor, name))
+            parts = (getattr(tensor, name) for name in flatten()[0])
+            for part in parts:
+                if isinstance(part, Tensor):  # a DTensor names its mesh beside them
+                    yield from _plain_parts(part)
     elif tensor.is_meta:
         return
     elif tensor.layout is torch.strided:
