@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,24 @@ import torch.distributed as dist
 from nemo_like.distributed.launch import init_distributed, shutdown
 
 
+def hold_the_group() -> None:
+    """Shut down with the group in somebody's hands, as DDP and FSDP2 have it, and be busy until the interpreter ends."""
+    global held
+    init_distributed("cpu")
+    held = dist.group.WORLD
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    shutdown()
+    sys.setswitchinterval(10)  # no other thread gets the GIL from here on
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until:
+        pass
+
+
 def main(ending: str) -> None:
+    if ending == "holds the group":
+        hold_the_group()
+        return
     init_distributed("cpu")
     try:
         for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,9 +18,9 @@ from tests_distributed.spawn import run_ranks
 JOB = Path(__file__).with_name("launched_job.py")
 
 
-def _torchrun(ending: str) -> subprocess.CompletedProcess[str]:
+def _torchrun(ending: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(JOB), ending]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
 
 
@@ -40,6 +41,18 @@ def test_torchrun_exits_cleanly(ending: str, times: int) -> None:
 @pytest.mark.parametrize("ending", ["shuts down", "forgets"])
 def test_torchrun_exits_cleanly_20_of_20_times(ending: str) -> None:
     _assert_clean(ending, 20)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="preloads a shared object into Linux's loader")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler, to build what slows gloo's threads")
+def test_no_thread_of_gloo_waits_for_the_interpreter_when_it_ends(tmp_path: Path) -> None:
+    """A group that a model holds outlives ``destroy_process_group``, and its threads with it: SIGABRT on both ranks."""
+    slow = tmp_path / "slow_gloo.so"
+    flags = ["-shared", "-fPIC", "-O1", "-ldl", "-Wl,--no-as-needed", "-lstdc++"]
+    subprocess.run(["cc", str(JOB.with_name("slow_gloo.c")), "-o", str(slow), *flags], check=True)
+    done = _torchrun("holds the group", LD_PRELOAD=str(slow))
+    assert done.returncode == 0, done.stderr
+    assert "terminate called" not in done.stderr
 
 
 def test_a_rank_that_fails_ends_the_job() -> None:

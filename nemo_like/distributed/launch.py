@@ -1,24 +1,25 @@
 """The process group: made from the launcher's environment, ended in the right order.
 
-Why the order matters. With gloo, a job that ends without ``destroy_process_group`` aborts now and then at interpreter
-exit, all its work done ("terminate called without an active exception", SIGABRT; 2 of 6 two-rank jobs that ended right
-after object collectives, torch 2.13, Python 3.11). What happens, from the debugger's stack: gloo's own thread
-(``pt_gloo_runloop``) wakes whoever waits for a collective first and drops the collective's tensors afterwards. Object
-collectives use tensors that nobody else holds by then, so that thread has to free a Python object and asks for the
-GIL. If the main thread has meanwhile begun to end the interpreter, CPython ends the asking thread with
-``pthread_exit``, which unwinds through a C++ destructor that may not throw, and C++ calls ``std::terminate``.
-``destroy_process_group`` joins gloo's threads while the interpreter is whole. So: `shutdown` last on every rank; and
-in case nobody calls it, `init_distributed` registers the same for the interpreter's exit, where handlers still run
-before that point. Counted: 20 of 20 torchrun jobs that call `shutdown` end with exit code 0
-(``pytest -m long tests_distributed/test_launch.py``), and so do 20 of 20 pairs of processes that forget it.
+Why the order matters. A gloo job aborts now and then at interpreter exit, all its work done ("terminate called without
+an active exception", SIGABRT). What happens, from the debugger's stack: gloo's own threads (``pt_gloo_runloop``) wake
+whoever waits for a collective first and drop the collective's tensors afterwards, for which they need the GIL where a
+tensor was seen by Python. If the main thread begins to end the interpreter while one of them waits for the GIL, CPython
+ends that thread with ``pthread_exit``, which unwinds through a C++ destructor that may not throw, and C++ calls
+``std::terminate``. ``destroy_process_group`` joins gloo's threads only where nobody holds the group any more; a model
+under DDP or FSDP2 does. So `shutdown` comes last on every rank, and waits until those threads are idle; and
+`init_distributed` registers the same for the interpreter's exit, where handlers still run before that point. The test
+(`tests_distributed/test_launch.py`) makes gloo's threads slow and the main thread greedy: without the wait 4 of 4
+ranks abort, with it none.
 """
 
 from __future__ import annotations
 
 import atexit
+import glob
 import os
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -155,6 +156,7 @@ def shutdown() -> None:
         return
     dist.barrier()
     dist.destroy_process_group()
+    _wait_for_gloo(_PATIENCE)
 
 
 _PATIENCE = 10.0
@@ -163,11 +165,41 @@ _PATIENCE = 10.0
 
 def _leave(patience: float) -> None:
     """Destroy the process group without asking the others; give up after `patience` seconds."""
-    if not dist.is_initialized():
-        return
-    thread = threading.Thread(target=dist.destroy_process_group, name="nemo_like_leave", daemon=True)
-    thread.start()
-    thread.join(patience)
+    if dist.is_initialized():
+        thread = threading.Thread(target=dist.destroy_process_group, name="nemo_like_leave", daemon=True)
+        thread.start()
+        thread.join(patience)
+    _wait_for_gloo(patience)
+
+
+_PAUSE = 0.02
+"""Seconds; four times what CPython lets a thread wait for the GIL before it takes it from another."""
+
+
+def _wait_for_gloo(patience: float) -> None:
+    """Return once gloo's threads are gone, or were asleep without a break while the GIL was free; or after `patience`."""
+    before: dict[str, str] = {}
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        now = _gloo_threads()
+        if not now or (now == before and all("State:\tS" in status for status in now.values())):
+            return
+        before = now
+        time.sleep(_PAUSE)
+
+
+def _gloo_threads() -> dict[str, str]:
+    """Thread number to what the kernel says of it (state, how often it was switched); empty where there is no Linux."""
+    found: dict[str, str] = {}
+    for path in glob.glob("/proc/self/task/*/status"):
+        try:
+            with open(path) as file:
+                status = file.read()
+        except OSError:
+            continue  # it has just ended
+        if status.startswith("Name:\tpt_gloo"):
+            found[path] = "".join(line for line in status.splitlines(True) if line.startswith(("State", "volun", "nonvol")))
+    return found
 
 
 def _environment_number(name: str, default: int) -> int:
