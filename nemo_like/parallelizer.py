@@ -172,7 +172,7 @@ def _planning(mesh: DeviceMesh | None, optimizer: str, precision: Precision, fsd
         world_size=1 if mesh is None else None,
         optimizer=optimizer,
         precision=precision,
-        fsdp=fsdp,
+        fsdp=None if mesh is None else fsdp,
     )
 
 

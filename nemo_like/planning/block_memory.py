@@ -57,10 +57,11 @@ def block_memory(kind: Kind, policy: Policy | None, run: FakeRun) -> BlockMemory
 
     meter = LiveBytes([*state.values(), *replaced.values()])
     with run, meter:
-        if policy is None:
-            out = call(*args, **kwargs)
-        else:
-            out = run_region(call, args, kwargs, policy=policy, name="planned block")
+        with run.casting():
+            if policy is None:
+                out = call(*args, **kwargs)
+            else:
+                out = run_region(call, args, kwargs, policy=policy, name="planned block")
         forward_peak, after = meter.lap(), meter.live
         roots = [t for t in tensors_in(out) if t.requires_grad]
         own = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(out)}

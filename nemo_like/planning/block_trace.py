@@ -296,8 +296,14 @@ def trace_block(
 
         fake_args, fake_kwargs = map_tensors(stand_in, (args, kwargs))
         own = [replaced[id(t)] for t in tensors_in((args, kwargs)) if id(t) not in shared_ids]
+        given = dict(state)
+
+        def call() -> Any:
+            with run.casting():
+                return torch.func.functional_call(module, given, fake_args, fake_kwargs)
+
         trace, _ = record(
-            lambda: torch.func.functional_call(module, dict(state), fake_args, fake_kwargs),
+            call,
             name=name or type(module).__name__, params=list(state.values()), inputs=own,
             shared=[replaced[key] for key in shared_ids if key in replaced],
         )  # fmt: skip

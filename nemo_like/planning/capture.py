@@ -71,8 +71,9 @@ class ModelTrace:
 
 
 def trace_model(
-    model: nn.Module, layers: Sequence[Any], sample_input: Any, *, dtype: torch.dtype | None = None
-) -> ModelTrace:
+    model: nn.Module, layers: Sequence[Any], sample_input: Any, *, dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+) -> ModelTrace:  # fmt: skip
     """Run `model` on fake tensors and trace each distinct block as the model calls it.
 
     Args:
@@ -81,16 +82,17 @@ def trace_model(
         sample_input: what one step of one rank gives to `model`: keywords, positions or one tensor. Only shapes, dtypes
             and the values of small integer tensors count.
         dtype: dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
+        autocast: run forward passes under autocast to this dtype; default: without.
 
     Raises:
         ValueError: no layer was called, or a layer's behaviour cannot be traced without real values.
     """
     watcher = _Watcher(model, layers)
-    with cache_off(model), FakeRun() as run:
+    with cache_off(model), FakeRun(autocast) as run:
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)
-        with watcher.installed(state):
+        with watcher.installed(state), run.casting():
             _forward(model, state, args, kwargs)
         traced = watcher.finish(run, state, args, kwargs, dtype)
     return traced

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ class FakeRun(TorchDispatchMode):
     therefore real here; whatever touches a weight or is large is fake.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, autocast: torch.dtype | None = None) -> None:
         super().__init__()
+        self.autocast = autocast
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
@@ -53,6 +54,15 @@ class FakeRun(TorchDispatchMode):
         if outputs and all(_small_integer(t) for t in outputs) and all(_small_integer(t) for t in inputs):
             return func(*args, **kwargs)
         return shaped
+
+    def casting(self) -> AbstractContextManager[Any]:
+        """What forward passes run in: autocast, for a model that FSDP2 does not cast; backward runs outside of it.
+
+        Without autocast's cache: each block is run several times here, and must cast its weights each time.
+        """
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast("cpu", self.autocast, cache_enabled=False)
 
     def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """PyTorch's rule for the shape of a grouped product refuses all but bfloat16, though kernels take more types."""

@@ -84,11 +84,14 @@ class _OpClock(TorchDispatchMode):
             torch.cuda.synchronize(self.device)
 
 
-def measured_seconds(kind: Kind, device: torch.device | str, runs: int = 5) -> tuple[float, ...]:
+def measured_seconds(
+    kind: Kind, device: torch.device | str, runs: int = 5, autocast: torch.dtype | None = None
+) -> tuple[float, ...]:
     """Median time of each computing op of a block over `runs` forward passes with random weights, after a warm-up.
 
     The block's parameters and inputs are allocated on `device`: this needs the memory of one block without
-    checkpointing. Times include the launch, so short ops look as expensive as they are in eager mode.
+    checkpointing. Times include the launch, so short ops look as expensive as they are in eager mode. `autocast`: the
+    dtype of the autocast that the trace was made under.
 
     Raises:
         TraceMismatchError: the ops that ran are not those of the block's trace.
@@ -106,7 +109,8 @@ def measured_seconds(kind: Kind, device: torch.device | str, runs: int = 5) -> t
     args, kwargs, state = map_tensors(real, (kind.args, kind.kwargs, dict(kind.state)))
     samples: list[list[float]] = []
     for run in range(runs + 1):
-        with _OpClock(device) as clock:
+        casting = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
+        with _OpClock(device) as clock, casting:
             out = torch.func.functional_call(kind.module, state, args, kwargs)
         del out
         times = _computing(clock.times, wanted, kind.trace.name)

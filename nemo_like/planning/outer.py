@@ -89,7 +89,8 @@ def outer_memory(
         return standing_in
 
     with cache_off(model), traced.run, meter, replaced_forwards(layers, stub):
-        output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
+        with traced.run.casting():
+            output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
         head = Stretch(meter.lap(), meter.live)
         loss = loss_of(output, loss_fn)
         del output  # as a training loop should: the logits would stay through backward

@@ -16,7 +16,7 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
-from nemo_like.log import warn_once
+from nemo_like.log import say_once, warn_once
 from nemo_like.module_tree import bare, bare_modules
 from nemo_like.options import FSDP2, MemoryBudget, Precision
 from nemo_like.planning import solver
@@ -50,7 +50,8 @@ class Setup:
     """Ranks that FSDP2 shards parameters over (``dp_shard`` x ``cp``); 1: none."""
     optimizer: str = "adamw"
     precision: Precision = field(default_factory=Precision)
-    fsdp: FSDP2 = field(default_factory=FSDP2)
+    fsdp: FSDP2 | None = field(default_factory=FSDP2)
+    """None: the model stays whole, and computes under autocast where `precision` lowers its dtype."""
     tp: int = 1
     """Tensor-parallel ranks (see `nemo_like.planning.sharding`)."""
 
@@ -88,7 +89,10 @@ class Planner:
         if setup.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {setup.optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
         self.device, self.setup, self.host, self.loss_fn = device, setup, host, loss_fn
-        self.skip = _can_skip() if skip is None else skip
+        dtype, lower = setup.precision.dtypes["param_dtype"], None
+        if setup.fsdp is None:
+            dtype, lower = None, None if dtype is torch.float32 else dtype
+        self.skip = _can_skip(lower) if skip is None else skip
         self.whole = model
         self.model = local_twin(model, setup.tp)
         self.layers, self.chosen = _found_and_chosen(self.model, layers)
@@ -97,11 +101,10 @@ class Planner:
                 f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
             )
-        dtype = setup.precision.dtypes["param_dtype"]
-        self.traced: ModelTrace = trace_model(self.model, self.layers, sample_input, dtype=dtype)
+        self.traced: ModelTrace = trace_model(self.model, self.layers, sample_input, dtype=dtype, autocast=lower)
         at_hand = "cuda" if torch.cuda.is_available() else "cpu"
         self.problems = [
-            BlockProblem(trace, device, measured_seconds(kind, at_hand) if measure else None)
+            BlockProblem(trace, device, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
         ]
         self._memories: dict[tuple[int, Choice], BlockMemory] = {}
@@ -215,8 +218,9 @@ class Planner:
     def sharding(self) -> Sharding:
         """Its FSDP2 units on one rank."""
         s = self.setup
+        precision = Precision() if s.fsdp is None else s.precision
         return sharding_of(
-            self.model, self.layers, shard_ranks=s.shard_ranks, precision=s.precision, fsdp=s.fsdp
+            self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2()
         )
 
     def peak(self, choices: Sequence[Choice]) -> Peak:
@@ -353,7 +357,7 @@ def plan_for(
     optimizer: str = "adamw",
     layers: Any = None,
     precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = None,
-    fsdp: FSDP2 = FSDP2(),  # noqa: B008 - frozen
+    fsdp: FSDP2 | None = FSDP2(),  # noqa: B008 - frozen
     skip: bool | None = None,
     host: bool = False,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
@@ -372,8 +376,10 @@ def plan_for(
         optimizer: see `nemo_like.planning.sharding.optimizer_bytes`.
         layers: as for `nemo_like.layers.find.find_layers`; where they are some of the layers that would be found, the
             others are left without checkpointing, and count in the peak.
-        precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``).
-        skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed (else said once).
+        precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``). ``fsdp=None``: the
+            model stays whole (``"ddp"``, ``"single"``, one rank), and `precision` means autocast.
+        skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed and the model does not
+            compute under autocast (else said once).
         host: also consider keeping outputs in host memory, over the device's link.
         loss_fn: the loss of the model's output; default: its ``loss``, or the sum of its output.
         measure: time each op of a block on the device at hand, instead of the roofline of `device`.
@@ -419,7 +425,13 @@ def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, 
     return (found if names <= {layer.fqn for layer in found} else asked), names
 
 
-def _can_skip() -> bool:
+def _can_skip(autocast: torch.dtype | None) -> bool:
+    if autocast is not None:
+        say_once(
+            f"Plans for a model under autocast ({autocast}) are made without skipped ops: autocast does not cast the "
+            "placeholders that a replay has in their place."
+        )
+        return False
     try:
         require("scipy.optimize", "plan", "to plan with skipped ops")
     except MissingExtraError as error:

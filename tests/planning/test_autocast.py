@@ -1,0 +1,90 @@
+"""Budgets for models that stay whole: they compute under autocast, and so does their plan."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import parallelize
+from nemo_like.layers import find_layers
+from nemo_like.log import forget_announcements
+from nemo_like.options import Precision
+from nemo_like.planning import plan_for
+from nemo_like.planning.block_trace import record
+from nemo_like.planning.capture import trace_model
+from nemo_like.tensors import tensors_in
+from tests.models.decoders import batch, build
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+
+def _sample() -> dict[str, torch.Tensor]:
+    return {"input_ids": batch(2), "labels": batch(2)}
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model(**_sample()).loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("precision", ["bf16", Precision("bf16", output_dtype="float32")])
+@pytest.mark.parametrize("budget", ["45%", "80%"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_a_whole_model_in_mixed_precision_fits_its_plan(
+    name: str, budget: str, precision: str | Precision, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget_announcements()
+    options = dict(precision=precision, device="cpu", sample_input=_sample())
+    expected = _gradients(parallelize(build(name), "single", "none", **options))
+    model = parallelize(build(name), "single", budget, **options)
+    with caplog.at_level(logging.WARNING, "nemo_like"):
+        found = _gradients(model)
+    said = [record.getMessage() for record in caplog.records if record.name == "nemo_like"]
+    assert not said, "each region runs the operators of its plan"
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_trace_of_a_layer_under_autocast_is_what_runs(name: str) -> None:
+    model = build(name)
+    layers = find_layers(model)
+    traced = trace_model(model, layers, _sample(), autocast=torch.bfloat16)
+    caught = []
+    handle = layers[0].module.register_forward_pre_hook(
+        lambda module, args, kwargs: caught.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**_sample(), use_cache=False)
+    handle.remove()
+    args, kwargs = caught[0]
+    shared = {id(t) for t in tensors_in((args[1:], kwargs)) if t.dtype != torch.float32 or t.shape[0] != 2}
+    inputs = tensors_in((args, kwargs))
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16):
+            return layers[0].module(*args, **kwargs)
+
+    real, _ = record(
+        call, name="real", params=[*layers[0].module.parameters(), *layers[0].module.buffers()],
+        inputs=[t for t in inputs if id(t) not in shared], shared=[t for t in inputs if id(t) in shared],
+    )  # fmt: skip
+    (planned,) = traced.traces()
+    planned.check(real)
+    assert planned.none_bytes == real.none_bytes
+
+
+def test_precision_counts_in_the_plan_of_a_whole_model() -> None:
+    """Weights stay float32, unlike FSDP2's; autograd keeps the bfloat16 copies that autocast makes of them."""
+    model = build("llama")
+    plain, whole, sharded = (
+        plan_for(copy.deepcopy(model), "100%", _sample(), device="cpu", **more)
+        for more in ({}, dict(precision="bf16", fsdp=None), dict(precision="bf16"))
+    )
+    assert sharded.none_bytes < whole.none_bytes
+    assert plain.peak["parameters"] == whole.peak["parameters"]
