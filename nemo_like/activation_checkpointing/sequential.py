@@ -133,7 +133,7 @@ class _Call:
         self.requires_grad = [tensor.requires_grad for tensor in _tensors((args, kwargs))]
         # Detached (the version counter stays shared): an argument that was made from an earlier output of this very
         # segment would otherwise close a cycle from the graph through the region back to the graph.
-        self.inputs = SavedInputs(_map(Tensor.detach, args), _map(Tensor.detach, kwargs))
+        self.inputs = SavedInputs(*_map(Tensor.detach, (args, kwargs)))
         self.ambient = Ambient(preserve_rng_state)
         module = module_of(run)
         self.world = world = ModuleWorld(module) if module is not None else None
@@ -177,7 +177,7 @@ class _CallsAgain:
             fresh = _map(lambda tensor: tensor.detach().requires_grad_(next(flags)), (args, kwargs))  # noqa: B023
             args, kwargs = _map(lambda mark: outputs[mark.call][mark.index], fresh, _Earlier)
             with call.surroundings(self.name):
-                outputs.append(_tensors(call.run(*args, **kwargs)))
+                outputs.append(_tensors(call.ambient.variables.run(self.name, call.run, *args, **kwargs)))
 
 
 class _SegmentRegion(Region):

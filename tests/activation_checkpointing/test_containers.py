@@ -13,6 +13,8 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from nemo_like import apply_activation_checkpointing
+from nemo_like.activation_checkpointing.engine import checkpoint_region
+from nemo_like.activation_checkpointing.policy import FullPolicy
 from tests.models.live_bytes import LiveBytes
 
 
@@ -144,3 +146,18 @@ def test_an_object_that_is_no_container_is_named(caplog: pytest.LogCaptureFixtur
     model(torch.randn(2, 16)).sum().backward()
     assert [record.getMessage() for record in caplog.records if "a Plain on" in record.getMessage()]
     assert all(map(torch.equal, _gradients(Plain, "sequential", PlainBlock), _gradients(Plain, "none", PlainBlock)))
+
+
+def test_a_container_that_is_given_twice_is_one_container_in_replay_too():
+    seen = []
+
+    def fn(t, first, *, state):
+        first["n"] += 1
+        seen.append((state["inner"]["n"], state["self"] is state))
+        return (t * state["inner"]["n"]).exp().sin()
+
+    x, shared = torch.ones(3, requires_grad=True), {"n": 0}
+    state = {"inner": shared}
+    state["self"] = state
+    checkpoint_region(fn, x, shared, state=state, policy=FullPolicy()).sum().backward()
+    assert seen == [(1, True), (1, True)] and shared == {"n": 1}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nemo_like.activation_checkpointing.engine.context_variables import ContextVariables
 from nemo_like.activation_checkpointing.engine.generators import Generators
 from nemo_like.activation_checkpointing.engine.host_random import HostRandom
 from nemo_like.torch_compat import function_modes, sdp_priority, set_sdp_priority
@@ -101,6 +102,7 @@ class Ambient:
     __slots__ = (
         "_autocast", "_autocast_cache", "_cpu_rng", "_device", "_device_rng", "_extras", "_host_random",
         "_matmul_precision", "_modes", "_sdpa", "_sdpa_flags", "_sdpa_priority", "generators",
+        "variables",
     )  # fmt: skip
 
     def __init__(self, preserve_rng_state: bool = True) -> None:
@@ -112,6 +114,7 @@ class Ambient:
         self._sdpa_priority = sdp_priority()
         self._matmul_precision = torch.get_float32_matmul_precision()
         self._modes = function_modes()
+        self.variables = ContextVariables()
         self._extras = [restore for capture in _registered.values() if (restore := capture()) is not None]
         self._cpu_rng: torch.Tensor | None = torch.get_rng_state() if preserve_rng_state else None
         self._device_rng = torch.get_device_module(device).get_rng_state() if preserve_rng_state and device else None

@@ -2,54 +2,87 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+_LEAVES = frozenset({type(None), bool, int, float, str, Tensor})
+_BUILT = (dict, UserDict, SimpleNamespace)
+"""Whose instances are made anew, attributes and all."""
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with `function` on everything in it that is no container; every container is a new one.
 
-    Containers are tuples, lists and dicts, named tuples, ordered dicts and their subclasses (the output classes of model
-    libraries), and dataclasses; nested in any way. They are built without calling code of their classes.
+    Containers are tuples, lists, dicts, sets and queues, named tuples, all kinds of dicts (the output classes of model
+    libraries), namespaces and dataclasses; nested in any way. They are built without calling code of their classes.
 
     >>> map_leaves(lambda leaf: leaf + 1, {"a": (1, [2])})
     {'a': (2, [3])}
     """
-    return _mapped(function, value, ())
+    return _mapped(function, value, {})
 
 
-def _mapped(function: Callable[[Any], Any], value: Any, around: tuple[Any, ...]) -> Any:
+def _mapped(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
+    """`made`: id of a container → the new one, so that one which occurs twice, or in itself, is made once."""
     kind = type(value)
-    if kind is tuple or kind is list:
-        items = [_mapped(function, item, (*around, value)) for item in value]
-        return items if kind is list else tuple(items)
+    if kind in _LEAVES:
+        return function(value)
+    if kind is tuple:
+        return tuple([_mapped(function, item, made) for item in value])
+    if id(value) in made:
+        return made[id(value)]
+    if kind is list:
+        made[id(value)] = items = []
+        items += [_mapped(function, item, made) for item in value]
+        return items
     if kind is dict:
-        return {key: _mapped(function, item, (*around, value)) for key, item in value.items()}
-    if hasattr(kind, "__dataclass_fields__") or issubclass(kind, OrderedDict):
-        return function(value) if isinstance(value, nn.Module) else _built(function, value, around)
+        made[id(value)] = pairs = {}
+        pairs.update({key: _mapped(function, item, made) for key, item in value.items()})
+        return pairs
+    if isinstance(value, Tensor | nn.Module | type):
+        return function(value)
+    if hasattr(kind, "__dataclass_fields__") or issubclass(kind, _BUILT):
+        return _built(function, value, made)
     if issubclass(kind, tuple) and hasattr(kind, "_make"):
-        return tuple.__new__(kind, [_mapped(function, item, (*around, value)) for item in value])
+        return tuple.__new__(kind, [_mapped(function, item, made) for item in value])
+    if kind is set:
+        made[id(value)] = new = {_mapped(function, item, made) for item in value}
+        return new
+    if kind is deque:
+        made[id(value)] = queue = deque[Any](maxlen=value.maxlen)
+        queue.extend([_mapped(function, item, made) for item in value])
+        return queue
     return function(value)
 
 
-def _built(function: Callable[[Any], Any], value: Any, around: tuple[Any, ...]) -> Any:
-    """The same for an object with attributes; one that holds itself holds the original in its copy."""
-    if any(value is outer for outer in around):
-        return value
-    around = (*around, value)
+def is_container(value: Any) -> bool:
+    """Whether `map_leaves` looks into `value`."""
+    kind = type(value)
+    if kind in _LEAVES or isinstance(value, Tensor | nn.Module | type):
+        return False
+    plain = kind in (tuple, list, dict, set, deque) or issubclass(kind, _BUILT)
+    return plain or hasattr(kind, "__dataclass_fields__") or (issubclass(kind, tuple) and hasattr(kind, "_make"))
+
+
+def _built(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
+    """The same for an object with attributes."""
     kind: Any = type(value)
-    new = kind.__new__(kind)
-    if isinstance(value, OrderedDict):
-        for key, item in OrderedDict.items(value):
-            OrderedDict.__setitem__(new, key, _mapped(function, item, around))
+    made[id(value)] = new = kind.__new__(kind)
+    if isinstance(value, dict):
+        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        for key, item in base.items(value):
+            base.__setitem__(new, key, _mapped(function, item, made))
+    if isinstance(value, defaultdict):
+        new.default_factory = value.default_factory
     for name, item in getattr(value, "__dict__", {}).items():
-        new.__dict__[name] = _mapped(function, item, around)
+        new.__dict__[name] = _mapped(function, item, made)
     for name in _slots(kind):
         if hasattr(value, name):
-            object.__setattr__(new, name, _mapped(function, getattr(value, name), around))
+            object.__setattr__(new, name, _mapped(function, getattr(value, name), made))
     return new
 
 

@@ -29,12 +29,11 @@ class SavedInputs:
     Containers are kept as they are now. Anything else (a cache object, a flag) is held by reference.
     """
 
-    __slots__ = ("_args", "_kwargs", "_saved")
+    __slots__ = ("_arguments", "_saved")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._saved: list[Callable[[], Tensor]] = []
-        self._args: list[Any] = map_leaves(self._strip, list(args))
-        self._kwargs: dict[str, Any] = map_leaves(self._strip, dict(kwargs))
+        self._arguments: tuple[list[Any], dict[str, Any]] = map_leaves(self._strip, (list(args), kwargs))
 
     def _strip(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -61,4 +60,5 @@ class SavedInputs:
         def restore(value: Any) -> Any:
             return tensors[value.index] if type(value) is _Place else value
 
-        return map_leaves(restore, self._args), map_leaves(restore, self._kwargs)
+        args, kwargs = map_leaves(restore, self._arguments)
+        return args, kwargs

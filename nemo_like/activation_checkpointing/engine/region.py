@@ -232,7 +232,7 @@ class Region:
         try:
             try:
                 mode = self.new_replay_mode(keep)
-                self.run_again(args, kwargs, mode)
+                self.ambient.variables.run(self.name, self.run_again, args, kwargs, mode)
             except RegionError:
                 skipped = mode.skipped_so_far() if mode is not None else ""
                 if getattr(self.policy, "strict", True) or not skipped:
