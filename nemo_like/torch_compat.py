@@ -197,6 +197,7 @@ _set_priority: Callable[[list[int]], None] | None = _private(torch._C, "_set_sdp
 # Without the stack of function modes only the default device is known to torch itself.
 _mode_stack: Callable[[], list[Any]] | None = _private(torch, "overrides._get_current_function_mode_stack")
 _mode_depth: Callable[[], int] | None = _private(torch._C, "_len_torch_function_stack")
+_without_innermost_mode: Callable[[], Any] | None = _private(torch, "overrides._pop_mode_temporarily")
 
 
 def sdp_priority() -> list[int] | None:
@@ -218,6 +219,18 @@ def function_modes() -> tuple[Any, ...]:
         warn_once("This torch has no list of active function modes: replay runs without those of the forward.")
         return ()
     return tuple(_mode_stack())
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Within it no `TorchFunctionMode` is active; with one warning they stay, where torch can't take them off."""
+    with contextlib.ExitStack() as stack:
+        if _mode_depth is None or _without_innermost_mode is None:
+            warn_once("This torch cannot take function modes off: replay runs with those of the backward as well.")
+        else:
+            for _ in range(_mode_depth()):
+                stack.enter_context(_without_innermost_mode())
+        yield
 
 
 # --- Operators --------------------------------------------------------------------------------------------------------

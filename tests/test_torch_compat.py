@@ -320,6 +320,17 @@ def test_function_modes_without_the_names(monkeypatch, said):
     assert "replay runs without those of the forward" in said.text
 
 
+def test_taking_function_modes_off_without_the_name(monkeypatch, said):
+    with torch.device("meta"):
+        with torch_compat.without_function_modes():
+            assert torch_compat.function_modes() == () and torch.zeros(1).device.type == "cpu"
+        assert torch.zeros(1).device.type == "meta" and not said.text
+        monkeypatch.setattr(torch_compat, "_without_innermost_mode", None)
+        with torch_compat.without_function_modes():
+            assert torch.zeros(1).device.type == "meta"
+    assert "replay runs with those of the backward as well" in said.text
+
+
 # --- Operators --------------------------------------------------------------------------------------------------------
 
 

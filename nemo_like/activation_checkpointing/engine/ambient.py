@@ -1,8 +1,9 @@
 """Everything around a region that steers its results and is no argument: taken at forward, put back for replay.
 
-Random numbers (torch's, Python's, NumPy's, a generator of one's own), autocast, the choice of SDPA back end, a replaced
-`F.scaled_dot_product_attention`, function modes (a context-parallel patch, ``with torch.device(...)``), float32 matmul
-precision. Other packages add theirs with `register`. Values that are as they were cost a comparison and no more.
+Random numbers (torch's, Python's, NumPy's, a generator of one's own), context variables, autocast, the choice of SDPA
+back end, a replaced `F.scaled_dot_product_attention`, function modes (a context-parallel patch,
+``with torch.device(...)``), default dtype, deterministic algorithms, float32 precision. Other packages add theirs with
+`register`. Values that are as they were cost a comparison and no more.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from nemo_like.activation_checkpointing.engine.context_variables import ContextVariables
+from nemo_like.activation_checkpointing.engine.flags import Flags
 from nemo_like.activation_checkpointing.engine.generators import Generators
 from nemo_like.activation_checkpointing.engine.host_random import HostRandom
-from nemo_like.torch_compat import function_modes, sdp_priority, set_sdp_priority
+from nemo_like.torch_compat import function_modes, sdp_priority, set_sdp_priority, without_function_modes
 
 Restore = Callable[[], AbstractContextManager[Any]]
 Capture = Callable[[], Restore | None]
@@ -100,8 +102,8 @@ class Ambient:
     """
 
     __slots__ = (
-        "_autocast", "_autocast_cache", "_cpu_rng", "_device", "_device_rng", "_extras", "_host_random",
-        "_matmul_precision", "_modes", "_sdpa", "_sdpa_flags", "_sdpa_priority", "generators",
+        "_autocast", "_autocast_cache", "_cpu_rng", "_device", "_device_rng", "_extras", "_flags",
+        "_host_random", "_modes", "_sdpa", "_sdpa_flags", "_sdpa_priority", "generators",
         "variables",
     )  # fmt: skip
 
@@ -112,7 +114,7 @@ class Ambient:
         self._sdpa = F.scaled_dot_product_attention
         self._sdpa_flags = [get() for get, _ in _SDPA_FLAGS]
         self._sdpa_priority = sdp_priority()
-        self._matmul_precision = torch.get_float32_matmul_precision()
+        self._flags = Flags(device)
         self._modes = function_modes()
         self.variables = ContextVariables()
         self._extras = [restore for capture in _registered.values() if (restore := capture()) is not None]
@@ -148,9 +150,7 @@ class Ambient:
             self._restore_sdpa(stack)
             self._restore_modes(stack)
             self._restore_autocast(stack)
-            if torch.get_float32_matmul_precision() != self._matmul_precision:
-                stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-                torch.set_float32_matmul_precision(self._matmul_precision)
+            self._flags.restore(stack)
             yield
 
     def _restore_rng(self, stack: contextlib.ExitStack) -> None:
@@ -181,12 +181,12 @@ class Ambient:
             set_sdp_priority(self._sdpa_priority)
 
     def _restore_modes(self, stack: contextlib.ExitStack) -> None:
-        if not self._modes:
-            return
         active = function_modes()
+        if len(active) == len(self._modes) and all(a is b for a, b in zip(active, self._modes)):
+            return
+        stack.enter_context(without_function_modes())
         for mode in self._modes:
-            if not any(mode is other for other in active):
-                stack.enter_context(mode)
+            stack.enter_context(mode)
 
     def _restore_autocast(self, stack: contextlib.ExitStack) -> None:
         # Entered even where nothing differs and autocast is on: backward may run outside every autocast region, and
