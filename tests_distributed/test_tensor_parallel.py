@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_like import apply_activation_checkpointing
+from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.layers import find_layers
 from nemo_like.log import logger
+from nemo_like.options import TensorParallel
 from tests.models.families import FAMILIES
 from tests.models.tied_decoder import DIM, HEADS, VOCAB, Block, TiedDecoder
 from tests_distributed.spawn import run_ranks
@@ -130,6 +131,27 @@ def _two_dimensional(rank: int, world_size: int, name: str, sequence_parallel: b
 @pytest.mark.parametrize("name", ["llama", "qwen3", "plain"])
 def test_fsdp_times_tp_equals_one_rank_in_every_mode(name: str, sequence_parallel: bool) -> None:
     run_ranks(4, _two_dimensional, name, sequence_parallel)
+
+
+def _dropped(rank: int, world_size: int, sequence_parallel: bool, how: str) -> None:
+    """Every mode draws the numbers that no checkpointing draws, so gradients are the same to the bit."""
+    expected: dict[str, torch.Tensor] = {}
+    for mode in (*MODES, "sequential"):
+        model = build("llama", attention_dropout=0.2, attn_implementation=how).train()
+        tensor = TensorParallel(world_size, sequence_parallel=sequence_parallel)
+        model = parallelize(model, ac=mode, tp=tensor, device="cpu")
+        torch.manual_seed(5)
+        loss_of(model, batch()).backward()
+        found = grads_of(model)
+        expected = expected or found
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items()), mode
+
+
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+def test_attention_dropout_beside_tensor_parallelism(sequence_parallel: bool, how: str) -> None:
+    run_ranks(2, _dropped, sequence_parallel, how)
 
 
 def _one_dimensional(rank: int, world_size: int, name: str) -> dict[str, bool]:

@@ -102,7 +102,8 @@ def storages(tensor: Tensor) -> set[int]:
     """What identifies the memory behind `tensor`, through wrapper subclasses (DTensor, quantised types)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        return {key for name in flatten()[0] for key in storages(getattr(tensor, name))}
+        parts = (getattr(tensor, name) for name in flatten()[0])
+        return {key for part in parts if isinstance(part, Tensor) for key in storages(part)}  # a DTensor names its mesh, too
     if tensor.layout is not torch.strided:
         return set()  # sparse, mkldnn: no storage of their own to name; their version counters tell of changes
     return {tensor.untyped_storage()._cdata}
