@@ -41,13 +41,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class _Handle:
     """What autograd keeps in the place of one tensor."""
 
-    __slots__ = ("__weakref__", "dtype", "shape", "storage", "value", "version")
+    __slots__ = ("__weakref__", "dtype", "replayed", "shape", "storage", "value", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.value: Tensor | None = None
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.version = tensor._version
+        self.replayed = 0  # the version of `value` when the replay came to it
         # Weakly: autograd alone decides how long the memory lives. Sparse and mkldnn tensors have no storage to tell.
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
         self.storage = StorageWeakRef(tensor.untyped_storage()) if plain else None
@@ -208,6 +209,13 @@ class Region:
                     "backward needs: fewer tensors were saved than in forward. Something in the region depends on "
                     "state that changed since."
                 )
+        if value._version != handle.replayed:
+            raise RegionError(
+                f"Region {self.name!r}: one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {value.dtype} of shape {tuple(value.shape)}, saved for backward, was changed after "
+                "that, in the region itself or between two parts of one backward. Autograd refuses it without "
+                "checkpointing too: write the change out of place (y = x * 2 for x.mul_(2))."
+            )
         if self.graph_kept:
             handle.value = None  # else autograd drops the handle itself, as soon as this node is done
         return value
@@ -353,6 +361,7 @@ class Region:
             if self.verification is not None:
                 self.verification.rebuilt(index, tensor)
             handle.value = tensor
+            handle.replayed = tensor._version
         if index == self.last and self.early_stop:
             if self.replay_mode is not None:
                 self.replay_mode.finish()
