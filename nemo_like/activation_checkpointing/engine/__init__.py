@@ -98,7 +98,11 @@ def run_region(
     function whose first step is verified (default: `fn`); see `verification`.
     """
     if torch.compiler.is_compiling():
-        return compiled_region(fn, args, kwargs, policy=policy, preserve_rng_state=preserve_rng_state)
+        options = {
+            "policy": policy, "name": name, "preserve_rng_state": preserve_rng_state, "transfer": transfer,
+            "early_stop": early_stop,
+        }  # fmt: skip
+        return compiled_region(fn, args, kwargs, run_region, options)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     if torch_compat.in_functorch_transform():

@@ -15,8 +15,10 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nemo_like.activation_checkpointing import ops
+from nemo_like.activation_checkpointing.engine.contexts import eager_contexts, keep_nothing_here
 from nemo_like.activation_checkpointing.engine.dispatch import COPY, RANDOM, TRACKED, kinds_for
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision, Policy, SelectivePolicy
+from nemo_like.log import warn_once
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -54,28 +56,51 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
 
 
 def selective_contexts(policy: Policy) -> ContextPair:
-    """PyTorch's own pair of contexts for one region, driven by `policy`."""
-    return create_selective_checkpoint_contexts(torch_policy_fn(policy))
+    """The pair of contexts for one region: PyTorch's own while it is traced, since the partitioner reads their tags.
+
+    Ours in eager mode, where a compiled graph is run without a compiler (backend ``"eager"``): PyTorch's refuse there
+    what a model changes in place after it was kept, such as the router's top values in Mixtral.
+    """
+    if torch.compiler.is_compiling():
+        return create_selective_checkpoint_contexts(torch_policy_fn(policy))
+    return eager_contexts(policy)
 
 
 def compiled_region(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    policy: Policy,
-    preserve_rng_state: bool = True,
+    run_eagerly: Callable[..., Any],
+    options: dict[str, Any],
 ) -> Any:
-    """`run_region` for code that is being compiled. Dynamo traces this function."""
+    """`run_region` for code that is being compiled. Dynamo traces this function.
+
+    Where Dynamo cannot trace what is inside the region, it calls `checkpoint` as it stands here, from code that is not
+    compiled. Then `run_eagerly`, which is `run_region`, makes a region of ours with these `options`, inside of PyTorch's,
+    to which nothing is left: it sees our region's inputs alone.
+    """
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return fn(*args, **kwargs)
+        say_left_to_eager(options["name"])
+        keep_nothing_here()
+        return run_eagerly(fn, args, kwargs, **options)
+
+    rng, policy = options["preserve_rng_state"], options["policy"]
     if policy.keeps_nothing:
-        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
-    return checkpoint(
-        fn,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=preserve_rng_state,
-        context_fn=functools.partial(selective_contexts, policy),
-        **kwargs,
+        return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=rng, **kwargs)
+    contexts = functools.partial(selective_contexts, policy)
+    return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=rng, context_fn=contexts, **kwargs)
+
+
+def say_left_to_eager(region: str) -> None:
+    """Once: what was asked to be compiled is not."""
+    warn_once(
+        f"The layer of checkpointed region {region!r} was to be compiled. Dynamo cannot trace what is inside (run with "
+        "TORCH_LOGS=graph_breaks to see why), and a checkpointed region is traced whole or not at all: it runs eagerly. "
+        "ac='full' replays from outside of the compiled layer, and compiles its pieces.",
+        key="checkpointed region left to eager",
     )
 
 
@@ -91,10 +116,6 @@ def make_selective_checkpoint_context_fn(policy: Policy | None = None) -> Callab
     chosen = SelectivePolicy() if policy is None else policy
 
     def context_fn() -> ContextPair:
-        if torch.compiler.is_compiling():
-            return selective_contexts(chosen)
-        from nemo_like.activation_checkpointing.engine.contexts import eager_contexts
-
-        return eager_contexts(chosen)
+        return selective_contexts(chosen)
 
     return context_fn
