@@ -23,9 +23,17 @@ from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
+from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once, warn_once
-from nemo_like.options import FSDP2, MemoryBudget, OffloadConfig, Precision, TensorParallel, parse_strategy
+from nemo_like.options import (
+    FSDP2,
+    MemoryBudget,
+    OffloadConfig,
+    Precision,
+    TensorParallel,
+    parse_strategy,
+)
 from nemo_like.planning.sharding import OPTIMIZERS
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, read_ac, resolve
@@ -129,6 +137,7 @@ def parallelize(
     found, chosen = layers_for(model, asked, ac_scope, layers)
     backend = parse_compile(compile)
     _check_compile(backend is not None, asked)
+    _check_sharded_by_caller(model, word)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
     asked_device = None if device is None else checked_device(device)
@@ -180,10 +189,22 @@ def _refuse_parallelized(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     for name, module in model.named_modules():
-        if hasattr(module, _MARK) or isinstance(module, FSDPModule | DistributedDataParallel):
+        sharded = isinstance(module, FSDPModule) and not name  # parts may be: see `sharded_by_caller`
+        if sharded or hasattr(module, _MARK) or isinstance(module, DistributedDataParallel):
             raise ValueError(
                 f"{name or 'The model'} is parallelized already; call parallelize once, on a freshly built model."
             )
+
+
+def _check_sharded_by_caller(model: nn.Module, strategy: str) -> None:
+    """Raise ValueError where the caller sharded parts of the model, and `strategy` keeps it whole."""
+    theirs = sharded_by_caller(model)
+    if theirs and strategy != "fsdp2":
+        name = next(name for name, module in model.named_modules() if module is theirs[0])
+        raise ValueError(
+            f"strategy is {strategy!r}, and {name} is sharded by fully_shard already, which only 'fsdp2' goes on from: "
+            "use FSDP2, or leave that part whole."
+        )
 
 
 def _check_compile(compiled: bool, asked: Asked) -> None:

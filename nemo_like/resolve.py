@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.apply import refuse_checkpointed
@@ -216,6 +217,11 @@ def _planned(
             f"ac is {budget}, a memory budget: bytes depend on batch and sequence. Pass sample_input=, what one step of "
             "one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
         )
+    if (sharded := _sharded(model)) is not None:
+        raise ValueError(
+            f"ac is {budget}, and {sharded} is sharded by fully_shard already: a plan is traced on whole weights. Use a "
+            "mode such as 'selective', or a plan that was made before that part was sharded."
+        )
     plan = plan_for(model, budget, sample_input, layers=[layer.fqn for layer in chosen], **planning)
     if is_rank_zero():
         logger.info(
@@ -223,6 +229,11 @@ def _planned(
             f"{plan.replay_share:.0%} of a forward pass."
         )
     return plan
+
+
+def _sharded(model: nn.Module) -> str | None:
+    """The name of a module that ``fully_shard`` was called on, if there is one."""
+    return next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
 
 
 def _measured_bytes(model: nn.Module, config: CheckpointConfig, sample_input: Any) -> dict[str, int] | None:
@@ -234,6 +245,12 @@ def _measured_bytes(model: nn.Module, config: CheckpointConfig, sample_input: An
         warn_once(
             "A measurement of each layer was asked for, but the model is on the meta device and cannot run: all layers "
             "count alike. Pass a model with weights, or no sample_input."
+        )
+        return None
+    if (sharded := _sharded(model)) is not None:
+        warn_once(
+            f"A measurement of each layer was asked for, but {sharded} is sharded already, and the model cannot run before "
+            "the rest of it is: all layers count alike."
         )
         return None
     report = MemoryProfiler(model).profile(sample_input, config.profile_num_runs)

@@ -34,7 +34,9 @@ def shard_layers(
     """Shard `model` in place: one FSDP unit per layer, one for the tail, one for everything else (the root).
 
     Args:
-        model: anything; may be on the meta device (then call `nemo_like.distributed.materialize` afterwards).
+        model: anything; may be on the meta device (then call `nemo_like.distributed.materialize` afterwards). Parts that
+            the caller has sharded before (experts on a mesh of their own, a frozen tower) stay units of their own, as
+            they are; layers inside them are theirs.
         layers: its repeated blocks in the order in which they run: modules, or objects with ``.module`` and
             ``.group`` (`nemo_like.layers.Layer`). A block inside a checkpoint wrapper is sharded with its wrapper: the
             gather and the cast to the compute dtype stand outside of what is replayed, so that replay sees what

@@ -41,6 +41,8 @@ class UnitPlan:
     by_dtype: list[Unit]
     replicated: list[nn.Parameter]
     """Held whole by every rank: parameters that are not floating point, frozen scalars, what the caller left out."""
+    theirs: list[nn.Module]
+    """Modules that the caller has sharded before: units inside these, with their own mesh, policy and parameters."""
     towers: list[nn.Module]
     """Frozen layers that some rank may skip."""
     top_down: bool
@@ -69,25 +71,27 @@ def plan_units(
 ) -> UnitPlan:
     """Give every parameter of `model` to one unit. Changes nothing; see `shard_layers` for arguments and errors."""
     names = {module: bare_name(name) for name, module in model.named_modules()}
-    _refuse_sharded(model, names)
-    groups = _layer_groups(model, layers, names)
+    theirs = sharded_by_caller(model)
+    inside = {module for unit in theirs for module in unit.modules()}
+    groups = {m: group for m, group in _layer_groups(model, layers, names).items() if not _within(m, inside)}
     towers = _frozen_towers(groups)
     ignored = set(ignored_params)
-    replicated = [p for p in model.parameters() if p in ignored or not _shardable(model, p)]
+    taken = {p for unit in theirs for p in unit.parameters()}
+    replicated = [p for p in model.parameters() if p not in taken and (p in ignored or not _shardable(model, p))]
     if frozen_sharding != "per_layer":
         if frozen_sharding == "replicate":
             replicated = list(dict.fromkeys([*replicated, *(p for m in towers for p in m.parameters())]))
         groups = {module: group for module, group in groups.items() if module not in towers}
 
     layer_units = [Unit(names[module], "layer", (module,)) for module in groups]
-    tail_modules = _tail(model, list(groups), tail, names)
+    tail_modules = tuple(m for m in _tail(model, list(groups), tail, names) if not _within(m, inside))
     owners = _owners(model, {m: u for u in layer_units for m in u.modules} | dict.fromkeys(tail_modules, "tail"))
     if any(len(owners[p]) > 1 for m in tail_modules for p in m.parameters()):
         owners = {p: {"root" if o == "tail" else o for o in found} for p, found in owners.items()}  # tied: no tail
         tail_modules = ()
     tail_unit = Unit("+".join(names[m] for m in tail_modules), "tail", tail_modules) if tail_modules else None
     root = Unit("", "root", (model,))
-    left_out = set(replicated)
+    left_out = taken | set(replicated)
     hoisted = False
     for param, found in owners.items():
         if param in left_out:
@@ -101,16 +105,34 @@ def plan_units(
     sharded = [*layer_units, *([tail_unit] if tail_unit else []), root]
     by_dtype = [split for unit in sharded for split in _split(unit, names)]
     top_down = hoisted or bool(by_dtype)
-    return UnitPlan(layer_units, tail_unit, root, by_dtype, replicated, towers, top_down)
+    return UnitPlan(layer_units, tail_unit, root, by_dtype, replicated, theirs, towers, top_down)
 
 
-def _refuse_sharded(model: nn.Module, names: dict[nn.Module, str]) -> None:
-    for module, name in names.items():
-        if isinstance(module, FSDPModule):
+def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules below `model` that ``fully_shard`` was called on.
+
+    Raises:
+        ValueError: it was called on `model` itself.
+    """
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule) or module in inside:
+            continue
+        if not name:
             raise ValueError(
-                f"{name or type(model).__name__!r} is sharded already: shard_layers must be called once, on a model "
-                "that nobody has called fully_shard on."
+                f"This {type(model).__name__} is sharded already: shard_layers must be called once, on a model that "
+                "nobody has called fully_shard on. Only parts of it may be sharded before."
             )
+        unit: nn.Module = module  # type: ignore[assignment]
+        found.append(unit)
+        inside.update(unit.modules())
+    return found
+
+
+def _within(module: nn.Module, inside: set[nn.Module]) -> bool:
+    """Whether `module`, or what it wraps, is among or below the modules that the caller sharded."""
+    return module in inside or (isinstance(module, CheckpointWrapper) and wrapped_module(module) in inside)
 
 
 def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module, str]) -> dict[nn.Module, str]:

@@ -1,0 +1,190 @@
+"""Sub-modules that the caller has sharded on a mesh of their own: left as they are, units inside ours, trained right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from nemo_like import parallelize
+from nemo_like.distributed import clip_grad_norm_
+from nemo_like.options import FSDP2, MemoryBudget
+from tests_distributed.spawn import run_ranks
+
+DIM, VOCAB, EXPERTS = 16, 32, 4
+MODES = ("none", "full", "selective", "submodule", "sequential")
+
+
+class Experts(nn.Module):
+    """Weights of all experts in one tensor each, as grouped kernels want them: (T, D), (T,) to (T, D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, *shape) / 4) for shape in ((DIM, 32), (32, DIM)))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        hidden = F.gelu(torch.einsum("td,tdh->th", x, self.up[chosen]))
+        return torch.einsum("th,thd->td", hidden, self.down[chosen])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn, self.router = nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, EXPERTS)
+        self.experts, self.dropout = Experts(), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
+        x = x + self.attn(self.norm(x)).tanh()
+        flat = x.flatten(0, 1)
+        weight, chosen = self.router(flat).softmax(-1).max(-1)
+        out = weight[:, None] * self.experts(flat, chosen)
+        return x + self.dropout(out).view_as(x)
+
+
+class Model(nn.Module):
+    """A tower of blocks without experts' routing of its own, and a decoder with experts; ids (B, T) to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.tower = nn.Embedding(VOCAB, DIM), nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(2)))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tower(self.embed(ids))
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
+
+
+def _built() -> Model:
+    torch.manual_seed(0)
+    model = Model().eval()  # dropout is compared between modes below, in training mode
+    return model
+
+
+def _ids() -> Tensor:
+    return torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(1))
+
+
+def _experts(model: Model, **options: object) -> list[nn.Module]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("efsdp",))
+    return [fully_shard(layer.experts, mesh=mesh, **options) for layer in model.layers]
+
+
+def _frozen_tower(model: Model) -> list[nn.Module]:
+    model.tower.requires_grad_(False)
+    return [fully_shard(model.tower, mesh=init_device_mesh("cpu", (2,)))]
+
+
+def _whole_layer(model: Model) -> list[nn.Module]:
+    return [fully_shard(model.layers[1], mesh=init_device_mesh("cpu", (2,)))]
+
+
+def _head(model: Model) -> list[nn.Module]:
+    return [fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)]
+
+
+SHARDED: dict[str, Callable[[Model], list[nn.Module]]] = {
+    "experts": _experts,
+    "experts, gathered": lambda model: _experts(model, reshard_after_forward=False),
+    "frozen tower": _frozen_tower,
+    "a layer": _whole_layer,
+    "head": _head,
+}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    clean = lambda name: name.replace("_checkpoint_wrapped_module.", "")  # noqa: E731
+    grads = {clean(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+
+
+def _trains(rank: int, world_size: int, which: str, mode: str) -> None:
+    reference = _built()
+    if which == "frozen tower":
+        reference.tower.requires_grad_(False)
+    ids = _ids()
+    expected_loss = reference(ids)
+    expected_loss.backward()
+    model = _built()
+    theirs = SHARDED[which](model)
+    before = {unit: [type(p) for p in unit.parameters()] for unit in theirs}
+    parallelize(model, ac=mode, device="cpu")
+    assert all(isinstance(unit, FSDPModule) for unit in theirs)
+    assert {unit: [type(p) for p in unit.parameters()] for unit in theirs} == before
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for step in range(2):
+        model.zero_grad()
+        loss = model(ids.chunk(2)[rank])
+        loss.backward()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        torch.testing.assert_close(mean / world_size, expected_loss.detach(), rtol=1e-5, atol=0)
+        found, wanted = _gradients(model), _gradients(reference)
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            error = (found[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+            assert error < 1e-5, (which, mode, step, name, error.item())
+    norm = clip_grad_norm_(model, 1e9)
+    whole = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    torch.testing.assert_close(norm, whole, rtol=1e-5, atol=0)
+    model.eval()
+    with torch.no_grad():
+        model(ids.chunk(2)[rank])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("which", ["experts", "frozen tower"])
+def test_what_the_caller_sharded_stays_and_trains_as_on_one_rank(which: str, mode: str) -> None:
+    run_ranks(2, _trains, which, mode)
+
+
+@pytest.mark.parametrize("which", ["experts, gathered", "a layer", "head"])
+def test_other_parts_that_the_caller_sharded(which: str) -> None:
+    run_ranks(2, _trains, which, "selective")
+
+
+def _modes_agree(rank: int, world_size: int) -> None:
+    expected: dict[str, Tensor] = {}
+    for mode in MODES:
+        model = _built().train()
+        _experts(model)
+        parallelize(model, ac=mode, device="cpu")
+        torch.manual_seed(7 + rank)
+        model(_ids().chunk(2)[rank]).backward()
+        found = _gradients(model)
+        expected = expected or found
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
+
+
+def test_every_mode_is_bitwise_no_checkpointing() -> None:
+    run_ranks(2, _modes_agree)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    def message(model: nn.Module, **options: object) -> str:
+        before = {name: type(m) for name, m in model.named_modules()}
+        with pytest.raises(ValueError) as caught:
+            parallelize(model, device="cpu", **options)
+        assert {name: type(m) for name, m in model.named_modules()} == before
+        return str(caught.value)
+
+    model = _built()
+    _experts(model)
+    assert "layers.0.experts" in message(model, strategy="ddp") and "FSDP2" in message(model, strategy="ddp")
+    asked = MemoryBudget(fraction=0.5)
+    assert "layers.0.experts" in message(model, ac=asked, sample_input={"ids": _ids()})
+    parallelize(model, FSDP2(), "sequential", sample_input={"ids": _ids()}, device="cpu")
+    assert "already" in message(model)
+
+
+def test_what_cannot_be_done_with_them_is_refused_before_any_change() -> None:
+    run_ranks(2, _refused)
