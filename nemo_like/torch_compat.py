@@ -323,6 +323,101 @@ def left_to_python(function: _Function) -> _Function:
     return function
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _of_fsdp(hook: Any) -> bool:
+    """Whether `hook` gathers or frees the parameters of an FSDP2 unit."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+def has_hooks_but_fsdp(module: nn.Module) -> bool:
+    """Whether calling `module` runs hooks besides those by which FSDP2 gathers and frees its parameters."""
+    return any(not _of_fsdp(hook) for name in _HOOKS for hook in (getattr(module, name, None) or {}).values())
+
+
+@contextlib.contextmanager
+def _hooks_where(module: nn.Module, keep: Callable[[Any], bool]) -> Iterator[None]:
+    """Within it, a call of `module` runs only the forward hooks that `keep` accepts."""
+    before = {name: getattr(module, name) for name in _HOOKS[:2]}
+    for name, hooks in before.items():
+        setattr(module, name, type(hooks)((key, hook) for key, hook in hooks.items() if keep(hook)))
+    try:
+        yield
+    finally:
+        for name, hooks in before.items():
+            setattr(module, name, hooks)
+
+
+@contextlib.contextmanager
+def without_fsdp_hooks(module: Any) -> Iterator[None]:
+    """Within it, a call of `module`, whose parameters are gathered already, runs all hooks but FSDP2's."""
+    if not isinstance(module, nn.Module):
+        yield
+        return
+    with _hooks_where(module, lambda hook: not _of_fsdp(hook)):
+        yield
+
+
+def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """``inside(hidden)`` between the FSDP2 hooks of `module`, which run once however often `inside` calls it.
+
+    All other hooks of `module` run at each of these calls, and only then. Where `module` has no hooks of FSDP2 (it lies
+    in another module's unit, or in none), this is ``inside(hidden)``. Seen in 2.11, 2.13 and 2.15.
+    """
+    pre = module._forward_pre_hooks if isinstance(module, nn.Module) else {}
+    if not any(map(_of_fsdp, pre.values())):
+        return inside(hidden)
+    everything = {name: getattr(module, name) for name in _HOOKS[:2]}
+    own_forward = module.__dict__.get("forward")
+
+    def forward(hidden: Tensor) -> Tensor:
+        only_fsdp = {name: getattr(module, name) for name in everything}
+        _put_forward(module, own_forward)
+        for name, hooks in everything.items():
+            setattr(module, name, hooks)
+        try:
+            with without_fsdp_hooks(module):
+                # Complex, because FSDP2 casts real outputs to `MixedPrecisionPolicy.output_dtype`: a loss loses its bits.
+                result = inside(hidden)
+                return torch.complex(result, torch.zeros_like(result))
+        finally:
+            for name, hooks in only_fsdp.items():
+                setattr(module, name, hooks)
+
+    with _hooks_where(module, _of_fsdp):
+        module.forward = forward
+        try:
+            return module(hidden).real
+        finally:
+            _put_forward(module, own_forward)
+
+
+def _put_forward(module: nn.Module, own: Any) -> None:
+    """Have `module` call its class's forward, or `own`, the one that was set on the instance."""
+    if own is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = own
+
+
+@contextlib.contextmanager
+def answering_calls(module: nn.Module, answer: Callable[..., Any]) -> Iterator[None]:
+    """Within it, calling `module` calls `answer` instead, without any hook. Seen in 2.11, 2.13 and 2.15."""
+    name = "_call_impl"
+    if not callable(getattr(nn.Module, name, None)):
+        raise RuntimeError(f"This torch has no nn.Module.{name}, which calls are answered through; use {RELEASES}.")
+    before = module.__dict__.get(name)
+    module.__dict__[name] = answer
+    try:
+        yield
+    finally:
+        if before is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = before
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph; False if untold."""
     return getattr(module, "_compiled_call_impl", None) is not None

@@ -5,6 +5,7 @@ the value, the reason and what is accepted. A default stands here and nowhere el
 """
 
 from nemo_like.options.checkpointing import AC_STRATEGIES, CheckpointConfig, MemoryBudget, parse_ac
+from nemo_like.options.chunked_loss import LOSSES, ChunkedLoss
 from nemo_like.options.parallel import (
     FROZEN_SHARDING,
     FSDP2,
@@ -20,8 +21,10 @@ __all__ = [
     "AC_STRATEGIES",
     "FROZEN_SHARDING",
     "FSDP2",
+    "LOSSES",
     "STRATEGIES",
     "CheckpointConfig",
+    "ChunkedLoss",
     "MemoryBudget",
     "OffloadConfig",
     "Precision",

@@ -1,0 +1,226 @@
+"""The head of one call: from a chunk of hidden states to its logits, and from their gradient back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+
+from nemo_like.losses.vocabulary import Vocabulary
+from nemo_like.torch_compat import has_hooks_but_fsdp
+
+Head = Callable[[Tensor], Tensor]
+
+
+class GradientSums:
+    """The gradients of a head's parameters, added over chunks; in float32 unless told otherwise."""
+
+    def __init__(self, params: Sequence[Tensor], in_float32: bool) -> None:
+        self.sums: list[Tensor | None] = [None] * len(params)
+        self._params = params
+        self._in_float32 = in_float32
+
+    def dtype(self, index: int) -> torch.dtype:
+        """What the gradient of parameter `index` is summed in."""
+        dtype = self._params[index].dtype
+        return torch.float32 if self._in_float32 and dtype in (torch.bfloat16, torch.float16) else dtype
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add one chunk's gradient, which may be kept."""
+        total = self.sums[index]
+        if total is None:
+            self.sums[index] = gradient.to(self.dtype(index))
+        else:
+            total.add_(gradient)
+
+    def zeros(self, index: int) -> Tensor:
+        """The sum so far, to be added to in place."""
+        total = self.sums[index]
+        if total is None:
+            total = self.sums[index] = torch.zeros_like(self._params[index], dtype=self.dtype(index))
+        return total
+
+
+class AutogradHead:
+    """Any module or callable: its gradients come from autograd, chunk by chunk."""
+
+    def __init__(self, head: Head, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self._head = head
+        self._graph: tuple[Tensor, Tensor] | None = None
+
+    def logits(self, hidden: Tensor, with_gradient: bool) -> Tensor:
+        """(tokens, D) to (tokens, V), plain or a DTensor. The result may be changed in place."""
+        if not with_gradient:
+            with torch.no_grad():
+                return self._head(hidden)
+        seen: set[int] = set()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_note(seen), _same):
+            # The hooks also keep what outer ones (offloading) would do with every saved tensor away from a chunk.
+            leaf = hidden.detach().requires_grad_()
+            output = self._head(leaf)
+        self._graph = (leaf, output)
+        plain = output.detach()
+        # An op that saved its own result needs it in backward: then the gradient is made beside it.
+        return plain.clone() if _address(output) in seen else plain
+
+    def backward(self, gradient: Tensor, hidden: Tensor, into: Tensor | None, sums: GradientSums) -> None:
+        """Write the gradient of the chunk's `hidden` to `into`; add those of the parameters to `sums`."""
+        assert self._graph is not None
+        leaf, output = self._graph
+        self._graph = None
+        if not output.requires_grad:
+            return
+        inputs = [leaf, *self.params] if into is not None else list(self.params)
+        grads = list(torch.autograd.grad(output, inputs, gradient, allow_unused=True))
+        if into is not None:
+            first = grads.pop(0)
+            if first is None:
+                into.zero_()
+            else:
+                into.copy_(first)
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                sums.add(index, grad)
+
+
+class LinearHead:
+    """A plain `nn.Linear`: its gradients by hand, so that no second gradient of the weight exists beside the sum."""
+
+    def __init__(self, head: nn.Linear, params: Sequence[Tensor], block_bytes: int) -> None:
+        self.params = params
+        self.block_bytes = block_bytes
+        """Bytes that a temporary of the weight's gradient may take."""
+        dtype = autocast_dtype(head.weight)
+        self._cast = torch.is_autocast_enabled(head.weight.device.type)
+        self._weight = head.weight.detach().to(dtype)  # once per call, as autocast does
+        self._bias = None if head.bias is None else head.bias.detach().to(dtype)
+        # By identity: which of the head's own tensors train.
+        self._of_weight, self._of_bias = (_index(params, own) for own in (head.weight, head.bias))
+
+    def logits(self, hidden: Tensor, with_gradient: bool) -> Tensor:
+        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            hidden = hidden.detach()
+            return F.linear(hidden.to(self._weight.dtype) if self._cast else hidden, self._weight, self._bias)
+
+    def backward(self, gradient: Tensor, hidden: Tensor, into: Tensor | None, sums: GradientSums) -> None:
+        """As `AutogradHead.backward`."""
+        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            if into is not None:
+                if into.dtype == gradient.dtype:
+                    torch.mm(gradient, self._weight, out=into)
+                else:
+                    into.copy_(gradient @ self._weight)
+            if self._of_weight is not None:
+                self._add_outer(sums.zeros(self._of_weight), gradient, hidden.detach().to(gradient.dtype))
+            if self._of_bias is not None:
+                total = sums.zeros(self._of_bias)
+                total.add_(gradient.sum(0, dtype=total.dtype))
+
+    def _add_outer(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+        """``total += gradient.T @ hidden``, (V, D), without rounding a chunk's product to less than `total` has."""
+        if total.dtype == gradient.dtype:
+            total.addmm_(gradient.t(), hidden)
+            return
+        rows = max(1, self.block_bytes // (total.element_size() * max(1, total.shape[1], len(gradient))))
+        wide = None if hidden.is_cuda else hidden.to(total.dtype)
+        for start in range(0, len(total), rows):
+            part = gradient[:, start : start + rows].t()  # (rows, tokens)
+            if wide is None and total.dtype == torch.float32:
+                # Tensor cores add in float32 anyway; this hands the sum over as it is.
+                total[start : start + rows] += torch.mm(part, hidden, out_dtype=torch.float32)
+            else:
+                wide = hidden.to(total.dtype) if wide is None else wide
+                total[start : start + rows].addmm_(part.to(total.dtype), wide)
+
+
+def open_head(head: Head, params: Sequence[Tensor], block_bytes: int) -> AutogradHead | LinearHead:
+    """How to run `head`, of whose tensors `params` are those that train."""
+    if isinstance(head, nn.Linear) and _is_plain_linear(head):
+        return LinearHead(head, params, block_bytes)
+    return AutogradHead(head, params)
+
+
+def trained_tensors(head: Head) -> list[Tensor]:
+    """The parameters of `head` that train, each once."""
+    if isinstance(head, nn.Module):
+        return [parameter for parameter in head.parameters() if parameter.requires_grad]
+    return []
+
+
+def unwrap_logits(logits: Tensor, tokens: int) -> tuple[Tensor, Vocabulary]:
+    """This rank's part of `logits`, and which columns it is.
+
+    Raises:
+        ValueError: not (tokens, vocabulary), or cut in another way than by vocabulary.
+    """
+    if logits.ndim != 2 or logits.shape[0] != tokens:
+        raise ValueError(
+            f"The head made {tuple(logits.shape)} of hidden states of {tokens} tokens; it must make (tokens, vocabulary)."
+        )
+    size = logits.shape[1]
+    if not isinstance(logits, DTensor):
+        return logits, Vocabulary(size, size)
+    placements, mesh = logits.placements, logits.device_mesh
+    cut = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    if not cut:
+        return logits.to_local(), Vocabulary(size, size)
+    if len(cut) > 1 or placements[cut[0]] not in (Shard(1), Shard(-1)):
+        raise ValueError(
+            f"The head's logits are a DTensor placed {placements}; chunks know logits cut by vocabulary on one axis, "
+            "Shard(-1), and whole ones. Give the head such an output layout."
+        )
+    width = -(-size // mesh.size(cut[0]))  # as `torch.chunk` cuts
+    local = logits.to_local()
+    start = min(mesh.get_local_rank(cut[0]) * width, size)
+    return local, Vocabulary(size, local.shape[1], start, mesh.get_group(cut[0]))
+
+
+def like_logits(gradient: Tensor, logits: Tensor) -> Tensor:
+    """A gradient of this rank's part of `logits` as one of `logits`."""
+    if not isinstance(logits, DTensor):
+        return gradient
+    return DTensor.from_local(
+        gradient, logits.device_mesh, logits.placements, run_check=False, shape=logits.shape, stride=logits.stride()
+    )
+
+
+def _is_plain_linear(head: nn.Linear) -> bool:
+    """Whether calling `head` is `F.linear` of its two tensors, and nothing else."""
+    plain = all(type(own) in (Tensor, nn.Parameter) for own in (head.weight, head.bias) if own is not None)
+    called = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    return plain and called and not has_hooks_but_fsdp(head) and not nn.utils.parametrize.is_parametrized(head)
+
+
+def autocast_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype that a matmul with `weight` runs in here."""
+    kind = weight.device.type
+    if torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
+
+
+def _index(params: Sequence[Tensor], own: Tensor | None) -> int | None:
+    return next((index for index, param in enumerate(params) if param is own), None)
+
+
+def _address(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
+def _note(seen: set[int]) -> Callable[[Tensor], Tensor]:
+    def pack(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor) or type(tensor) in (Tensor, nn.Parameter):
+            seen.add(_address(tensor))
+        return tensor
+
+    return pack
+
+
+def _same(packed: Any) -> Any:
+    return packed

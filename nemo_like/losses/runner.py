@@ -1,0 +1,182 @@
+"""Head and loss, one chunk of tokens after the other, as one node of autograd's graph.
+
+The node's inputs are the hidden states and the head's parameters, so that each parameter gets one gradient per
+backward, as FSDP2's and DDP's reductions want it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from nemo_like.losses.heads import AutogradHead, GradientSums, Head, LinearHead, like_logits, open_head, unwrap_logits
+from nemo_like.losses.rows import RowLoss
+from nemo_like.options import ChunkedLoss
+from nemo_like.torch_compat import graph_is_kept, without_fsdp_hooks
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call: which head, which loss, how it is cut."""
+
+    head: Head
+    rows: RowLoss
+    options: ChunkedLoss
+
+    def open(self, hidden: Tensor, params: Sequence[Tensor]) -> tuple[AutogradHead | LinearHead, int]:
+        """The head and the tokens of one chunk, found by running one token."""
+        probe = hidden.detach()[:1]
+        head = open_head(self.head, params, 0)
+        with _same_random_numbers(hidden, not isinstance(head, LinearHead)):
+            logits, vocabulary = unwrap_logits(head.logits(probe, False), len(probe))
+        self.rows.check(vocabulary.size)
+        per_token = logits.shape[1] * logits.element_size()
+        tokens = min(self.options.tokens(per_token), max(1, len(hidden)))
+        if isinstance(head, LinearHead):
+            head.block_bytes = max(1, tokens * per_token // 64)
+        return head, tokens
+
+
+@dataclass
+class Outcome:
+    """What one walk over the chunks gives."""
+
+    losses: Tensor
+    """(tokens,), float32."""
+    hidden: Tensor | None
+    params: list[Tensor | None]
+
+
+def walk(job: Job, hidden: Tensor, params: Sequence[Tensor], weights: Tensor | None, into_hidden: bool) -> Outcome:
+    """All chunks: the losses and, with `weights`, the gradients of ``(weights * losses).sum()``.
+
+    hidden: (tokens, D), weights: (tokens,) float32 or None.
+    """
+    head, size = job.open(hidden, params)
+    with_gradient = weights is not None and (into_hidden or bool(params))
+    sums = GradientSums(params, job.options.grads_in_float32)
+    to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if with_gradient and into_hidden else None
+    losses = []
+    for start in range(0, len(hidden), size):
+        rows = slice(start, min(start + size, len(hidden)))
+        chunk = hidden[rows]
+        output = head.logits(chunk, with_gradient)
+        logits, vocabulary = unwrap_logits(output, len(chunk))
+        losses.append(job.rows.losses(logits, rows, vocabulary))
+        if with_gradient:
+            assert weights is not None
+            job.rows.gradient_(logits, rows, vocabulary, weights[rows])
+            head.backward(like_logits(logits, output), chunk, None if to_hidden is None else to_hidden[rows], sums)
+        del output, logits  # before the next chunk's are made
+    total = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
+    return Outcome(total, to_hidden, sums.sums)
+
+
+class LossInForward(torch.autograd.Function):
+    """``(weights * losses).sum()`` with its gradients made in forward; backward scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, weights: Tensor, scale: Tensor, train: bool, hidden: Tensor, *params: Tensor) -> Tensor:
+        into_hidden = train and ctx.needs_input_grad[4]
+        found = walk(job, hidden, params if train else (), weights if train else None, into_hidden)
+        grads = [found.hidden, *found.params]
+        ctx.kept = [index for index, grad in enumerate(grads) if grad is not None]
+        ctx.dtypes = [tensor.dtype for tensor in (hidden, *params)]
+        ctx.inputs = len(params) + 1
+        ctx.save_for_backward(scale, *(grads[index] for index in ctx.kept))
+        return (found.losses * weights).sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        own, *saved = ctx.saved_tensors
+        factor = upstream * own.nan_to_num(posinf=0.0)  # no token counts: the loss is NaN, and nothing has a gradient
+        in_place = graph_is_kept() is False
+        unchanged = factor.device.type == "cpu" and factor.item() == 1
+        grads: list[Tensor | None] = [None] * ctx.inputs
+        for index, grad in zip(ctx.kept, saved, strict=True):
+            if not unchanged:
+                grad = grad.detach().mul_(factor) if in_place else grad * factor
+            elif not in_place and grad.dtype == ctx.dtypes[index]:
+                grad = grad.clone()  # a `.grad` of the caller's own, while the graph keeps ours
+            grads[index] = grad.to(ctx.dtypes[index])
+        return None, None, None, None, *grads
+
+
+class LossesInBackward(torch.autograd.Function):
+    """The losses of single tokens. What weighs them is known in backward only, which runs the head once more."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.job = job
+        ctx.autocast = _Autocast.now(hidden)
+        ctx.random = _RandomState.now(hidden)
+        ctx.save_for_backward(hidden, *params)
+        return walk(job, hidden, (), None, False).losses
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        hidden, *params = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        with ctx.autocast.again(), ctx.random.again(), without_fsdp_hooks(ctx.job.head):
+            found = walk(ctx.job, hidden, params, upstream, needs[0])
+        grads = [None if grad is None else grad.to(param.dtype) for grad, param in zip(found.params, params, strict=True)]
+        return None, found.hidden, *grads
+
+
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():  # in a backward: create_graph=True
+        raise RuntimeError(
+            "A chunked loss has first derivatives only, and this backward was asked to make a graph of its own "
+            "(create_graph=True); compute the loss from whole logits for second ones."
+        )
+
+
+@dataclass(frozen=True)
+class _Autocast:
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, tensor: Tensor) -> _Autocast:
+        kind = tensor.device.type
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled)
+
+
+@dataclass(frozen=True)
+class _RandomState:
+    """Dropout inside a head must draw in backward what it drew in forward."""
+
+    cpu: Tensor
+    devices: Any
+    kind: str
+
+    @classmethod
+    def now(cls, tensor: Tensor) -> _RandomState:
+        return cls(torch.get_rng_state(), get_device_states(tensor), tensor.device.type)
+
+    @contextlib.contextmanager
+    def again(self) -> Any:
+        ids, states = self.devices
+        with torch.random.fork_rng(ids, device_type=self.kind if self.kind != "cpu" else "cuda"):
+            torch.set_rng_state(self.cpu)
+            if ids:
+                set_device_states(ids, states, device_type=self.kind)
+            yield
+
+
+def _same_random_numbers(hidden: Tensor, needed: bool) -> contextlib.AbstractContextManager[Any]:
+    """Within it, numbers may be drawn that are drawn again afterwards."""
+    return _RandomState.now(hidden).again() if needed else contextlib.nullcontext()
+

@@ -1,0 +1,72 @@
+"""How the loss is computed: by the model, or in chunks of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_like.options.words import did_you_mean, normalise, parse_bytes
+
+LOSSES: tuple[str, ...] = ("model", "chunked")
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Head and loss of a few tokens at a time, so that the logits of a batch never exist. ``"chunked"``: the defaults.
+
+    >>> ChunkedLoss(chunk_tokens=1024).chunk_tokens
+    1024
+    """
+
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist at one time. None: as many as `chunk_bytes` holds."""
+    chunk_bytes: int | str = "256MiB"
+    """Bytes of one chunk's logits (``"256MiB"``), where `chunk_tokens` is None. A chunk of fixed size, and not a fixed
+    number of chunks, keeps the peak where it is when the batch grows."""
+    grads_in_float32: bool = True
+    """Sum the head's gradients over the chunks in float32. False: in the parameters' dtype, which for a bfloat16 head
+    saves 2 bytes per weight between forward and backward, and loses low bits of the sum with every chunk."""
+
+    def __post_init__(self) -> None:
+        tokens = self.chunk_tokens
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+            raise ValueError(f"chunk_tokens is {tokens!r}; it must be a whole number of tokens >= 1, or None.")
+        size = self.chunk_bytes
+        if isinstance(size, bool) or not isinstance(size, int | str):
+            raise TypeError(f"chunk_bytes is {size!r}; it must be a number of bytes or a string like '256MiB'.")
+        if self.bytes < 1:
+            raise ValueError(f"chunk_bytes is {size!r}; a chunk must hold at least one byte.")
+        if not isinstance(self.grads_in_float32, bool):
+            raise TypeError(f"grads_in_float32 is {self.grads_in_float32!r}; it must be True or False.")
+
+    @property
+    def bytes(self) -> int:
+        """`chunk_bytes` as a number."""
+        return parse_bytes(self.chunk_bytes) if isinstance(self.chunk_bytes, str) else self.chunk_bytes
+
+    def tokens(self, bytes_per_token: int) -> int:
+        """Tokens of one chunk, where the logits of one take `bytes_per_token`.
+
+        >>> ChunkedLoss(chunk_bytes="1MiB").tokens(4 * 1000)
+        256
+        """
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens
+        tokens = max(1, self.bytes // max(1, bytes_per_token))
+        return tokens // 64 * 64 if tokens >= 64 else tokens  # matmul kernels like multiples of their tile
+
+    @classmethod
+    def of(cls, loss: str | ChunkedLoss) -> ChunkedLoss | None:
+        """What ``loss=`` means: the object, its defaults for ``"chunked"``, None for ``"model"`` (as the model does).
+
+        Raises:
+            ValueError: an unknown word. TypeError: something else.
+        """
+        if isinstance(loss, ChunkedLoss):
+            return loss
+        if not isinstance(loss, str):
+            raise TypeError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, or a ChunkedLoss(...).")
+        word = normalise(loss)
+        if word not in LOSSES:
+            raise ValueError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}." + did_you_mean(word, LOSSES))
+        return cls() if word == "chunked" else None
+
