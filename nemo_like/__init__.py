@@ -8,7 +8,7 @@ from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.materialize import materialize
-from nemo_like.options import FSDP2, CheckpointConfig, MemoryBudget, OffloadConfig, Precision, TensorParallel
+from nemo_like.options import DDP, FSDP2, CheckpointConfig, MemoryBudget, OffloadConfig, Precision, TensorParallel
 from nemo_like.parallelizer import apply_activation_checkpointing, parallelize
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import plan_for
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 """The only place that says it: packaging reads this line, without importing the package."""
 
 __all__ = [
+    "DDP",
     "FSDP2",
     "ActivationCheckpointTransform",
     "CheckpointConfig",

@@ -26,14 +26,7 @@ from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once, warn_once
-from nemo_like.options import (
-    FSDP2,
-    MemoryBudget,
-    OffloadConfig,
-    Precision,
-    TensorParallel,
-    parse_strategy,
-)
+from nemo_like.options import DDP, FSDP2, MemoryBudget, OffloadConfig, Precision, TensorParallel, parse_strategy
 from nemo_like.planning.sharding import OPTIMIZERS
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, read_ac, resolve
@@ -72,7 +65,7 @@ def apply_activation_checkpointing(
 
 def parallelize(
     model: nn.Module,
-    strategy: str | FSDP2 = "fsdp2",
+    strategy: str | FSDP2 | DDP = "fsdp2",
     ac: Any = "selective",
     *,
     mesh: DeviceMesh | None = None,
@@ -98,7 +91,8 @@ def parallelize(
         model: any Hugging Face or plain PyTorch model, on the CPU, a GPU or the meta device (then call
             `nemo_like.distributed.materialize` afterwards).
         strategy: ``"fsdp2"``, ``"ddp"`` or ``"single"``; or `FSDP2(...)` with what only it has (resharding, prefetch,
-            CPU offload, frozen towers). With one rank all mean ``"single"``: no process group.
+            CPU offload, frozen towers), or `DDP(...)` (unused parameters, bucket size). With one rank all mean
+            ``"single"``: no process group.
         ac: ``None``/``False``/``"none"``, ``True``/``"full"`` (replay whole layers), ``"selective"`` (keep the
             expensive ops), ``"submodule"``, ``"sequential"`` (replay segments of layers); ``"40GiB"`` (the best plan
             for that peak per rank), ``"50%"`` (of the activation bytes of ``"none"``), ``"auto"`` (this device's memory)
@@ -129,7 +123,7 @@ def parallelize(
     """
     check_agreement(model, dict(locals()))
     _refuse_parallelized(model)
-    word, fsdp = parse_strategy(strategy)
+    word, fsdp, ddp = parse_strategy(strategy)
     tensor, cast, place = TensorParallel.of(tp), Precision.of(precision), OffloadConfig.of(offload)
     if word != "fsdp2" and tensor != TensorParallel():
         raise ValueError(f"tp splits weights over ranks beside FSDP2; strategy {word!r} keeps them whole. Use 'fsdp2'.")
@@ -169,7 +163,7 @@ def parallelize(
     if shard_mesh is not None:
         shard_layers(model, find_layers(model, names), shard_mesh, options=fsdp, mp_policy=cast.policy)
     else:
-        model = _replicate(model, mesh, cast, target)
+        model = _replicate(model, mesh, cast, target, ddp)
     setattr(model, _MARK, True)
     return model
 
@@ -275,7 +269,9 @@ def _mesh(
     return mesh if mesh is not None else build_mesh(dp_replicate=dp_replicate, tp=tp, device_type=device_type)
 
 
-def _replicate(model: nn.Module, mesh: DeviceMesh | None, precision: Precision, place: torch.device) -> nn.Module:
+def _replicate(
+    model: nn.Module, mesh: DeviceMesh | None, precision: Precision, place: torch.device, options: DDP
+) -> nn.Module:
     """Put the whole model on this rank's device, under autocast; with a mesh, inside DistributedDataParallel."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         model.to(place)
@@ -290,5 +286,7 @@ def _replicate(model: nn.Module, mesh: DeviceMesh | None, precision: Precision, 
         model,
         device_ids=[place.index] if place.type == "cuda" else None,
         process_group=group,
+        find_unused_parameters=options.find_unused_parameters,
+        bucket_cap_mb=options.bucket_cap_mb,  # None: torch's default
         gradient_as_bucket_view=True,  # or every gradient would be held twice
     )

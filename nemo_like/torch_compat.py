@@ -439,6 +439,17 @@ def compiler_budget(share: float) -> contextlib.AbstractContextManager[Any]:
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
 
+def loss_is_parallel() -> bool | None:
+    """Whether this is under `torch.distributed.tensor.parallel.loss_parallel`; None where torch does not tell.
+
+    Seen in all: the context registers its operators with the dispatcher of `DTensor`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    return None if handlers is None else torch.ops.aten.nll_loss_forward.default in handlers
+
+
 def unwaited_collectives() -> int:
     """How many functional collectives of this process are under way and not yet waited for; 0 where torch can't tell."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

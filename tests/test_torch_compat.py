@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 import nemo_like
 from nemo_like import torch_compat
@@ -527,3 +529,12 @@ def test_accumulated_gradients_of_a_torch_that_is_different():
     torch_compat.accumulate_zeros(other, torch.float32)
     assert vars(other).keys() == {"_unsharded_param"} and other._unsharded_param.grad is None
     assert list(torch_compat.fsdp_param_groups(nn.Linear(1, 1))) == []
+
+
+def test_whether_a_loss_is_parallel(monkeypatch):
+    assert torch_compat.loss_is_parallel() is False
+    with loss_parallel():
+        assert torch_compat.loss_is_parallel() is True
+    assert torch_compat.loss_is_parallel() is False
+    monkeypatch.setattr(DTensor, "_op_dispatcher", SimpleNamespace())
+    assert torch_compat.loss_is_parallel() is None

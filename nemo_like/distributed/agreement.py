@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed import launch
+from nemo_like.log import warn_once
 from nemo_like.options import normalise
 
 _OWN_ON_EACH_RANK = ("model", "sample_input")
@@ -45,7 +47,14 @@ def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         return  # a mesh without this rank: refused in a moment, here and where it is one of too few
     if not dist.is_initialized():
-        launch.init_distributed(_device_type(options.get("device")))
+        seconds = getattr(strategy, "timeout_seconds", None)
+        timeout = None if seconds is None else timedelta(seconds=seconds)
+        launch.init_distributed(_device_type(options.get("device")), timeout=timeout)
+    elif getattr(strategy, "timeout_seconds", None) is not None:
+        warn_once(
+            f"{strategy} asks for a timeout; the process group was made before, and keeps "
+            "its own. Give it to nemo_like.distributed.init_distributed(timeout=...), or to init_process_group."
+        )
     groups = mesh_groups(mesh if isinstance(mesh, DeviceMesh) else None)
     asked = {name: _describe(value, model) for name, value in options.items() if name not in _OWN_ON_EACH_RANK}
     if isinstance(word, str):

@@ -14,6 +14,7 @@ from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients
 from nemo_like.layers import Layer, find_layers
 from nemo_like.log import warn_once
+from nemo_like.torch_compat import loss_is_parallel
 
 _MARK = "_nemo_like_tensor_parallel"
 # Styles whose form under sequence parallelism is known.
@@ -75,6 +76,8 @@ def apply_tensor_parallel(
     for rule in rules:
         _apply_rule(rule, mesh, sequence_parallel and any(rule.fqn.startswith(layer.fqn + ".") for layer in layers))
     _tie_again(model, ties)
+    if loss_parallel:
+        model.register_forward_pre_hook(_refuse_own_loss, with_kwargs=True)
     setattr(model, _MARK, True)
     return model
 
@@ -208,6 +211,16 @@ def _gather_output(mesh: DeviceMesh) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------- loss and tied weights
+
+
+def _refuse_own_loss(module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+    """A model that computes its loss itself needs torch's rules for cut logits, in forward and in backward."""
+    if kwargs.get("labels") is not None and loss_is_parallel() is False:
+        raise RuntimeError(
+            f"loss_parallel=True leaves the logits of this {type(module).__name__} split by vocabulary, and it was called "
+            "with labels: its own loss works on such logits only within torch's context. Put forward and backward under "
+            "it: `with torch.distributed.tensor.parallel.loss_parallel(): model(**batch).loss.backward()`."
+        )
 
 
 def _with_cut_logits(model: nn.Module, rules: list[Rule]) -> list[Rule]:

@@ -7,6 +7,7 @@ the value, the reason and what is accepted. A default stands here and nowhere el
 from nemo_like.options.checkpointing import AC_STRATEGIES, CheckpointConfig, MemoryBudget, parse_ac
 from nemo_like.options.chunked_loss import LOSSES, ChunkedLoss
 from nemo_like.options.parallel import (
+    DDP,
     FROZEN_SHARDING,
     FSDP2,
     STRATEGIES,
@@ -19,6 +20,7 @@ from nemo_like.options.words import did_you_mean, field_names, normalise, parse_
 
 __all__ = [
     "AC_STRATEGIES",
+    "DDP",
     "FROZEN_SHARDING",
     "FSDP2",
     "LOSSES",

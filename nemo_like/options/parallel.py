@@ -38,7 +38,12 @@ class FSDP2:
     skips. ``root``: gathered with the root on every rank, so that nobody waits. ``replicate``: whole on every rank.
     ``per_layer``: like any layer, least memory; it **hangs** as soon as one rank runs the tower and another does not."""
 
+    timeout_seconds: float | None = None
+    """How long a collective may wait for the other ranks, where `parallelize` makes the process group itself; one that
+    exists keeps its own. None: torch's default."""
+
     def __post_init__(self) -> None:
+        _check_timeout(self.timeout_seconds)
         for name in ("forward_prefetch", "backward_prefetch"):
             depth = getattr(self, name)
             if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
@@ -56,22 +61,58 @@ class FSDP2:
             )
 
 
-def parse_strategy(strategy: Any) -> tuple[str, FSDP2]:
-    """What ``strategy=`` means: ``fsdp2``, ``ddp`` or ``single``, and FSDP2's options (their defaults for the others).
+@dataclass(frozen=True)
+class DDP:
+    """`DistributedDataParallel` with what only it has. Usable as ``strategy=``; ``"ddp"`` means the defaults.
+
+    >>> DDP(find_unused_parameters=True).bucket_cap_mb is None
+    True
+    """
+
+    find_unused_parameters: bool = False
+    """Some parameters get no gradient in some steps (a branch that is not taken, on any rank). Without it such a step
+    ends in torch's "Expected to have finished reduction"; with it each step walks the graph once more."""
+    bucket_cap_mb: float | None = None
+    """MiB of gradients that are reduced in one piece. None: torch's default (25)."""
+    timeout_seconds: float | None = None
+    """As in `FSDP2`."""
+
+    def __post_init__(self) -> None:
+        _check_timeout(self.timeout_seconds)
+        if not isinstance(self.find_unused_parameters, bool):
+            raise TypeError(f"find_unused_parameters is {self.find_unused_parameters!r}; it must be True or False.")
+        size = self.bucket_cap_mb
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size > 0):
+            raise ValueError(f"bucket_cap_mb is {size!r}; it must be a number of MiB above 0, or None.")
+
+
+def _check_timeout(seconds: Any) -> None:
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise ValueError(f"timeout_seconds is {seconds!r}; it must be a number of seconds above 0, or None.")
+
+
+def parse_strategy(strategy: Any) -> tuple[str, FSDP2, DDP]:
+    """What ``strategy=`` means: ``fsdp2``, ``ddp`` or ``single``, and the options of the first two (else defaults).
 
     Raises:
-        ValueError: an unknown word. TypeError: neither a word nor an `FSDP2`.
+        ValueError: an unknown word. TypeError: neither a word nor an `FSDP2` or `DDP`.
     """
     if isinstance(strategy, FSDP2):
-        return "fsdp2", strategy
+        return "fsdp2", strategy, DDP()
+    if isinstance(strategy, DDP):
+        return "ddp", FSDP2(), strategy
     if not isinstance(strategy, str):
-        raise TypeError(f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}, or an FSDP2(...).")
+        raise TypeError(
+            f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}, or an FSDP2(...) or DDP(...)."
+        )
     word = normalise(strategy)
     if word not in STRATEGIES:
         raise ValueError(
             f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}." + did_you_mean(word, STRATEGIES)
         )
-    return word, FSDP2()
+    return word, FSDP2(), DDP()
 
 
 @dataclass(frozen=True)
@@ -89,7 +130,8 @@ class TensorParallel:
     sequence_parallel: bool = False
     """Norms and residuals are split along the sequence too."""
     loss_parallel: bool = False
-    """The logits stay split by vocabulary."""
+    """The logits stay split by vocabulary: forward and backward go under
+    `torch.distributed.tensor.parallel.loss_parallel`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
