@@ -74,6 +74,8 @@ _keep_graph: Callable[[], bool] | None = _private(torch._C, "_autograd._get_curr
 _graph_task: Callable[[], int] | None = _private(torch._C, "_current_graph_task_id")
 _functorch_level: Callable[[], Any] | None = _private(torch._C, "_functorch.peek_interpreter_stack")
 _top_hooks: Callable[[bool], Any] | None = _private(torch._C, "_autograd._top_saved_tensors_default_hooks")
+_pop_hooks: Callable[[], None] | None = _private(torch._C, "_autograd._pop_saved_tensors_default_hooks")
+_push_hooks: Callable[..., None] | None = _private(torch._C, "_autograd._push_saved_tensors_default_hooks")
 
 
 class _SaveInput(torch.autograd.Function):
@@ -150,6 +152,23 @@ def sparse_parts(tensor: Tensor) -> list[Tensor]:
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     pointers = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
     return [*pointers, tensor.values()]
+
+
+@contextlib.contextmanager
+def without_innermost_saved_tensor_hooks() -> Iterator[None]:
+    """Within it, saved tensors go to the hooks around the innermost ones, or to none.
+
+    Where torch cannot take hooks away, they stay.
+    """
+    hooks = _top_hooks(False) if _top_hooks is not None and _pop_hooks is not None and _push_hooks is not None else None
+    if hooks is None:
+        yield
+        return
+    _pop_hooks()  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        _push_hooks(*hooks)  # type: ignore[misc]
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -394,6 +394,24 @@ def test_dynamos_order_stays_where_there_is_no_switch(no_module, said):
     assert "this torch has no such switch" in said.text
 
 
+@pytest.mark.parametrize("absent", [None, "_top_hooks", "_pop_hooks", "_push_hooks"])
+def test_the_innermost_saved_tensor_hooks_stand_aside(absent, monkeypatch):
+    if absent is not None:
+        monkeypatch.setattr(torch_compat, absent, None)
+    seen, x = [], torch.ones(2, requires_grad=True)
+
+    def noting(name):
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(name) or t, lambda t: t)
+
+    with noting("outer"), noting("inner"):
+        with torch_compat.without_innermost_saved_tensor_hooks():
+            x.exp()
+        x.exp()
+    assert seen == (["outer", "inner"] if absent is None else ["inner", "inner"])
+    with torch_compat.without_innermost_saved_tensor_hooks():
+        x.exp().sum().backward()  # there are none
+
+
 def compiled_around(hook, x):
     """What Dynamo compiles while autograd saves through `hook` in a frame that a graph break left to eager."""
     seen = []

@@ -87,7 +87,7 @@ def test_what_was_kept_may_be_changed_in_place(ac: str, breaks: bool, backend: s
 def test_it_is_said_once_that_a_region_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "nemo_like"):
         train(parallelize(Stack(breaks=False), "single", "selective", compile="aot_eager"))
-        assert not caplog.text
+        assert "it runs eagerly" not in caplog.text
         train(parallelize(Stack(breaks=True), "single", "selective", compile="aot_eager"))
     assert caplog.text.count("it runs eagerly") == 1
     assert "region 'layers.0' was to be compiled" in caplog.text

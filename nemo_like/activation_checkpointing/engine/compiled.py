@@ -19,6 +19,7 @@ from nemo_like.activation_checkpointing.engine.contexts import eager_contexts, k
 from nemo_like.activation_checkpointing.engine.dispatch import COPY, RANDOM, TRACKED, kinds_for
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision, Policy, SelectivePolicy
 from nemo_like.log import warn_once
+from nemo_like.torch_compat import without_innermost_saved_tensor_hooks
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -76,8 +77,8 @@ def compiled_region(
     """`run_region` for code that is being compiled. Dynamo traces this function.
 
     Where Dynamo cannot trace what is inside the region, it calls `checkpoint` as it stands here, from code that is not
-    compiled. Then `run_eagerly`, which is `run_region`, makes a region of ours with these `options`, inside of PyTorch's,
-    to which nothing is left: it sees our region's inputs alone.
+    compiled. Then `run_eagerly`, which is `run_region`, makes a region of ours with these `options`, and PyTorch's around
+    it sees none of what is saved there: it has nothing to replay.
     """
 
     def body(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +86,8 @@ def compiled_region(
             return fn(*args, **kwargs)
         say_left_to_eager(options["name"])
         keep_nothing_here()
-        return run_eagerly(fn, args, kwargs, **options)
+        with without_innermost_saved_tensor_hooks():
+            return run_eagerly(fn, args, kwargs, **options)
 
     rng, policy = options["preserve_rng_state"], options["policy"]
     if policy.keeps_nothing:
