@@ -111,6 +111,8 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "attribute taken away": lambda model: delattr(unwrap_checkpoint_wrapper(model.layers[1]), "calls"),
     "attribute of another type": lambda model: [setattr(layer, "adapter", None) for layer in model.layers],
     "set": lambda model: [layer.seen.update("xyz") for layer in model.layers],
+    "counter set back": lambda model: [setattr(layer, "calls", 0) for layer in model.layers],
+    "set set back": lambda model: [layer.seen.clear() for layer in model.layers],
     "load": lambda model: [setattr(layer, "load", torch.tensor(50.0)) for layer in model.layers],
 }
 
@@ -194,11 +196,7 @@ class Late(nn.Module):
                 self.register_buffer("load", torch.zeros(()))
             else:
                 self.load: Any = torch.zeros(()) if self.kind == "tensor" else 0
-        if self.kind == "number":
-            self.load += 1
-        else:
-            with torch.no_grad():
-                self.load.add_(1)
+        self.load = self.load + 1
         return (self.attn(x) * self.load).sin()
 
 
@@ -213,11 +211,62 @@ def test_state_that_is_made_in_the_first_forward_counts_once(ac: str, kind: str)
         gradients = []
         for step in range(3):
             model.zero_grad()
-            model(torch.full((2, 8), 0.1 * (step + 1))).square().sum().backward()
+            x = torch.full((2, 8), 0.1 * (step + 1))
+            first = model(x).square().sum()
+            second = model(x).square().sum()
+            second.backward()
+            first.backward()
             gradients += [p.grad.clone() for p in model.parameters()]
         return gradients, [float(unwrap_checkpoint_wrapper(layer).load) for layer in model]
 
     expected, loads = run("none")
     actual, counted = run(ac)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    assert counted == loads == [3, 3, 3]
+    assert counted == loads == [6, 6, 6]
+
+
+class Recording(nn.Module):
+    """Keeps tensors in containers of its own, as routers keep their losses and loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Linear(8, 8)
+        self.losses: list[torch.Tensor] = []
+        self.stats = {"load": torch.zeros(8), "calls": [0]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.attn(x).sin() * (1 + len(self.losses))
+        self.losses.append(y.square().mean())
+        with torch.no_grad():
+            self.stats["load"] += y.detach().mean(0)
+        self.stats["calls"][0] += 1
+        return y * self.stats["load"] * self.stats["calls"][0] + self.losses[0].detach()
+
+
+@pytest.mark.parametrize("ac", MODES)
+@pytest.mark.parametrize("clear", [True, False], ids=["cleared before backward", "kept"])
+def test_containers_of_tensors_are_filled_once(ac: str, clear: bool) -> None:
+    def run(mode: str) -> tuple[list[torch.Tensor], list[Any]]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(Recording() for _ in range(3)))
+        if mode != "none":
+            model = apply_activation_checkpointing(model, mode)
+        layers = [unwrap_checkpoint_wrapper(layer) for layer in model]
+        gradients, seen = [], []
+        for step in range(3):
+            model.zero_grad()
+            loss = model(torch.full((2, 8), 0.1 * (step + 1))).square().sum()
+            loss = loss + sum(layer.losses[-1] for layer in layers)
+            if clear:
+                for layer in layers:
+                    layer.losses.clear()
+            loss.backward()
+            gradients += [p.grad.clone() for p in model.parameters()]
+            seen += [len(layer.losses) for layer in layers] + [layer.stats["calls"][0] for layer in layers]
+            seen += [layer.stats["load"].tolist() for layer in layers]
+        return gradients, seen
+
+    expected, wanted = run("none")
+    actual, seen = run(ac)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert seen == wanted

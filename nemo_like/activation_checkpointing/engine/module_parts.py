@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nemo_like.activation_checkpointing.engine.containers import map_leaves
 from nemo_like.activation_checkpointing.engine.generators import is_generator
 
 HOOKS = (
@@ -36,6 +37,8 @@ _PLAIN = frozenset({
 _CONTAINERS = frozenset({list, dict, set, OrderedDict, defaultdict, deque})
 _SMALL = 64
 """Entries up to which a container among a module's attributes is copied before every forward."""
+SMALL_TENSOR = 1 << 16
+"""Bytes up to which a tensor that is part of a module's state is copied before every forward."""
 _CONFIG = frozenset({"config", "cfg", "args", "hparams"})
 """The last word of the names of attributes that hold a configuration: its values are looked at as the module's own."""
 PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -49,7 +52,7 @@ class Taken(NamedTuple):
     values: tuple[Any, ...]
     """Of the plain attributes, in the order of `part.plain`."""
     containers: list[tuple[str, Any, Any]] | tuple[()]
-    """(name, container, a copy of it)"""
+    """(name, container, a copy of it or its `Contents`); for a tuple, (name, tuple, None)"""
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
     hooks: list[dict[int, Any]] | None
@@ -105,7 +108,37 @@ def _taken_container(name: str, container: Any) -> tuple[str, Any, Any] | None:
     if len(container) > _SMALL:
         return None
     values = container.values() if isinstance(container, dict) else container
-    return (name, container, container.copy()) if all(type(value) in _PLAIN for value in values) else None
+    if all(type(value) in _PLAIN for value in values):
+        return name, container, container.copy()
+    return name, container, Contents(container)
+
+
+class Contents:
+    """What a container with tensors in it (a list of losses, a router's loads) held."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, container: Any) -> None:
+        leaves: list[Any] = []
+        map_leaves(leaves.append, container)
+        # Other objects may hold the graph of an earlier step, which must not live for as long as this one.
+        simple = all(type(leaf) in _PLAIN or isinstance(leaf, Tensor | nn.Module) for leaf in leaves)
+        self._kept = map_leaves(_without_graph, container) if simple else None
+
+    def for_replay(self, container: Any) -> Any:
+        """Contents for `container` that a replay may change; where they can't be kept, those that it has now."""
+        return container.copy() if self._kept is None else map_leaves(_small_copy, self._kept)
+
+
+def _without_graph(leaf: Any) -> Any:
+    return _small_copy(leaf.detach()).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _small_copy(leaf: Any) -> Any:
+    """A small tensor's copy, since state is changed in place; a large one, hardly ever changed, itself."""
+    if not isinstance(leaf, Tensor) or leaf.is_inference() or leaf.nbytes > SMALL_TENSOR:
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 class Walk:

@@ -19,6 +19,7 @@ from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.module_parts import (
     HOOKS,
     PLAIN_TENSORS,
+    Contents,
     Taken,
     requires_grad_of,
     walk_of,
@@ -84,6 +85,7 @@ class ModuleWorld:
 def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
     part = state.part
     own = part.own
+    stack.callback(_revert, own, own.copy())
     if part.modules is not None:
         if own["_modules"] != part.modules:
             _exchange(own["_modules"], part.modules, stack)
@@ -94,19 +96,36 @@ def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
             if own[hook] != hooks:
                 _exchange(own[hook], hooks, stack)
     for name, container, contents in state.containers:
-        if contents is not None and container != contents:
-            _exchange(container, contents, stack)
+        if contents is not None:  # else a tuple
+            stack.callback(_fill, container, container.copy())
+            if isinstance(contents, Contents):
+                _fill(container, contents.for_replay(container))
+            elif container != contents:
+                _fill(container, contents)
         if own.get(name, _ABSENT) is not container:
-            _set(own, name, container, stack)
+            own[name] = container
     if len(own) != len(part.names) or list(own) != part.names:
         for name in own.keys() - set(part.names):
-            stack.callback(own.__setitem__, name, own.pop(name))
+            stack.callback(own.__setitem__, name, own.pop(name))  # whatever the replay makes under this name
     elif all(map(is_, part.get(own), state.values)):
         return
     for name, value in zip(part.plain, state.values):
         now = own.get(name, _ABSENT)
         if now is not value and (type(now) is not type(value) or now != value):
-            _set(own, name, value, stack)
+            own[name] = value
+
+
+def _revert(own: dict[str, Any], before: dict[str, Any]) -> None:
+    """Take back what the replay and its preparation wrote into a module; its tensors are `BufferSnapshot`'s."""
+    if len(own) == len(before) and all(map(is_, own.values(), before.values())):
+        return
+    for name in own.keys() - before.keys():
+        if not isinstance(own[name], Tensor):
+            del own[name]
+    for name, value in before.items():
+        now = own.get(name, _ABSENT)
+        if now is not value and (now is _ABSENT or not (isinstance(now, Tensor) and isinstance(value, Tensor))):
+            own[name] = value
 
 
 def _restore_tensors(target: dict[str, Any], wanted: dict[str, Any], stack: contextlib.ExitStack) -> None:
@@ -118,14 +137,6 @@ def _restore_tensors(target: dict[str, Any], wanted: dict[str, Any], stack: cont
             target[name] = tensor
     for name in target.keys() - wanted.keys():
         stack.callback(target.__setitem__, name, target.pop(name))
-
-
-def _set(own: dict[str, Any], name: str, value: Any, stack: contextlib.ExitStack) -> None:
-    if name in own:
-        stack.callback(own.__setitem__, name, own[name])
-    else:
-        stack.callback(own.pop, name, None)
-    own[name] = value
 
 
 def _exchange(container: Any, contents: Any, stack: contextlib.ExitStack) -> None:
