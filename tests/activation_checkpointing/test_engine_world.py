@@ -270,3 +270,36 @@ def test_containers_of_tensors_are_filled_once(ac: str, clear: bool) -> None:
     actual, seen = run(ac)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert seen == wanted
+
+
+@pytest.mark.parametrize("ac", MODES)
+@pytest.mark.parametrize("second_order", [True, False])
+@pytest.mark.parametrize("by", ["functional_call", "exchange"])
+def test_inner_steps_of_meta_learning(ac: str, second_order: bool, by: str) -> None:
+    def put(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            owner._parameters[name.rpartition(".")[2]] = weight  # type: ignore[assignment]
+
+    def call(model: nn.Module, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if by == "functional_call":
+            return torch.func.functional_call(model, weights, (x,)).square().mean()
+        put(model, weights)
+        return model(x).square().mean()
+
+    def gradients(mode: str) -> list[torch.Tensor]:
+        model = _model(mode)
+        slow: dict[str, torch.Tensor] = dict(model.named_parameters())
+        losses = []
+        for task in range(2):  # both tasks' graphs live until the one backward outside
+            fast = slow
+            for _ in range(2):
+                loss = call(model, fast, torch.full((2, 8), 0.1 + task))
+                steps = torch.autograd.grad(loss, list(fast.values()), create_graph=second_order)
+                fast = {name: weight - 0.1 * step for (name, weight), step in zip(fast.items(), steps)}
+            losses.append(call(model, fast, torch.full((2, 8), 0.7 + task)))
+            put(model, slow)
+        sum(losses).backward()  # type: ignore[union-attr]
+        return [weight.grad for weight in slow.values()]  # type: ignore[misc]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(ac), gradients("none"), strict=True))
