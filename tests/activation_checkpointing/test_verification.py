@@ -27,16 +27,23 @@ WRONG = "gradients would be wrong"
 pytestmark = pytest.mark.compat
 
 
+class Elsewhere:
+    """An object of the program, neither module nor container: attributes lead to it, and it is not looked into."""
+
+    def __init__(self, factors: list[float]) -> None:
+        self.factors = factors
+
+
 class Counting(nn.Module):
     """Multiplies by a number of the program's, which nobody puts back."""
 
     def __init__(self, factors: list[float]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.factors = [factors]  # a list in a list is no plain attribute
+        self.elsewhere = Elsewhere(factors)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * self.factors[0][0]).exp().sin()
+        return (self.linear(x) * self.elsewhere.factors[0]).exp().sin()
 
 
 def step(module: Callable[[Tensor], Tensor], between: Callable[[], Any] = lambda: None, **options: Any) -> Tensor:
@@ -76,7 +83,7 @@ def test_the_error_names_region_op_tensor_numbers_and_causes() -> None:
         step(Counting(factors), lambda: factors.__setitem__(0, 2.0))
     message = str(raised.value)
     assert "Region 'counting'" in message and "torch.float32 of shape (2, 4)" in message
-    assert "`(self.linear(x) * self.factors[0][0]).exp()`" in message  # its result is the first that differs
+    assert "`(self.linear(x) * self.elsewhere.factors[0]).exp()`" in message  # its result is the first that differs
     assert __file__ in message and "in Counting.forward" in message
     assert message.count("norm ") == 2 and message.count("signed sums ") == 2
     assert all(word in message for word in ("generator", "context variable", "hooks", "in place", "global state"))
