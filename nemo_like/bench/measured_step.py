@@ -68,9 +68,33 @@ def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> Bytes:
     parts: list[torch.Tensor] = []
     held = _cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
     parts.pop().backward()
+    return Bytes(held, peak_bytes(model, sample, device))
+
+
+def peak_bytes(model: nn.Module, sample: Any, device: torch.device) -> int:
+    """The most that is alive at one time during the next step, beyond what was there before it."""
     zero_gradients(model)
-    peak = max(_cpu_events(lambda: step_loss(model, sample).backward()))
-    return Bytes(held, peak)
+    if device.type != "cuda":
+        return max(_cpu_events(lambda: step_loss(model, sample).backward()))
+    base = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step_loss(model, sample).backward()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - base
+
+
+def count_operators(model: nn.Module, sample: Any) -> int:
+    """Operators of the next step, those that no dispatch mode sees among them."""
+    zero_gradients(model)
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+    with _quiet_start_and_stop():
+        profiler.start()
+    try:
+        step_loss(model, sample).backward()
+    finally:
+        with _quiet_start_and_stop():
+            profiler.stop()
+    return sum(event.name.startswith("aten::") for event in profiler.events() or ())
 
 
 def _cpu_events(run: Callable[[], Any]) -> list[int]:

@@ -135,7 +135,16 @@ def test_the_scale_suite_sets_up_without_memory():
     measured = _measure("llama3-1b", 8)
     assert measured["parameters"] == 1_235_814_400 and measured["layers"] == 16
     assert not torch.distributed.is_initialized()
-    assert set(SUITES) == {"memory", "overhead", "offload", "planning", "scale"}
+    assert set(SUITES) == {"memory", "overhead", "offload", "planning", "scale", "verify"}
+
+
+def test_the_verify_suite_shows_a_first_step_that_costs_more_and_a_third_that_does_not():
+    from nemo_like.bench.suite_verify import run
+
+    results = run(BenchOptions(batch_size=1, seq_len=8, modes=("full",), repeats=1, device="cpu"))
+    (row,) = results.rows
+    assert row["mode"] == "full" and row["on_first"] > row["off_first"] and row["on_third"] == row["off_third"]
+    assert row["on_peak"] >= row["off_peak"] > 0
 
 
 def test_the_planning_suite_plans_every_layer_from_one_block():
