@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.activation_checkpointing.policy import FullPolicy
+from nemo_like.activation_checkpointing.policy import SKIP, DecisionTable, FullPolicy
 
 MODES = ["full", "selective", "submodule", "sequential"]
 SCALE: contextvars.ContextVar[Any] = contextvars.ContextVar("scale", default=1.0)
@@ -183,3 +183,17 @@ def test_outputs_that_transformers_collects(ac: str, family: str) -> None:
         assert len(got[name]) == len(wanted[name]) > 0
         assert all(torch.equal(a, b) for a, b in zip(got[name], wanted[name], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_replay_that_starts_anew_because_its_plan_skips_too_much_is_in_the_context_too() -> None:
+    w = nn.Linear(4, 4, bias=False)
+    table = DecisionTable({"aten.mm.default": [SKIP]}, strict=False)
+
+    def gradient(run: Any) -> Tensor:
+        x = torch.ones(2, 4, requires_grad=True)
+        token = SCALE.set(3.0)
+        loss = run(lambda t: (w(t) * SCALE.get()).exp())(x).sum()
+        SCALE.reset(token)
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(gradient(lambda fn: lambda t: checkpoint_region(fn, t, policy=table)), gradient(lambda fn: fn))

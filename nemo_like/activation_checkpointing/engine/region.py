@@ -247,7 +247,8 @@ class Region:
                     raise
                 self.skip_nothing()
                 say_misfit(self.name, f"it skips {skipped}, and this call's backward needs what is made of that")
-                self.run_again(args, kwargs, self.new_replay_mode(keep))
+                mode = self.new_replay_mode(keep)
+                self.ambient.variables.run(self.name, self.run_again, args, kwargs, mode)
             if self.verification is not None:
                 self.verification.compare()
         except BaseException as error:
