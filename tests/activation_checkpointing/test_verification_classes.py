@@ -48,9 +48,6 @@ class _Nothing(contextlib.nullcontext):
     def __getattr__(self, name: str) -> _Nothing:
         return self
 
-    def run(self, region: str, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
-
 
 class _ByReference:
     """`SavedInputs` that keeps the arguments as they are."""
