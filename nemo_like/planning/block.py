@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from nemo_like.activation_checkpointing.ops import facts
@@ -101,10 +101,16 @@ class BlockProblem:
             point.gap,
         )
 
-    def frontier(self, *, skip: bool = True, points: int = 16, host: bool = False) -> tuple[Choice, ...]:
+    def full(self) -> Choice:
+        """Keep the inputs only. Nothing holds less: not even what a plan must keep, such as a router's choice."""
+        if not self.trace.saves_something:
+            return self.none()
+        return self.choice(solver.Point(0, 0.0), "full")
+
+    def frontier(self, *, skip: bool = True, points: int = 32, host: bool = False) -> tuple[Choice, ...]:
         """Ways to run the block, each best for its bytes: ascending in held bytes, descending in seconds.
 
-        "none" is among them unless a region does better for fewer bytes; the first is the least that can be held.
+        "none" is among them unless a region does better for fewer bytes; the first is "full".
 
         Args:
             skip: let replay leave ops out (needs scipy, extra ``plan``).
@@ -112,16 +118,22 @@ class BlockProblem:
             host: also offer to keep outputs in host memory, over the device's link.
         """
         ops = self.ops()
-        found = solver.closure_frontier(ops, points) if skip else _spread(solver.linear_frontier(ops), 4 * points)
-        least = sum(1 << k for k, op in enumerate(ops) if op.forced == "save")
-        choices = [self.choice(point, "full" if point.keep == least else "plan") for point in found] + [self.none()]
-        if host:
-            choices += [self.on_host(choice) for choice in choices if choice.decisions]
-        kept: list[Choice] = []
-        for choice in sorted(choices, key=lambda c: (c.held_bytes, c.replay_seconds, c.host_bytes)):
-            if not kept or choice.replay_seconds < kept[-1].replay_seconds:
-                kept.append(choice)
-        return tuple(kept)
+        found = solver.closure_frontier(ops, points) if skip else _spread(solver.linear_frontier(ops), 2 * points)
+        return best_of([self.full(), *self._choices(found, host), self.none()])
+
+    def at_budgets(self, budgets: Iterable[int], *, skip: bool, host: bool) -> list[Choice]:
+        """The best way to run the block for each of these numbers of held bytes, inputs included."""
+        if not self.trace.saves_something:
+            return []
+        ops = self.ops()
+        linear = () if skip else solver.linear_frontier(ops)
+        inside = [budget - self.trace.input_bytes for budget in budgets]
+        found = [solver.closure_optimum(ops, left) if skip else solver.at_budget(linear, left) for left in inside]
+        return self._choices([point for point in found if point is not None], host)
+
+    def _choices(self, points: Iterable[solver.Point], host: bool) -> list[Choice]:
+        choices = [self.choice(point) for point in points]
+        return choices + [self.on_host(choice) for choice in choices] if host else choices
 
     def on_host(self, choice: Choice) -> Choice:
         """`choice` with what it keeps inside moved to host memory and back.
@@ -153,6 +165,15 @@ class BlockProblem:
             elif any(word != "recompute" for word in row) and facts(op).tracked:
                 rows[str(op)] = row
         return rows
+
+
+def best_of(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Those that no other beats in both held bytes and seconds, ascending in bytes."""
+    kept: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.held_bytes, c.replay_seconds, c.host_bytes)):
+        if not kept or choice.replay_seconds < kept[-1].replay_seconds:
+            kept.append(choice)
+    return tuple(kept)
 
 
 def _spread(points: Sequence[solver.Point], limit: int) -> list[solver.Point]:

@@ -141,9 +141,9 @@ def plot(planner: Planner, report: PlanReport, path: str | Path, points: int = 2
     matplotlib = require("matplotlib", "plot", "to draw the picture")
     matplotlib.use("Agg")
     pyplot = require("matplotlib.pyplot", "plot", "to draw the picture")
-    step = max(1, len(planner.mixes) // points)
-    chosen = [*planner.mixes[::step], planner.mixes[-1]]
-    curve = [planner.describe(planner.proved_all(planner.assignment(mix)), "") for mix in chosen]
+    step = max(1, len(planner.stack.mixes) // points)
+    chosen = [*planner.stack.mixes[::step], planner.stack.mixes[-1]]
+    curve = [planner.describe(planner.proved_all(planner.stack.assignment(mix)), "") for mix in chosen]
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     axes.plot([p.step_time for p in curve], [p.peak_bytes / 2**30 for p in curve], ".-", label="best plans")
     for row in report.rows:

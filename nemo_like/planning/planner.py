@@ -38,6 +38,7 @@ from nemo_like.planning.sharding import (
     shard_ranks,
     sharding_of,
 )
+from nemo_like.planning.stack import Group, Stack
 
 _RNG_STATE = torch.get_rng_state().numel()
 
@@ -54,27 +55,6 @@ class Setup:
     """None: the model stays whole, and computes under autocast where `precision` lowers its dtype."""
     tp: int = 1
     """Tensor-parallel ranks (see `nemo_like.planning.sharding`)."""
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Layers that have the same choices."""
-
-    choices: tuple[Choice, ...]
-    calls: tuple[tuple[int, ...], ...]
-    """For each layer, the positions of its calls: several for a looped one."""
-
-    @property
-    def looped(self) -> bool:
-        """Some layer is called more than once: then all get one choice, since a layer has one table."""
-        return any(len(calls) > 1 for calls in self.calls)
-
-    @property
-    def numbers(self) -> tuple[list[tuple[int, float]], int]:
-        """Bytes and seconds of the choices, and how many of them are to be made."""
-        times = sum(map(len, self.calls)) if self.looped else 1
-        points = [(c.held_bytes * times, c.replay_seconds * times) for c in self.choices]
-        return points, 1 if self.looped else len(self.calls)
 
 
 class Planner:
@@ -118,47 +98,28 @@ class Planner:
         return [p.frontier(skip=self.skip, host=self.host) for p in self.problems]
 
     @cached_property
-    def _groups(self) -> list[_Group]:
-        """Layers that may make the same choices: of one kind, and all in scope or none."""
+    def stack(self) -> Stack:
+        """Layers that may make the same choices (of one kind, and all in scope or none), and their best mixes."""
         groups: dict[tuple[int, bool], dict[int, list[int]]] = {}
         for position, call in enumerate(self.traced.calls):
             group = groups.setdefault((call.kind, call.fqn in self.chosen), {})
             group.setdefault(id(call.module), []).append(position)
-        return [
-            _Group(self.frontiers[kind] if chosen else (self.problems[kind].none(),), tuple(map(tuple, group.values())))
+        return Stack(tuple(
+            Group(
+                kind, self.frontiers[kind] if chosen else (self.problems[kind].none(),),
+                tuple(map(tuple, group.values())),
+            )
             for (kind, chosen), group in groups.items()
-        ]
-
-    @cached_property
-    def mixes(self) -> tuple[solver.Mix, ...]:
-        """Best mixes of choices over all layers, ascending in held bytes, descending in replay time."""
-        return solver.combine([group.numbers for group in self._groups])
-
-    def assignment(self, mix: solver.Mix) -> list[Choice]:
-        """A choice for each call. Within a kind, the layers that hold more come later: backward frees them first."""
-        chosen: list[Choice | None] = [None] * len(self.traced.calls)
-        for group, counts in zip(self._groups, mix.counts):
-            ordered = [c for c, n in zip(group.choices, counts) for _ in range(n)]  # frontiers ascend in held bytes
-            for index, calls in enumerate(group.calls):
-                for position in calls:
-                    chosen[position] = ordered[0] if group.looped else ordered[index]
-        assert all(chosen)
-        return [c for c in chosen if c is not None]
+        ))  # fmt: skip
 
     def uniform(self, mode: str) -> list[Choice]:
         """``none``, ``full`` or ``selective`` for every layer."""
         makers: dict[str, Callable[[BlockProblem], Choice]] = {
-            "none": BlockProblem.none, "full": self._full, "selective": self._selective,
+            "none": BlockProblem.none, "full": BlockProblem.full, "selective": self._selective,
         }  # fmt: skip
         per_kind = [makers[mode](problem) for problem in self.problems]
         none = [problem.none() for problem in self.problems]
         return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
-
-    def _full(self, problem: BlockProblem) -> Choice:
-        if not problem.trace.saves_something:
-            return problem.none()
-        words = tuple("recompute" for _ in problem.records)
-        return _as_choice(problem, words, "full")
 
     def _selective(self, problem: BlockProblem) -> Choice:
         if not problem.trace.saves_something:
@@ -253,15 +214,25 @@ class Planner:
             BudgetError: none fits.
         """
         asked = asked or str(budget)
+        limit = self._limit(budget)
+        stack = self.stack
+        mix = self._within(stack, budget, limit, asked)
+        finer = stack.finer(mix, self.problems, skip=self.skip, host=self.host)
+        better = self._within(finer, budget, limit, asked)
+        if better.cost <= mix.cost:
+            stack, mix = finer, better
+        return self.describe(self.proved_all(stack.assignment(mix)), asked, stack.gap(mix))
+
+    def _limit(self, budget: MemoryBudget) -> int:
+        """The bytes that a fraction allows the layers to hold, or that a step may peak at."""
         if budget.fraction is not None:
-            mix = self._within_held(int(budget.fraction * self.held(self.uniform("none"))), asked)
-        else:
-            share = budget.device_share or 0.0
-            limit = int(self.device.memory_bytes * share) if budget.peak_bytes is None else budget.peak_bytes
-            mix = self._within_peak(limit, asked)
-        choices = self.proved_all(self.assignment(mix))
-        bound = solver.combine_bound([group.numbers for group in self._groups], mix.bytes)
-        return self.describe(choices, asked, max(0.0, mix.cost - bound) if bound is not None else 0.0)
+            return int(budget.fraction * self.held(self.uniform("none")))
+        share = budget.device_share or 0.0
+        return int(self.device.memory_bytes * share) if budget.peak_bytes is None else budget.peak_bytes
+
+    def _within(self, stack: Stack, budget: MemoryBudget, limit: int, asked: str) -> solver.Mix:
+        within = self._within_held if budget.fraction is not None else self._within_peak
+        return within(stack, limit, asked)
 
     def held(self, choices: Sequence[Choice]) -> int:
         """Bytes that all layers hold at the end of forward, with what they share."""
@@ -270,10 +241,10 @@ class Planner:
     def proved_all(self, choices: Sequence[Choice]) -> list[Choice]:
         return [self.proved(call.kind, choice) for call, choice in zip(self.traced.calls, choices)]
 
-    def _within_held(self, held: int, asked: str) -> solver.Mix:
-        fitting = [mix for mix in self.mixes if mix.bytes + self.traced.shared_bytes <= held]
+    def _within_held(self, stack: Stack, held: int, asked: str) -> solver.Mix:
+        fitting = [mix for mix in stack.mixes if mix.bytes + self.traced.shared_bytes <= held]
         if not fitting:
-            least = self.mixes[0].bytes + self.traced.shared_bytes
+            least = stack.mixes[0].bytes + self.traced.shared_bytes
             none = self.held(self.uniform("none"))
             raise BudgetError(
                 f"Budget {asked!r} allows {gib(held)} of activations, and the layers' inputs alone take {gib(least)} "
@@ -283,20 +254,20 @@ class Planner:
             )
         return fitting[-1]
 
-    def _within_peak(self, limit: int, asked: str) -> solver.Mix:
+    def _within_peak(self, stack: Stack, limit: int, asked: str) -> solver.Mix:
         """The last mix whose predicted peak fits: the peak grows with what is held, so bisection finds it."""
-        mixes = self.mixes
-        if self._peak_of(mixes[-1]) <= limit:
+        mixes = stack.mixes
+        if self._peak_of(stack, mixes[-1]) <= limit:
             return mixes[-1]
         low, high = -1, len(mixes) - 1
         while high - low > 1:
             middle = (low + high) // 2
-            if self._peak_of(mixes[middle]) <= limit:
+            if self._peak_of(stack, mixes[middle]) <= limit:
                 low = middle
             else:
                 high = middle
         if low < 0:
-            peak = self.peak(self.proved_all(self.assignment(mixes[0])))
+            peak = self.peak(self.proved_all(stack.assignment(mixes[0])))
             parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
             raise BudgetError(
                 f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
@@ -306,8 +277,8 @@ class Planner:
             )
         return mixes[low]
 
-    def _peak_of(self, mix: solver.Mix) -> int:
-        return self.peak(self.proved_all(self.assignment(mix))).total
+    def _peak_of(self, stack: Stack, mix: solver.Mix) -> int:
+        return self.peak(self.proved_all(stack.assignment(mix))).total
 
     def describe(self, choices: Sequence[Choice], asked: str, gap: float = 0.0) -> Plan:
         """Choices for all calls as a `Plan`."""

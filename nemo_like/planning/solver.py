@@ -183,24 +183,26 @@ def closure_optimum(ops: Sequence[Op], budget: int, *, time_limit: float | None 
     optimize = require("scipy.optimize", "plan", "to plan with skipped ops")
     import numpy as np  # scipy's own dependency
 
-    forced = sum(op.bytes for op in ops if op.forced == "save")
-    if forced > budget:
+    left = budget - sum(op.bytes for op in ops if op.forced == "save")
+    if left < 0:
         return None
     n = len(ops)
-    # Scaled to about 1, because the solver's tolerances are absolute.
-    cost_unit, byte_unit = max((op.cost for op in ops), default=0) or 1.0, max((op.bytes for op in ops), default=0) or 1
+    # Scaled to about 1, because the solver's tolerances are absolute. What is kept anyway, and what does not fit alone,
+    # stay out of the sum of bytes: beside them a few bytes would be lost in the tolerance.
+    sizes = [op.bytes if op.forced is None and op.keepable and op.bytes <= left else 0 for op in ops]
+    cost_unit, byte_unit = max((op.cost for op in ops), default=0) or 1.0, max(sizes, default=0) or 1
     tie = 1e-9 / max(1, n)  # fewer bytes among equal costs; too small to buy any op's cost above the solver's gap
-    objective = np.array([tie * op.bytes / byte_unit for op in ops] + [op.cost / cost_unit for op in ops])
+    objective = np.array([tie * size / byte_unit for size in sizes] + [op.cost / cost_unit for op in ops])
     lower, upper = np.zeros(2 * n), np.ones(2 * n)
     for i, op in enumerate(ops):
         if op.forced == "save":
             lower[i] = 1
-        elif op.forced == "replay" or not op.keepable:
+        elif op.forced == "replay" or not op.keepable or op.bytes > left:
             upper[i] = 0
         if op.forced == "replay":
             lower[n + i] = 1
-    rows = [[op.bytes / byte_unit for op in ops] + [0.0] * n]
-    low, high = [0.0], [budget / byte_unit * (1 + 1e-12)]
+    rows = [[size / byte_unit for size in sizes] + [0.0] * n]
+    low, high = [0.0], [left / byte_unit * (1 + 1e-12)]
     for i, op in enumerate(ops):
         if op.needed:
             rows.append(_row(2 * n, (i, 1.0), (n + i, 1.0)))
@@ -244,7 +246,7 @@ def _drop_useless(ops: Sequence[Op], keep: int) -> int:
     return keep
 
 
-def closure_frontier(ops: Sequence[Op], points: int = 16, *, time_limit: float | None = 10.0) -> tuple[Point, ...]:
+def closure_frontier(ops: Sequence[Op], points: int = 32, *, time_limit: float | None = 10.0) -> tuple[Point, ...]:
     """Best choices with skips at about `points` budgets between the least and the most bytes that are of use.
 
     Ascending in bytes, strictly descending in cost. Each point is optimal for its bytes; between two of them there may
@@ -259,7 +261,8 @@ def closure_frontier(ops: Sequence[Op], points: int = 16, *, time_limit: float |
     least = sum(op.bytes for op in ops if op.forced == "save")
     found = {most.keep: most}
     for step in range(points - 1):
-        budget = least + (most.bytes - least) * step // max(1, points - 1)
+        # Closer together where bytes are few: there each of them buys most.
+        budget = least + (most.bytes - least) * step**2 // max(1, points - 1) ** 2
         point = closure_optimum(ops, budget, time_limit=time_limit)
         if point is not None:
             found[point.keep] = point
