@@ -536,7 +536,7 @@ def test_command_plans_a_model_of_ones_own(capsys):
     assert cli.main(words) == 2
     assert "--vocab-size" in capsys.readouterr().err
     assert cli.main([*words, "--input-shape", "2xz"]) == 2
-    assert "2,3,224,224" in capsys.readouterr().err
+    assert "like 8,3,32,32" in capsys.readouterr().err
 
 
 def test_plot(tmp_path):
