@@ -224,6 +224,7 @@ class _SegmentRegion(Region):
         marked_args, marked_kwargs = map_leaves(self._marked, (args, kwargs))
         call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
+        self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which replays
         own = call.world.generators if call.world is not None else ()
         draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), own)
         try:
@@ -239,7 +240,6 @@ class _SegmentRegion(Region):
         self.cut_kept()
         # Replay runs with copies of changed buffers, whose versions start anew.
         self.watch_versions = self.watch_versions and call.buffers is None and not self.keeps_on_host()
-        self.calls.append(call)
         for index, tensor in enumerate(_tensors(out)):
             mark = _Earlier(len(self.calls) - 1, index)
             self._outputs[id(tensor)] = (weakref.ref(tensor), tensor._version, mark)
