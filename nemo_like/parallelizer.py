@@ -42,6 +42,7 @@ def apply_activation_checkpointing(
     *,
     layers: Iterable[str | nn.Module] | None = None,
     sample_input: Any = None,
+    autocast: str | torch.dtype | None = None,
 ) -> nn.Module:
     """Checkpoint the repeated layers of `model` in place, and nothing else: for callers who shard later themselves.
 
@@ -50,6 +51,8 @@ def apply_activation_checkpointing(
         ac, layers, sample_input: as for `parallelize`. A budget counts the ranks of the process group, if there is one.
         scope: `parallelize`'s ``ac_scope``.
         compile: the layers will be compiled.
+        autocast: the dtype (``"bf16"``) of the autocast that the caller runs the model under, which a budget is planned
+            for; default: none.
 
     Raises:
         ValueError, TypeError: as `parallelize`. The model is unchanged then.
@@ -58,7 +61,8 @@ def apply_activation_checkpointing(
     found, chosen = layers_for(model, asked, scope, layers)
     compiled = parse_compile(compile) is not None
     _check_compile(compiled, asked)
-    specs = resolve(model, asked, found, chosen, sample_input=sample_input, compile=compiled)
+    planning = {} if autocast is None else {"precision": Precision.of(autocast), "fsdp": None}
+    specs = resolve(model, asked, found, chosen, sample_input=sample_input, compile=compiled, planning=planning)
     apply_specs(model, specs, compile=compiled)
     return model
 

@@ -80,7 +80,8 @@ def checkpoint_for_trainer(
         return model
     refuse_two_kinds_of_checkpointing(args)
     compiled = bool(getattr(args, "torch_compile", False))
-    return apply_activation_checkpointing(model, ac, scope, compiled, sample_input=sample_input)
+    autocast = "bf16" if getattr(args, "bf16", False) else "fp16" if getattr(args, "fp16", False) else None
+    return apply_activation_checkpointing(model, ac, scope, compiled, sample_input=sample_input, autocast=autocast)
 
 
 class CheckpointingMixin:

@@ -22,6 +22,7 @@ from nemo_like.integrations.activation_offloading import output_head
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.packing import LAST_LAYER
 from nemo_like.options import MemoryBudget, OffloadConfig
+from nemo_like.planning import plan_for
 from tests.models import decoders
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
@@ -170,6 +171,18 @@ def test_a_budget_plans_for_a_batch_of_the_training_set(tmp_path: Path, ac: Any)
         trainer, after = _train(tmp_path, trainer=Budgeted)
     assert _same(after, _reference(tmp_path))  # the batch that was looked at shifts no random number
     assert _regions(trainer.model) > 0
+
+
+def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None:
+    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
+    trainer, after = _train(tmp_path, ac="60%", bf16=True)
+    assert _same(after, _reference(tmp_path, bf16=True))
+    sample = {name: torch.stack([tensor, tensor]) for name, tensor in Rows()[0].items()}
+    plan = plan_for(decoders.build("llama"), "60%", sample, precision="bf16", fsdp=None, device="cpu")
+    plain = plan_for(decoders.build("llama"), "60%", sample, device="cpu")
+    planned, other = ([each for each in p.policies("cpu").values() if each is not None] for p in (plan, plain))
+    policies = [module.policy for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
+    assert policies == planned != other
 
 
 def test_the_callback_checkpoints_a_plain_trainer(tmp_path: Path) -> None:
