@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from nemo_like.activation_checkpointing import kv_sharing
+from nemo_like.activation_checkpointing.only_ours import watch_for_others
 from nemo_like.activation_checkpointing.sequential import Chunk, Segment, SegmentMember
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.timesteps import UnrolledCell
@@ -66,6 +67,8 @@ def apply_specs(
         disable_dynamo_lru_cache()
     if without_cache and wrappers and not kv_sharing.needs_cache(model):
         kv_sharing.call_without_cache(model)
+    if wrappers:
+        watch_for_others(model)
     return {name: tree.find(name) for spec in specs for name in spec.members}
 
 

@@ -11,6 +11,7 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.kv_sharing import CACHE_ARGUMENTS, cache_positions
 from nemo_like.activation_checkpointing.nameless import Nameless
+from nemo_like.activation_checkpointing.only_ours import FLAGS, second_replay
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
@@ -86,6 +87,12 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         self.early_stop = early_stop
         self.transfer = transfer
         self._cache_positions = cache_positions(module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As `Nameless`; the module's own checkpointing stays off."""
+        if value is True and name in FLAGS:
+            raise second_replay(self.region_name, name)
+        super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, as one region where gradients flow through it."""
