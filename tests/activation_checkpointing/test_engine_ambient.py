@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from nemo_like import torch_compat
 from nemo_like.activation_checkpointing.engine import ambient, checkpoint_region
 from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.flags import Flags
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
 from tests.models.blocks import LlamaBlock, assert_bitwise, gradients, region
 
@@ -249,6 +250,21 @@ def test_a_global_switch(switch, inside):
         assert seen == [in_forward, in_forward] and read() == in_backward != in_forward
     finally:
         put(before[0] if isinstance(before, tuple) else before)
+
+
+@pytest.mark.parametrize("name", ["benchmark", "deterministic", "enabled"])
+def test_a_switch_of_cudas_libraries(name):
+    cudnn = torch.backends.cudnn
+    before = getattr(cudnn, name)
+    flags = Flags("cuda")
+    try:
+        setattr(cudnn, name, not before)
+        with contextlib.ExitStack() as stack:
+            flags.restore(stack)
+            assert getattr(cudnn, name) == before
+        assert getattr(cudnn, name) != before
+    finally:
+        setattr(cudnn, name, before)
 
 
 PRECISION = """

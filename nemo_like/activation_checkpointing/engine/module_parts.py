@@ -156,7 +156,7 @@ class Walk:
             own = module.__dict__
             self.parts.append(Part(own, type(module).__name__, is_module=True))
             for name, value in own.items():
-                if id(value) not in configs and name.rpartition("_")[2] in _CONFIG and _is_configuration(value):
+                if id(value) not in configs and _is_configuration(name, value):
                     configs[id(value)] = Part(value.__dict__, type(value).__name__, is_module=False)
         self.parts += configs.values()
 
@@ -215,7 +215,9 @@ def _modules(root: nn.Module) -> Iterator[nn.Module]:
         waiting += reversed(module._modules.values())
 
 
-def _is_configuration(value: Any) -> bool:
-    """An object with attributes of its own; not a dict, which is a container as any other."""
+def _is_configuration(name: str, value: Any) -> bool:
+    """A dataclass or a namespace, or what is called a configuration: an object with plain attributes of its own."""
+    if hasattr(type(value), "__dataclass_fields__") or isinstance(value, types.SimpleNamespace):
+        return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor)
     others = nn.Module | Tensor | type | types.ModuleType | types.FunctionType | dict
-    return hasattr(value, "__dict__") and not isinstance(value, others)
+    return name.rpartition("_")[2] in _CONFIG and hasattr(value, "__dict__") and not isinstance(value, others)
