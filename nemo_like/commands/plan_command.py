@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     shard_ranks = _shard_ranks(args)
     device = resolve_device(args.gpu)
+    reshard = False if args.no_reshard else None
     start = time.perf_counter()
     with _progress(f"Planning {args.model} ..."):
         source = resolve_model(args.model)
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
                 precision=Precision(
                     parse_dtype("--param-dtype", args.param_dtype), parse_dtype("--reduce-dtype", args.reduce_dtype)
                 ),
-                fsdp=FSDP2(False if args.no_reshard else None, args.prefetch, args.prefetch),
+                # One rank keeps the model whole, whatever the strategy, and computes under autocast.
+                fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch),
                 tp=args.tp,
             ),
             skip=False if args.no_skip else None,
@@ -112,7 +114,9 @@ def _say(args: argparse.Namespace, planner: Planner, result: PlanReport, seconds
     print("\nheld, peak: GiB per rank. replay: share of a forward. step: 1 = no checkpointing. Times are a roofline's.\n")
     if result.best is not None:
         print(f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{plan_report.breakdown(result.best.plan)}\n")
-    print(plan_report.advice(result, "batch"))
+    dtype = planner.setup.precision.dtypes["param_dtype"]
+    lowered = "bf16" if dtype is torch.bfloat16 else "fp16" if dtype is torch.float16 else None
+    print(plan_report.advice(result, "batch", lowered))
     print(f"\nPlanned in {seconds:.1f} s.")
 
 

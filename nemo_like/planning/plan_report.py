@@ -99,13 +99,14 @@ def breakdown(plan: Plan) -> str:
     return "\n".join(f"  {size / 2**30:9.3f} GiB  {name}" for name, size in parts)
 
 
-def advice(report: PlanReport, sample: str) -> str:
-    """The recommendation and the code that uses it."""
+def advice(report: PlanReport, sample: str, precision: str | None = None) -> str:
+    """The recommendation and the code that uses it, with what it was planned for: a batch, a dtype to compute in."""
     if report.best is None:
         return f"Nothing fits. {report.problem}"
     row = report.best
     plan = row.plan
-    needs = f", sample_input={sample}" if row.name not in MODES else ""
+    needs = f", precision={precision!r}" if precision is not None else ""
+    needs += f", sample_input={sample}" if row.name not in MODES else ""
     return (
         f"Recommended: ac={row.name!r} (predicted peak {plan.peak_bytes / 2**30:.2f} GiB, step {plan.step_time:.3f} of "
         f"one without checkpointing).\n  model = parallelize(model, strategy=\"fsdp2\", ac={row.name!r}{needs})\n"

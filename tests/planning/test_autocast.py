@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 
 import pytest
 import torch
 from torch import nn
 
-from nemo_like import parallelize
+from nemo_like import cli, parallelize
 from nemo_like.layers import find_layers
 from nemo_like.log import forget_announcements
+from nemo_like.models import resolve_model
 from nemo_like.options import Precision
 from nemo_like.planning import plan_for
 from nemo_like.planning.block_trace import record
@@ -77,6 +79,25 @@ def test_the_trace_of_a_layer_under_autocast_is_what_runs(name: str) -> None:
     (planned,) = traced.traces()
     planned.check(real)
     assert planned.none_bytes == real.none_bytes
+
+
+def test_the_command_plans_one_rank_as_it_will_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """With one rank there is no FSDP2: `precision=` is autocast, and the line of code that is advised asks for it."""
+    words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "32", "--batch-size", "2", "--no-skip"]
+    assert cli.main([*words, "--json", "-"]) == 0
+    rows = {row["ac"]: row["held_bytes"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    source = resolve_model("llama-tiny")
+    model, sample = source.build("meta"), source.sample_input(2, 32)
+    whole, sharded = (
+        plan_for(model, "100%", sample, precision=Precision("bf16"), device="cpu", skip=False, **more)
+        for more in (dict(fsdp=None), {})
+    )
+    assert rows["none"] == whole.none_bytes != sharded.none_bytes
+    assert rows["full"] == whole.full_bytes
+    assert cli.main(words) == 0
+    assert "precision='bf16'" in capsys.readouterr().out
+    assert cli.main([*words, "--param-dtype", "fp32"]) == 0
+    assert "precision=" not in capsys.readouterr().out
 
 
 def test_precision_counts_in_the_plan_of_a_whole_model() -> None:
