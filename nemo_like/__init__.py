@@ -8,7 +8,16 @@ from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.materialize import materialize
-from nemo_like.options import DDP, FSDP2, CheckpointConfig, MemoryBudget, OffloadConfig, Precision, TensorParallel
+from nemo_like.options import (
+    DDP,
+    FSDP2,
+    CheckpointConfig,
+    ChunkedLoss,
+    MemoryBudget,
+    OffloadConfig,
+    Precision,
+    TensorParallel,
+)
 from nemo_like.parallelizer import apply_activation_checkpointing, parallelize
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import plan_for
@@ -24,6 +33,7 @@ __all__ = [
     "ActivationCheckpointTransform",
     "CheckpointConfig",
     "CheckpointWrapper",
+    "ChunkedLoss",
     "MemoryBudget",
     "MemoryProfiler",
     "OffloadConfig",

@@ -1,7 +1,7 @@
 """`parallelize`: one call from a bare model to a sharded, checkpointed, compiled one.
 
-The order, always: find the layers → tensor parallel → activation checkpointing and host offloading → per-layer compile →
-`fully_shard` on each layer, then on the root. Everything is checked before the first change.
+The order, always: find the layers → tensor parallel → activation checkpointing and host offloading → loss → per-layer
+compile → `fully_shard` on each layer, then on the root. Everything is checked before the first change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once, warn_once
-from nemo_like.options import DDP, FSDP2, MemoryBudget, OffloadConfig, Precision, TensorParallel, parse_strategy
+from nemo_like.losses.model_loss import check_head, chunk_model_loss
+from nemo_like.options import (
+    DDP,
+    FSDP2,
+    ChunkedLoss,
+    MemoryBudget,
+    OffloadConfig,
+    Precision,
+    TensorParallel,
+    parse_strategy,
+)
 from nemo_like.planning.sharding import OPTIMIZERS
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, read_ac, resolve
@@ -77,6 +87,7 @@ def parallelize(
     tp: int | TensorParallel = 1,
     ac_scope: str | Iterable[str] = "all",
     layers: Iterable[str | nn.Module] | None = None,
+    loss: str | ChunkedLoss = "model",
     precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = None,
     compile: bool | str = False,
     offload: str | OffloadConfig | None = None,
@@ -110,6 +121,9 @@ def parallelize(
         ac_scope: the groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
             ``"multimodal"`` or a list. A frozen layer is replayed in calls with an input that needs a gradient.
         layers: names (globs) or modules of the layers, instead of the layers that are found.
+        loss: ``"model"``, or ``"chunked"`` (`ChunkedLoss(...)` with sizes): where the model computes a cross entropy of its
+            head's output from ``labels`` in training mode, it does so a chunk of tokens at a time, and
+            ``output.logits`` is None; where it does something else with the logits, they are made, and this is logged.
         precision: the dtype to compute in (``"bf16"``), a `Precision` (also for reduction and outputs) or torch's
             `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast.
         compile: ``True``/``"inductor"`` or ``"aot_eager"``: compile each layer in place.
@@ -135,6 +149,9 @@ def parallelize(
     found, chosen = layers_for(model, asked, ac_scope, layers)
     backend = parse_compile(compile)
     _check_compile(backend is not None, asked)
+    in_chunks = ChunkedLoss.of(loss)
+    if in_chunks is not None:
+        check_head(model)
     _check_sharded_by_caller(model, word)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is {optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
@@ -162,6 +179,8 @@ def parallelize(
             sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel,
         )  # fmt: skip
     apply_specs(model, specs, compile=backend is not None)
+    if in_chunks is not None:
+        chunk_model_loss(model, in_chunks)
     if backend is not None:
         compile_layers(model, backend, [layer.module for layer in find_layers(model, names)])
     if shard_mesh is not None:

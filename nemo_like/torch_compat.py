@@ -392,7 +392,7 @@ def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: T
 
     def forward(hidden: Tensor) -> Tensor:
         only_fsdp = {name: getattr(module, name) for name in everything}
-        _put_forward(module, own_forward)
+        _put(module, "forward", own_forward)
         for name, hooks in everything.items():
             setattr(module, name, hooks)
         try:
@@ -409,32 +409,32 @@ def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: T
         try:
             return module(hidden).real
         finally:
-            _put_forward(module, own_forward)
+            _put(module, "forward", own_forward)
 
 
-def _put_forward(module: nn.Module, own: Any) -> None:
-    """Have `module` call its class's forward, or `own`, the one that was set on the instance."""
+def _put(module: nn.Module, name: str, own: Any) -> None:
+    """Give `module` its class's method `name`, or `own`, which was set on the instance."""
     if own is None:
-        module.__dict__.pop("forward", None)
+        module.__dict__.pop(name, None)
     else:
-        module.__dict__["forward"] = own
+        module.__dict__[name] = own
 
 
 @contextlib.contextmanager
-def answering_calls(module: nn.Module, answer: Callable[..., Any]) -> Iterator[None]:
-    """Within it, calling `module` calls `answer` instead, without any hook. Seen in 2.11, 2.13 and 2.15."""
+def answering_calls(module: nn.Module, answer: Callable[..., Any] | None) -> Iterator[None]:
+    """Within it, calling `module` calls `answer` instead, without any hook; None: the module itself again.
+
+    Seen in 2.11, 2.13 and 2.15.
+    """
     name = "_call_impl"
     if not callable(getattr(nn.Module, name, None)):
         raise RuntimeError(f"This torch has no nn.Module.{name}, which calls are answered through; use {RELEASES}.")
     before = module.__dict__.get(name)
-    module.__dict__[name] = answer
+    _put(module, name, answer)
     try:
         yield
     finally:
-        if before is None:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = before
+        _put(module, name, before)
 
 
 def is_compiled(module: nn.Module) -> bool:

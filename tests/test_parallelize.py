@@ -17,15 +17,15 @@ from nemo_like import CheckpointConfig, CheckpointWrapper, apply_activation_chec
 from nemo_like.activation_checkpointing import SelectivePolicy, unwrap_checkpoint_wrapper
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from nemo_like.log import forget_announcements
-from nemo_like.options import FSDP2, Precision
+from nemo_like.options import FSDP2, ChunkedLoss, Precision
 from tests.models.decoders import NAMES, PlainDecoder, batch, build, loss_of
 
 
 def test_the_public_names_are_these() -> None:
     # Frozen on purpose: a name that users import is added or taken away knowingly.
     assert nemo_like.__all__ == [
-        "FSDP2", "ActivationCheckpointTransform", "CheckpointConfig", "CheckpointWrapper", "MemoryBudget",
-        "MemoryProfiler", "OffloadConfig", "Plan", "Precision", "ProfileReport", "SelectiveCheckpointer",
+        "DDP", "FSDP2", "ActivationCheckpointTransform", "CheckpointConfig", "CheckpointWrapper", "ChunkedLoss",
+        "MemoryBudget", "MemoryProfiler", "OffloadConfig", "Plan", "Precision", "ProfileReport", "SelectiveCheckpointer",
         "SelectivePolicy", "TensorParallel", "apply_activation_checkpointing", "checkpoint_timesteps",
         "materialize", "parallelize", "plan_for",
     ]  # fmt: skip
@@ -33,7 +33,7 @@ def test_the_public_names_are_these() -> None:
     signature = inspect.signature(parallelize)
     assert list(signature.parameters)[:3] == ["model", "strategy", "ac"]
     documented = {"mesh", "ac_scope", "compile", "precision", "offload", "dp_replicate", "tp", "layers",
-                  "sample_input", "optimizer", "device"}  # fmt: skip
+                  "sample_input", "optimizer", "device", "loss"}  # fmt: skip
     keyword_only = {n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert documented <= keyword_only
     assert all(f"{name}: " in parallelize.__doc__ for name in signature.parameters)
@@ -43,6 +43,8 @@ BAD = {
     "strategy": (dict(strategy="fsdp3"), "strategy is 'fsdp3'.*Did you mean 'fsdp2'"),
     "mode": (dict(ac="selectiv"), "ac is 'selectiv'.*Did you mean 'selective'"),
     "mode type": (dict(ac=3.5), "ac is 3.5, a float"),
+    "loss": (dict(loss="chunkd"), "loss is 'chunkd'.*Did you mean 'chunked'"),
+    "tokens of a chunk": (lambda: dict(loss=ChunkedLoss(chunk_tokens=0)), "chunk_tokens is 0"),
     "scope": (dict(ac_scope="langauge"), "scope 'langauge' is unknown.*'language'"),
     "scope that selects nothing": (dict(ac_scope="vision"), "selects no layer; this model has 3"),
     "compile": (dict(compile="inducter"), "compile is 'inducter'.*Did you mean 'inductor'"),

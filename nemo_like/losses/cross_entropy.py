@@ -132,36 +132,42 @@ def chunked_log_probs(
 
 def reduced(
     hidden: Tensor, head: Head, rows: RowLoss, counts: Tensor, num_items: int | float | Tensor,
-    options: ChunkedLoss, parameters: tuple[Tensor, ...] | None,
+    options: ChunkedLoss, parameters: tuple[Tensor, ...] | None, unit: Head | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum of the losses of the tokens that count, divided by `num_items`."""
+    """The sum of the losses of the tokens that count, divided by `num_items`.
+
+    unit: where `head` is a function around a module, that module.
+    """
+    unit = head if unit is None else unit
     scale = 1 / torch.as_tensor(num_items, dtype=torch.float32, device=hidden.device)
     one = torch.ones_like(scale)
     weights = counts.to(torch.float32)
     # float16 cannot hold a share of a mean: there backward divides, in float32.
-    late = autocast_dtype(hidden) == torch.float16 or any(p.dtype == torch.float16 for p in _params(head, parameters))
+    late = autocast_dtype(hidden) == torch.float16 or any(p.dtype == torch.float16 for p in _params(unit, parameters))
     weights, scale = (weights, scale) if late else (weights * scale, one)
-    job = Job(head, rows, options)
+    job = Job(head, rows, options, unit)
     train = torch.is_grad_enabled()
 
     def inside(states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
-        return LossInForward.apply(job, weights, scale, train, flat, *_params(head, parameters))
+        return LossInForward.apply(job, weights, scale, train, flat, *_params(unit, parameters))
 
-    return call_in_fsdp_unit(head, inside, hidden)
+    return call_in_fsdp_unit(unit, inside, hidden)
 
 
 def losses_per_token(
-    hidden: Tensor, head: Head, rows: RowLoss, options: ChunkedLoss, parameters: tuple[Tensor, ...] | None
-) -> Tensor:
+    hidden: Tensor, head: Head, rows: RowLoss, options: ChunkedLoss, parameters: tuple[Tensor, ...] | None,
+    unit: Head | None = None,
+) -> Tensor:  # fmt: skip
     """(tokens,) float32."""
-    job = Job(head, rows, options)
+    unit = head if unit is None else unit
+    job = Job(head, rows, options, unit)
 
     def inside(states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
-        return LossesInBackward.apply(job, flat, *_params(head, parameters))
+        return LossesInBackward.apply(job, flat, *_params(unit, parameters))
 
-    return call_in_fsdp_unit(head, inside, hidden)
+    return call_in_fsdp_unit(unit, inside, hidden)
 
 
 def _params(head: Head, given: tuple[Tensor, ...] | None) -> list[Tensor]:

@@ -28,6 +28,8 @@ class Job:
     head: Head
     rows: RowLoss
     options: ChunkedLoss
+    unit: Any
+    """The module whose FSDP2 hooks have gathered the head's parameters: the head, or what `head` calls."""
 
     def open(self, hidden: Tensor, params: Sequence[Tensor]) -> tuple[AutogradHead | LinearHead, int]:
         """The head and the tokens of one chunk, found by running one token."""
@@ -125,7 +127,7 @@ class LossesInBackward(torch.autograd.Function):
         _refuse_second_derivatives()
         hidden, *params = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
-        with ctx.autocast.again(), ctx.random.again(), without_fsdp_hooks(ctx.job.head):
+        with ctx.autocast.again(), ctx.random.again(), without_fsdp_hooks(ctx.job.unit):
             found = walk(ctx.job, hidden, params, upstream, needs[0])
         grads = [None if grad is None else grad.to(param.dtype) for grad, param in zip(found.params, params, strict=True)]
         return None, found.hidden, *grads

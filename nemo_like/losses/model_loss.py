@@ -1,0 +1,155 @@
+"""`loss="chunked"` for whole models: ``model(**batch).loss`` is what it was, and the logits never exist.
+
+While a model in training mode is called with labels, its head answers with a stand-in (`nemo_like.losses.stand_in`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.log import warn_once
+from nemo_like.losses.heads import autocast_dtype
+from nemo_like.losses.stand_in import HeadCall, Recipe, StandIn
+from nemo_like.options import ChunkedLoss
+from nemo_like.torch_compat import answering_calls
+
+LABELS = ("labels", "targets", "target", "shift_labels")
+"""Names of the argument with which a model computes its own loss."""
+
+
+def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:
+    """Have `model` compute its loss in chunks whenever it is called with labels in training mode. In place; returns it.
+
+    Call it before FSDP2 or DDP. ``output.logits`` is None in such calls. What is done with the logits is seen at each
+    call; where it is more than casts, scales, soft caps, added constants and a choice of tokens before
+    `torch.nn.functional.cross_entropy`, the whole logits are made, and this is logged once.
+
+    Args:
+        model: a Hugging Face model (``get_output_embeddings``), or one whose head is the only linear layer as wide as
+            an embedding has rows; its forward computes a loss from an argument named ``labels`` or ``targets``.
+        options: the size of a chunk.
+
+    Raises:
+        ValueError: no head was found. The model is unchanged then.
+    """
+    head = check_head(model)
+    hooks = _LossHooks(head, options)
+    model.register_forward_pre_hook(hooks.before, with_kwargs=True)
+    # Also after an exception, or the head would go on answering with stand-ins.
+    model.register_forward_hook(hooks.after, always_call=True)
+    return model
+
+
+def check_head(model: nn.Module) -> nn.Module:
+    """`find_head`, or ValueError."""
+    head = find_head(model)
+    if head is None:
+        raise ValueError(
+            f"loss='chunked' needs the output head of {type(model).__name__}, and none was found: get_output_embeddings() "
+            "gives no module, and not exactly one linear layer is as wide as an embedding has rows. Use loss='model', or "
+            "call nemo_like.losses.chunked_cross_entropy in the model's forward."
+        )
+    return head
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """The module that makes logits; None where there is none, or where it is not known which."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    if callable(get_head):
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            head = get_head()
+            return head if isinstance(head, nn.Module) and _width(head) is not None else None
+        return None
+    rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    found = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features in rows]
+    return found[0] if len(found) == 1 else None
+
+
+def _width(head: nn.Module) -> int | None:
+    """Logits per token."""
+    width = getattr(head, "out_features", None)
+    if isinstance(width, int):
+        return width
+    weight = getattr(head, "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
+class _LossHooks:
+    """The two hooks of one model."""
+
+    def __init__(self, head: nn.Module, options: ChunkedLoss) -> None:
+        self._head, self._options = head, options
+        self._open: list[tuple[contextlib.ExitStack, list[HeadCall] | None]] = []
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stack = contextlib.ExitStack()
+        calls: list[HeadCall] | None = None
+        if model.training and not torch.compiler.is_compiling() and _has_labels(model, args, kwargs):
+            calls = []
+            stack.enter_context(answering_calls(self._head, self._answer(calls)))
+        self._open.append((stack, calls))
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if not self._open:
+            return None
+        stack, calls = self._open.pop()
+        stack.close()
+        if output is None or calls is None:
+            return None
+        for reason in sorted({call.reason for call in calls if call.reason is not None}):
+            _say_plain(model, reason)
+        if not calls:
+            _say_plain(model, f"its forward does not call its head, a {type(self._head).__name__}, with hidden states alone")
+        chunked = any(call.losses for call in calls)
+        if calls and not chunked and not any(call.reason for call in calls):
+            _say_plain(model, "its loss is not a cross entropy of them")
+        return _without(output, keep=not chunked)
+
+    def _answer(self, calls: list[HeadCall]) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            fits = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            if not fits or args[0].ndim < 2 or not args[0].is_floating_point():
+                with answering_calls(self._head, None):
+                    return self._head(*args, **kwargs)
+            call = HeadCall(self._head, args[0], self._options)
+            calls.append(call)
+            width = _width(self._head)
+            assert width is not None
+            return StandIn.of(Recipe(call, args[0]), width, autocast_dtype(args[0]))
+
+        return answer
+
+
+def _has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if any(kwargs.get(name) is not None for name in LABELS):
+        return True
+    if not args:
+        return False
+    names = list(inspect.signature(model.forward).parameters)
+    return any(name in LABELS and value is not None for name, value in zip(names, args))
+
+
+def _say_plain(model: nn.Module, reason: str) -> None:
+    warn_once(f"loss='chunked' was asked for; {type(model).__name__} gets whole logits, because {reason}.")
+
+
+def _without(output: Any, keep: bool) -> Any:
+    """`output` without stand-ins: None in their place, or with `keep` the logits."""
+    if isinstance(output, StandIn):
+        recipe = output.recipe
+        return recipe.logits("no loss was computed from them") if keep or recipe.made else None
+    if isinstance(output, dict):
+        if not any(isinstance(value, StandIn) for value in output.values()):
+            return output
+        # A new one: transformers' outputs do not let an entry be set to None.
+        return type(output)(**{key: _without(value, keep) for key, value in output.items()})
+    if isinstance(output, tuple | list) and any(isinstance(item, StandIn) for item in output):
+        items = [_without(item, keep) for item in output]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    return output

@@ -1,0 +1,271 @@
+"""`model(**batch).loss` in chunks is what it was: values, gradients, outputs, and what is said of the plain path."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nemo_like.log import forget_announcements
+from nemo_like.losses.model_loss import chunk_model_loss
+from nemo_like.options import ChunkedLoss
+from tests.losses.whole_logits import Peak
+from tests.models.families import FAMILIES
+
+CHUNKED = [
+    "llama", "qwen3", "gemma3_text", "phi3", "olmo2", "gpt2", "gpt_neox", "opt", "bloom", "mixtral", "qwen3_moe", "olmoe",
+    "gpt_oss", "deepseek_v3", "mamba", "mamba2", "jamba", "qwen3_next", "rwkv", "t5", "bart", "bert", "albert",
+    "modernbert", "whisper", "llava", "gemma3", "mistral3", "smolvlm", "qwen2_vl", "qwen3_vl",
+]  # fmt: skip
+TOKENS = 5
+
+
+def outcome(model, batch):
+    torch.manual_seed(1)
+    model.zero_grad()
+    output = model(**batch)
+    output.loss.backward()
+    return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(ours, theirs):
+    torch.testing.assert_close(ours[0].loss, theirs[0].loss, rtol=1e-6, atol=0)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, gradient in theirs[1].items():
+        assert (ours[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+@pytest.fixture
+def said(caplog):
+    forget_announcements()
+    caplog.set_level(logging.INFO, "nemo_like")
+    return lambda: [record.message for record in caplog.records if "loss='chunked'" in record.message]
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_families(name, said):
+    family = FAMILIES[name]
+    model = family.build()
+    theirs = outcome(model, family.inputs())
+    chunk_model_loss(model, ChunkedLoss(TOKENS))
+    ours = outcome(model, family.inputs())
+    same(ours, theirs)
+    assert said() == []
+    assert ours[0].logits is None
+    assert {key for key in theirs[0] if key not in ("logits",)} == set(ours[0].keys())
+
+
+def llama(**more):
+    return FAMILIES["llama"].build(), FAMILIES["llama"].inputs() | more
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(num_items_in_batch=torch.tensor(17)),
+        dict(num_items_in_batch=17),
+        dict(ignore_index=7),
+        dict(shift_labels=torch.arange(24).view(2, 12)),
+        dict(attention_mask=torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.tensor([0, 1]), 0)),
+    ],
+    ids=["count", "number", "ignore_index", "shift_labels", "mask"],
+)
+def test_what_transformers_takes_beside_labels(more, said):
+    model, batch = llama(**more)
+    batch["labels"] = batch["labels"].index_fill(1, torch.tensor([0, 1, 2]), more.get("ignore_index", -100))
+    theirs = outcome(model, batch)
+    same(outcome(chunk_model_loss(model, ChunkedLoss(TOKENS)), batch), theirs)
+    assert said() == []
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "more"),
+    [
+        ("GraniteForCausalLM", "GraniteConfig", dict(logits_scaling=3.0)),
+        ("CohereForCausalLM", "CohereConfig", dict(logit_scale=0.25)),
+        ("Gemma2ForCausalLM", "Gemma2Config", dict(final_logit_softcapping=0.5, head_dim=8)),
+    ],
+)
+def test_scaled_and_capped_logits(model_class, config_class, more, said):
+    import transformers
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = getattr(transformers, config_class)(vocab_size=64, pad_token_id=0, **sizes, **more)
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(config).train()
+    _, batch = llama()
+    theirs = outcome(model, batch)
+    same(outcome(chunk_model_loss(model, ChunkedLoss(TOKENS)), batch), theirs)
+    assert said() == []
+
+
+def test_nothing_changes_without_labels_in_evaluation_and_generation():
+    model, batch = llama()
+    other = chunk_model_loss(copy.deepcopy(model), ChunkedLoss(TOKENS))
+    ids = batch["input_ids"]
+    assert torch.equal(model(input_ids=ids).logits, other(input_ids=ids).logits)
+    model.eval(), other.eval()
+    with torch.no_grad():
+        theirs, ours = model(**batch), other(**batch)
+    assert torch.equal(theirs.logits, ours.logits) and torch.equal(theirs.loss, ours.loss)
+    made = [m.generate(ids[:1], max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (model, other)]
+    assert torch.equal(*made)
+
+
+def test_tuples_and_no_grad():
+    model, batch = llama()
+    with torch.no_grad():
+        theirs = model(**batch, return_dict=False)
+        ours = chunk_model_loss(model, ChunkedLoss(TOKENS))(**batch, return_dict=False)
+    torch.testing.assert_close(ours[0], theirs[0])
+    assert ours[1] is None and not ours[0].requires_grad
+
+
+def test_a_copy_has_a_head_of_its_own():
+    model, batch = llama()
+    chunk_model_loss(model, ChunkedLoss(TOKENS))
+    twin = copy.deepcopy(model)
+    twin(**batch).loss.backward()
+    assert model.lm_head.weight.grad is None and twin.lm_head.weight.grad is not None
+
+
+def test_an_error_in_forward_leaves_the_head_as_it_was():
+    model, batch = llama()
+    chunk_model_loss(model, ChunkedLoss(TOKENS))
+    with pytest.raises(ValueError, match="labels has 64"):
+        model(**batch | {"labels": torch.full((2, 12), 64)})
+    assert model(input_ids=batch["input_ids"]).logits.shape == (2, 12, 64)
+    assert type(model.lm_head(torch.zeros(2, 32))) is torch.Tensor
+
+
+class Nano(nn.Module):
+    """As nanoGPT computes its loss."""
+
+    def __init__(self, between=lambda logits: logits):
+        super().__init__()
+        self.embed, self.body, self.lm_head = nn.Embedding(64, 8), nn.Linear(8, 8), nn.Linear(8, 64, bias=False)
+        self.between = between
+
+    def forward(self, idx, targets=None):
+        hidden = self.body(self.embed(idx))
+        if targets is None:
+            return self.lm_head(hidden[:, [-1], :]), None
+        logits = self.between(self.lm_head(hidden))
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+def nano(between, chunked):
+    torch.manual_seed(0)
+    model = Nano(between)
+    if chunked:
+        chunk_model_loss(model, ChunkedLoss(TOKENS))
+    idx = torch.arange(20).view(2, 10)
+    logits, loss = model(idx, (idx * 3) % 64)
+    loss.backward()
+    return logits, loss, [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda logits: logits,
+        lambda logits: 2 * logits.float() / 3,
+        lambda logits: 15 * torch.tanh(logits / 15),
+        lambda logits: -15 * torch.tanh(torch.tanh(logits) / 15),
+        lambda logits: logits + torch.linspace(-1, 1, 64),
+        lambda logits: logits.mul_(0.5),
+        lambda logits: logits.to(torch.bfloat16).to(logits.dtype)[:, :, :64].contiguous(),
+    ],
+)
+def test_what_is_carried_into_chunks(between, said):
+    (logits, ours, grads), (_, theirs, others) = nano(between, True), nano(between, False)
+    assert logits is None and said() == []
+    torch.testing.assert_close(ours, theirs, rtol=1e-6 if ours.dtype == theirs.dtype else 1e-2, atol=2e-3)
+    for one, other in zip(grads, others, strict=True):
+        assert (one - other).norm() <= 2e-2 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("between", "word"),
+    [
+        (lambda logits: logits.softmax(-1), "softmax"),
+        (lambda logits: logits * nn.Parameter(torch.ones(())), "mul"),
+        (lambda logits: torch.where(logits > 0, logits, 2 * logits), "gt"),
+        (lambda logits: logits - logits.amax(-1, keepdim=True), "amax"),
+        (lambda logits: logits[..., torch.arange(64).flip(0)], "getitem"),
+    ],
+)
+def test_what_needs_whole_logits_gets_them_and_it_is_said(between, word, said):
+    (logits, ours, grads), (whole, theirs, others) = nano(between, True), nano(between, False)
+    assert torch.equal(ours, theirs) and torch.equal(logits, whole)
+    assert all(torch.equal(one, other) for one, other in zip(grads, others, strict=True))
+    assert len(said()) == 1 and word in said()[0] and "Nano gets whole logits" in said()[0]
+
+
+class AnotherLoss(Nano):
+    def forward(self, idx, targets=None):
+        logits = self.lm_head(self.body(self.embed(idx)))
+        return logits, self.body.weight.square().sum()
+
+
+def test_a_loss_of_another_kind_leaves_the_logits(said):
+    model = AnotherLoss()
+    idx = torch.arange(20).view(2, 10)
+    theirs = model(idx, idx)[0]
+    assert torch.equal(chunk_model_loss(model, ChunkedLoss(TOKENS))(idx, idx)[0], theirs)
+    assert len(said()) == 1 and "is not a cross entropy of them" in said()[0]
+
+
+class ByWeight(Nano):
+    def forward(self, idx, targets=None):
+        logits = F.linear(self.body(self.embed(idx)), self.lm_head.weight)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_a_head_that_is_not_called_is_said(said):
+    model = ByWeight()
+    idx = torch.arange(20).view(2, 10)
+    theirs = model(idx, idx)
+    ours = chunk_model_loss(model, ChunkedLoss(TOKENS))(idx, idx)
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert len(said()) == 1 and "does not call its head, a Linear" in said()[0]
+
+
+def test_lora_on_the_head(said):
+    peft = pytest.importorskip("peft")
+    model, batch = llama()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    theirs = outcome(model, batch)
+    assert any("lm_head.lora_A" in name for name in theirs[1])
+    same(outcome(chunk_model_loss(model, ChunkedLoss(TOKENS)), batch), theirs)
+    assert said() == []
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(ValueError, match="needs the output head of Sequential"):
+        chunk_model_loss(nn.Sequential(nn.Linear(3, 4)), ChunkedLoss())
+
+
+def test_logits_never_exist():
+    import transformers
+
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=4096)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False)).train()
+    ids = torch.randint(4096, (2, 256))
+    peaks = []
+    for _ in range(2):
+        peak = Peak(list(model.parameters()))
+        with peak:
+            model(input_ids=ids, labels=ids).loss.backward()
+        peaks.append(peak.bytes)
+        model.zero_grad()
+        chunk_model_loss(model, ChunkedLoss(32))
+    logits = 2 * 256 * 4096 * 4
+    assert peaks[0] > 2 * logits
+    assert peaks[1] < logits / 2
