@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.containers import map_leaves
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, kinds_for
-from nemo_like.activation_checkpointing.engine.generator_mode import watch_generators
+from nemo_like.activation_checkpointing.engine.generator_mode import as_watched, watch_generators
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld, module_of
@@ -126,7 +126,7 @@ class _Earlier:
 class _Call:
     """One member's call: how to make it again."""
 
-    __slots__ = ("ambient", "buffers", "inputs", "requires_grad", "run", "world")
+    __slots__ = ("ambient", "buffers", "inputs", "looker", "requires_grad", "run", "world")
 
     def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool) -> None:
         self.run = run
@@ -135,6 +135,7 @@ class _Call:
         # segment would otherwise close a cycle from the graph through the region back to the graph.
         self.inputs = SavedInputs(*_map(Tensor.detach, (args, kwargs)))
         self.ambient = Ambient(preserve_rng_state)
+        self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
         module = module_of(run)
         self.world = world = ModuleWorld(module) if module is not None else None
         self.buffers = BufferSnapshot(module, world.stamp) if module is not None and world is not None else None
@@ -176,7 +177,7 @@ class _CallsAgain:
             flags = iter(call.requires_grad)
             fresh = _map(lambda tensor: tensor.detach().requires_grad_(next(flags)), (args, kwargs))  # noqa: B023
             args, kwargs = _map(lambda mark: outputs[mark.call][mark.index], fresh, _Earlier)
-            with call.surroundings(self.name):
+            with call.surroundings(self.name), call.looker():
                 outputs.append(_tensors(call.ambient.variables.run(self.name, call.run, *args, **kwargs)))
 
 
@@ -227,6 +228,7 @@ class _SegmentRegion(Region):
         self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which replays
         own = call.world.generators if call.world is not None else ()
         draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), own)
+        call.looker = as_watched(draws)
         try:
             with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or nullcontext(), draws:
                 out = run(*args, **kwargs)

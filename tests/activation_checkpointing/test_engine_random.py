@@ -185,3 +185,31 @@ def test_without_preserve_rng_state_nothing_is_put_back() -> None:
     x = torch.ones(3, requires_grad=True)
     checkpoint_region(fn, x, policy=FullPolicy(), preserve_rng_state=False).sum().backward()
     assert draws[0] != draws[1]
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        targets, lengths = torch.tensor([[1, 2], [3, 0]]), (torch.tensor([5, 4]), torch.tensor([2, 1]))
+        return nn.functional.ctc_loss(self.linear(x).log_softmax(-1), targets, *lengths) * x
+
+
+@pytest.mark.parametrize("ac", ["full", "sequential"])
+def test_an_operator_with_another_kernel_under_modes_has_that_kernel_in_the_replay_of_a_first_forward(ac: str) -> None:
+    def gradient(ac: str, steps: int = 2) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.ModuleDict({"layers": nn.ModuleList([Loss(), Loss()])})
+        x = torch.randn(5, 2, 6, requires_grad=True)
+        model = model if ac == "none" else apply_activation_checkpointing(model, ac)
+        found = []
+        for _ in range(steps):
+            y = x
+            for layer in model["layers"]:
+                y = layer(y)
+            found += torch.autograd.grad(y.sum(), x)
+        return found
+
+    assert all(torch.equal(got, wanted) for got, wanted in zip(gradient(ac), gradient("none"), strict=True))

@@ -18,7 +18,7 @@ from nemo_like.activation_checkpointing.engine import observer, verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
 from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.activation_checkpointing.engine.generator_mode import watch_generators
+from nemo_like.activation_checkpointing.engine.generator_mode import as_watched, watch_generators
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.kept import (
     Kept,
@@ -75,8 +75,8 @@ class Region:
 
     __slots__ = (
         "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
-        "inputs", "kept", "kinds", "last", "lent", "lock", "name", "owner", "policy", "position", "replay_mode", "transfer",
-        "unwaited", "verification", "watch_versions", "world",
+        "inputs", "kept", "kinds", "last", "lent", "lock", "looker", "name", "owner", "policy", "position",
+        "replay_mode", "transfer", "unwaited", "verification", "watch_versions", "world",
     )  # fmt: skip
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
@@ -95,6 +95,7 @@ class Region:
         self.graph_kept = False
         self.watch_versions = True
         self.world: ModuleWorld | None = None
+        self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.verification: verification.Verification | None = None
         self.lock = threading.RLock()
 
@@ -123,6 +124,7 @@ class Region:
         own = self.world.generators if self.world is not None else ()
         given = (*args, *kwargs.values())
         draws = watch_generators(self.ambient.generators, self.forward_mode, self.fn, given, own)
+        self.looker = as_watched(draws)
         packing = saved_tensors_hooks(pack, self.unpack)
         try:
             with packing, self.forward_mode or nullcontext(), draws, watcher or nullcontext():
@@ -290,7 +292,7 @@ class Region:
             world = self.world.restored()
         with world, buffers, self.ambient.restored(), torch.enable_grad():
             try:
-                with saved_tensors_hooks(self.repack, self.give_lent), mode or nullcontext():
+                with saved_tensors_hooks(self.repack, self.give_lent), mode or self.looker():
                     self.fn(*args, **kwargs)
             except _Stop as stop:  # in here, so that what surrounds it ends as after any other call
                 if stop.region is not self:
