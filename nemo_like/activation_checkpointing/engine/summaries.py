@@ -21,7 +21,7 @@ from nemo_like.torch_compat import sparse_parts
 
 _COLUMNS, _ROWS = 1024, 2048
 _PIECE = _COLUMNS * _ROWS
-"""Elements that are looked at together; in float64, some 16 MiB at a time beside the tensor itself."""
+"""Elements that are looked at together: up to four float64 copies of them, 64 MiB, beside the tensor itself."""
 _NAN, _INF = 1.0, 2.0
 """What stands for a value that is not finite in the signed sum of those."""
 

@@ -61,14 +61,14 @@ class Verification:
     def __init__(self, calls: dict[str, int], name: str) -> None:
         self._calls = calls
         self._name = name
-        self._forward: list[_Saved | None] = []
+        self._forward: list[SavedTensor | None] = []
         self._rebuilt: dict[int, list[Tensor]] = {}
         self._tolerance: float | None = None
 
     def saved(self, tensor: Tensor) -> None:
         """Autograd saves `tensor`, the next one, in forward. Waits for no device."""
         found = _look_at(tensor)
-        self._forward.append(None if found is None else _Saved(tensor, found))
+        self._forward.append(None if found is None else SavedTensor(tensor, found))
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             self._tolerance = max(self._tolerance or 0.0, _TOLERANCES.get(tensor.dtype.to_real(), _COARSEST))
 
@@ -80,7 +80,12 @@ class Verification:
     def compare(self) -> None:
         """At the end of the replay: raises RegionError for the first tensor that is another one."""
         rebuilt, self._rebuilt = self._rebuilt, {}
-        compared = [(index, saved) for index in sorted(rebuilt) if (saved := self._forward[index]) is not None]
+        every = [saved for saved in self._forward if saved is not None]
+        compared = [
+            (index, saved)
+            for index in sorted(rebuilt)
+            if (saved := self._forward[index]) is not None and not unwritten(saved, every)
+        ]
         before = _to_host([saved.summaries for _, saved in compared])
         after = _to_host([rebuilt[index] for index, _ in compared])
         for (index, saved), then, now in zip(compared, before, after, strict=True):
@@ -102,7 +107,7 @@ class Verification:
         return math.sqrt(of_floats)
 
     def _raise(
-        self, index: int, saved: _Saved, then: list[list[float]], now: list[list[float]], worst: float, tolerance: float
+        self, index: int, saved: SavedTensor, then: list[list[float]], now: list[list[float]], worst: float, tolerance: float
     ) -> None:
         raise RegionError(
             f"Region {self._name!r}: replay and forward disagree, and gradients would be wrong without a word. Tensor "
@@ -112,25 +117,60 @@ class Verification:
             "numbers from a generator that isn't torch's default one (Python's, NumPy's, a torch.Generator); a "
             "context variable or other context that was set around forward only; hooks, adapters, training flags or "
             "requires_grad changed since; a parameter, buffer or argument changed in place; a counter or global "
-            "state that the region reads. Keep that out of the region, or register it with "
-            f"nemo_like.activation_checkpointing.engine.ambient.register. {VARIABLE}=0 turns this check off."
+            "state that the region reads; memory that nobody wrote (torch.empty). Keep that out of the region, or "
+            "register it with nemo_like.activation_checkpointing.engine.ambient.register. "
+            f"{VARIABLE}=0 turns this check off."
         )
 
 
-class _Saved:
+class SavedTensor:
     """What is known of one tensor that autograd saved in forward."""
 
-    __slots__ = ("dtype", "places", "shape", "summaries")
+    __slots__ = ("device", "dtype", "places", "shape", "summaries")
 
     def __init__(self, tensor: Tensor, found: list[Tensor]) -> None:
         self.summaries = found
         self.shape = tensor.shape
         self.dtype = tensor.dtype
+        self.device = tensor.device
         self.places = _places()
 
     def place(self) -> str:
         """The call that saved it, in words."""
         return ", called by ".join(_call_text(code, instruction) for code, instruction in self.places)
+
+
+def unwritten(saved: SavedTensor, every: list[SavedTensor]) -> bool:
+    """Whether `saved`, one of `every` tensor of the region, may hold memory that its kernel never wrote.
+
+    Such kernels save what backward does not read, or reads in part: it may differ without a consequence.
+    """
+    if any(code in _PARTLY_WRITTEN for code, _ in saved.places):
+        return True
+    if saved.dtype is torch.uint8 and len(saved.shape) == 1:
+        return True  # a workspace in a kernel's own format, as oneDNN and cuDNN have for recurrent layers
+    if saved.device.type == "cpu":
+        return False
+    if saved.dtype in _SEEDS and saved.shape.numel() <= 2:
+        return True  # seed and offset of an attention kernel's dropout, which are not set where there is none
+    return _is_padded(saved, every)
+
+
+_SEEDS = {torch.int64, torch.uint64}
+_PARTLY_WRITTEN = {
+    torch.nn.functional.ctc_loss.__code__,  # its table of paths, of which longer targets use more
+    torch.nn.functional.rrelu.__code__,  # its noise, outside of training
+}
+
+
+def _is_padded(saved: SavedTensor, every: list[SavedTensor]) -> bool:
+    """Whether these may be the sums of memory-efficient attention: (B, H, T), T rounded up to whole blocks of 32."""
+    if saved.dtype is not torch.float32 or len(saved.shape) != 3:
+        return False
+    batch, heads, padded = saved.shape
+    queries = [other.shape for other in every if len(other.shape) == 4 and other.shape[0] == batch]
+    tokens = {shape[2] for shape in queries if shape[1] == heads} | {shape[1] for shape in queries if shape[2] == heads}
+    return any(count != padded and math.ceil(count / 32) * 32 == padded for count in tokens)
 
 
 def start(owner: Any, name: str, preserve_rng_state: bool) -> Verification | None:
