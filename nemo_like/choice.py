@@ -24,8 +24,8 @@ def choose_layers(
     """The layers that `config` wants checkpointed, in the model's order.
 
     `config.layer_classes` replaces the candidates by the modules of these classes in or among them. Then a layer is
-    in if an include pattern matches its name, out if an exclude pattern does, and otherwise in if it saves more than
-    `config.memory_threshold_mb`, or if nothing was measured.
+    in if an include pattern matches its name, out if an exclude pattern matches it or a module that holds it, and
+    otherwise in if it saves more than `config.memory_threshold_mb`, or if nothing was measured.
 
     Args:
         model: the model that holds them; not changed.
@@ -56,7 +56,7 @@ def choose_layers(
         for layer in layers
         if layer.fqn in included
         or (
-            layer.fqn not in excluded
+            not _is_within(layer.fqn, excluded)
             and (not measured or (saved_bytes or {}).get(layer.fqn, 0) > config.memory_threshold_mb * MB)
         )
     )
@@ -116,6 +116,12 @@ def _matching(field: str, patterns: Sequence[str], names: Sequence[str]) -> set[
             )
         matched |= hits
     return matched
+
+
+def _is_within(name: str, modules: set[str]) -> bool:
+    """Whether `modules` holds `name` or a module above it."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in modules for end in range(1, len(parts) + 1))
 
 
 def _nothing_chosen(layers: Sequence[Layer], config: CheckpointConfig, saved: Mapping[str, int] | None) -> str:

@@ -246,6 +246,13 @@ def test_what_matches_nothing_is_an_error_and_changes_nothing(fields, says):
     assert all(type(layer) is Block for layer in model.layers)
 
 
+@pytest.mark.parametrize(("pattern", "left"), [("layers", []), ("*", []), ("layers.0", [1]), ("layers.0.*", [0, 1])])
+def test_excluding_a_module_excludes_the_layers_in_it(pattern, left):
+    model = Stack(32, 32)
+    apply_activation_checkpointing(model, config(strategy="full", exclude_patterns=[pattern]))
+    assert [number for number, layer in enumerate(model.layers) if isinstance(layer, CheckpointWrapper)] == left
+
+
 def test_a_config_is_an_ac_argument():
     model = Stack(32, 32, 32)
     apply_activation_checkpointing(model, config(strategy="selective", exclude_patterns=["layers.1"]))

@@ -43,7 +43,8 @@ class CheckpointConfig:
     profile_num_runs: int = 3
     """Runs per measurement."""
     exclude_patterns: Sequence[str] = ()
-    """Globs over layer names (FQNs) that are never checkpointed."""
+    """Globs over module names (FQNs); layers that one matches, and those in a module that one matches, are never
+    checkpointed."""
     include_patterns: Sequence[str] = ()
     """Globs over layer names (FQNs) that are always checkpointed; beats `exclude_patterns`."""
     layer_classes: Sequence[str] | None = None
