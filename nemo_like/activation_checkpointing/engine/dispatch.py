@@ -32,6 +32,7 @@ from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, left_to_python
 
 if TYPE_CHECKING:
+    from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
     from nemo_like.activation_checkpointing.policy import Policy
 
 TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0
@@ -122,6 +123,7 @@ class ForwardMode(_Mode):
         self.paused = False
         self.keeps_rng = True
         self.generators: Generators | None = None
+        self.inputs: SavedInputs | None = None
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and self.generators is not None and kwargs.get("generator") is not None:
@@ -176,6 +178,8 @@ class ForwardMode(_Mode):
 
     def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
         """`func` is about to write: give whatever is kept of the written storages a copy of its own."""
+        if self.inputs is not None:
+            self.inputs.before_change(func, args, kwargs)
         if not self.kept:
             return
         written = {key for tensor in ops.written_tensors(func, args, kwargs) for key in storages(tensor)}

@@ -32,12 +32,12 @@ class _PassBy(_Mode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def as_watched(draws: AbstractContextManager[Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes, for a replay, the like of the context `draws` that its forward had.
+def as_watched(*contexts: AbstractContextManager[Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes, for a replay, the like of the `contexts` that its forward had.
 
     Some operators (the CTC loss, what asks `areAnyTensorSubclassLike` in C++) run other kernels under any dispatch mode.
     """
-    return _PassBy if isinstance(draws, _Watch) else nullcontext
+    return _PassBy if any(isinstance(context, _Mode) for context in contexts) else nullcontext
 
 
 def watch_generators(

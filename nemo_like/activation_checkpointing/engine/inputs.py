@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nemo_like.activation_checkpointing.engine.containers import map_leaves
 from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.kept import private_copy, storages
+from nemo_like.activation_checkpointing.ops import written_tensors
+from nemo_like.op_lookup import Op
 from nemo_like.torch_compat import save_tensor
 
 
@@ -26,20 +30,45 @@ class SavedInputs:
 
     Tensors directly among the arguments, or in containers of them (see `map_leaves`), are saved as autograd saves a
     tensor: hooks that are active outside the region see them, and a change in place before backward is an error.
-    Containers are kept as they are now. Anything else (a cache object, a flag) is held by reference.
+    Containers are kept as they are now. Anything else (a cache object, a flag) is held by reference. What the call
+    itself changes in place is copied before, see `before_change`.
     """
 
-    __slots__ = ("_arguments", "_saved")
+    __slots__ = ("_arguments", "_originals", "_saved", "changed")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._saved: list[Callable[[], Tensor]] = []
+        self._originals: list[Tensor] = []
+        """The tensors themselves, for as long as the call lasts."""
+        self.changed = False
+        """Whether the call has changed one of them in place."""
         self._arguments: tuple[list[Any], dict[str, Any]] = map_leaves(self._strip, (list(args), kwargs))
 
     def _strip(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         self._saved.append(save_tensor(value))
+        self._originals.append(value)
         return _Place(len(self._saved) - 1)
+
+    def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
+        """The operator `func` is about to write: keep a copy of the input that it writes into.
+
+        Not where several inputs share that memory: their copies would not. Replay then says that it was changed.
+        """
+        if not self._originals:
+            return
+        written = {key for tensor in written_tensors(func, args, kwargs) for key in storages(tensor)}
+        touched = [place for place, tensor in enumerate(self._originals) if storages(tensor) & written]
+        self.changed = self.changed or bool(touched)
+        for place in touched if len(touched) == 1 else ():
+            original = self._originals[place]
+            self._originals[place] = torch.empty(0)
+            self._saved[place] = _copies_of(private_copy(original), original.requires_grad)
+
+    def forward_done(self) -> None:
+        """Call after forward: changes from here on are others'."""
+        self._originals = []
 
     def get(self, region: str) -> tuple[list[Any], dict[str, Any]]:
         """The arguments again; raises RegionError if a tensor among them was changed in place."""
@@ -62,3 +91,13 @@ class SavedInputs:
 
         args, kwargs = map_leaves(restore, self._arguments)
         return args, kwargs
+
+
+def _copies_of(kept: Tensor, requires_grad: bool) -> Callable[[], Tensor]:
+    """Gives a copy of `kept` that may be changed in place, each time: no leaf, where it requires a gradient."""
+
+    def copy() -> Tensor:
+        with torch.enable_grad():
+            return kept.detach().requires_grad_(requires_grad).clone()
+
+    return copy

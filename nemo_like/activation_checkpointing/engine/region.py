@@ -19,6 +19,7 @@ from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.generator_mode import as_watched, watch_generators
+from nemo_like.activation_checkpointing.engine.input_writes import watch_writes
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.kept import (
     Kept,
@@ -124,10 +125,11 @@ class Region:
         own = self.world.generators if self.world is not None else ()
         given = (*args, *kwargs.values())
         draws = watch_generators(self.ambient.generators, self.forward_mode, self.fn, given, own)
-        self.looker = as_watched(draws)
+        writes = watch_writes(self.inputs, self.forward_mode, self.fn)
+        self.looker = as_watched(draws, writes)
         packing = saved_tensors_hooks(pack, self.unpack)
         try:
-            with packing, self.forward_mode or nullcontext(), draws, watcher or nullcontext():
+            with packing, self.forward_mode or nullcontext(), draws, writes, watcher or nullcontext():
                 out = self.fn(*args, **kwargs)
             finish = getattr(decide, "finish", None)
             misfit = finish() if finish is not None else None
@@ -142,6 +144,7 @@ class Region:
             raise
         if watcher is not None and observer.done is not None:
             observer.done(watcher)
+        self.inputs.forward_done()
         self.ambient.forget_unused_rng()
         if self.buffers is not None and not self.buffers.forward_done():
             self.buffers = None
