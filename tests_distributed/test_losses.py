@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import parallelize
-from nemo_like.options import FSDP2, ChunkedLoss
+from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
+from nemo_like.options import FSDP2, ChunkedLoss, Precision, TensorParallel
 from tests.models.decoders import batch, build
 from tests_distributed.spawn import run_ranks
 
@@ -90,3 +97,101 @@ def test_fsdp2(name, reshard):
 )
 def test_other_ways(arguments):
     check(run_ranks(2, _train, "llama", CHUNKS, arguments, 1), "llama")
+
+
+@pytest.mark.parametrize("loss_parallel", [True, False])
+def test_two_by_two_with_tensor_parallel(loss_parallel):
+    arguments = dict(ac="none", tp=TensorParallel(2, loss_parallel=loss_parallel))
+    check(run_ranks(4, _train, "llama", CHUNKS, arguments, 2, timeout=150), "llama", tp=2)
+
+
+def test_sequence_parallel_takes_whole_logits():
+    arguments = dict(ac="none", tp=TensorParallel(2, sequence_parallel=True))
+    check(run_ranks(4, _train, "llama", CHUNKS, arguments, 2, timeout=150), "llama", tp=2)
+
+
+def test_replicas_of_shards():
+    check(run_ranks(4, _train, "llama", CHUNKS, dict(ac="none", dp_replicate=2), 2, timeout=150), "llama", tp=2)
+
+
+def _two_reductions_per_chunk(rank, world_size):
+    """A vocabulary over both ranks, cut unevenly: 7 columns, 4 and 3."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole, hidden, labels = nn.Linear(6, 7), torch.randn(9, 6, requires_grad=True), torch.arange(9) % 7
+    labels[4] = -100
+    cut = nn.Linear(6, 7)
+    cut.load_state_dict(whole.state_dict())
+    style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(cut, mesh, style)
+    found = []
+    for head in (whole, cut):
+        with Reductions() as counted:
+            loss = chunked_cross_entropy(hidden, head, labels, chunk_tokens=3, label_smoothing=0.1, z_loss=0.1)
+            log_probs = chunked_log_probs(hidden, head, labels, chunk_tokens=3)
+        grads = torch.autograd.grad(loss + log_probs.square().sum(), [hidden, *head.parameters()])
+        found.append([loss, log_probs, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    return counted.count
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the in-place all-reduces, which are the softmax's."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name().startswith("c10d::allreduce")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_vocabulary_over_two_ranks():
+    # Three chunks of each of the two, and two reductions for each.
+    assert run_ranks(2, _two_reductions_per_chunk) == [12, 12]
+
+
+def _own_unit(rank, world_size, output_dtype):
+    """A head in a unit of its own, used outside of any model: its parameters are gathered around all chunks."""
+    torch.manual_seed(0)
+    head, hidden, labels = nn.Linear(6, 40), torch.randn(9, 6, requires_grad=True), torch.arange(9)
+    expected = [chunked_cross_entropy(hidden, head, labels), chunked_log_probs(hidden, head, labels).square().sum()]
+    grads = torch.autograd.grad(sum(expected), [hidden, *head.parameters()])
+    fully_shard(head, mp_policy=MixedPrecisionPolicy(output_dtype=output_dtype))
+    with Collectives() as counted:
+        loss = chunked_cross_entropy(hidden, head, labels, chunk_tokens=2)
+        log_probs = chunked_log_probs(hidden, head, labels, chunk_tokens=2)
+        assert torch.equal(loss, loss.float()) and log_probs.dtype == torch.float32
+        torch.testing.assert_close(torch.stack([loss, log_probs.square().sum()]), torch.stack(expected))
+        (loss + log_probs.square().sum()).backward()
+    for ours, theirs in zip([hidden.grad, *(p.grad.full_tensor() for p in head.parameters())], grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert head(hidden).dtype == (output_dtype or torch.float32)
+    return counted.gathers, counted.scatters
+
+
+@pytest.mark.parametrize("output_dtype", [None, torch.bfloat16])
+def test_a_head_in_a_unit_of_its_own(output_dtype):
+    gathers, _ = run_ranks(2, _own_unit, output_dtype)[0]
+    assert gathers <= 4 * 2  # once for each loss and each backward; an all-gather is two operators
+
+
+def _low_precision(rank, world_size, loss):
+    model = parallelize(undropped("llama"), loss=loss, ac="none", precision=Precision("bf16", output_dtype="fp32"))
+    ids = batch(4)[2 * rank : 2 * rank + 2]
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def test_bfloat16_is_no_further_from_float32_than_whole_logits():
+    model, ids = undropped("llama"), batch(4)
+    exact = model(input_ids=ids, labels=ids).loss
+    exact.backward()
+    distances = []
+    for loss in ("model", CHUNKS):
+        results = run_ranks(2, _low_precision, loss)
+        far = sum((results[0][1][name] - p.grad).square().sum() for name, p in model.named_parameters()).sqrt()
+        distances.append((abs(sum(r[0] for r in results) / 2 - exact.item()), far.item()))
+    assert distances[1][0] <= distances[0][0] + 1e-4
+    assert distances[1][1] <= 1.05 * distances[0][1]

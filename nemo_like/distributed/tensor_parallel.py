@@ -14,6 +14,7 @@ from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients
 from nemo_like.layers import Layer, find_layers
 from nemo_like.log import warn_once
+from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.torch_compat import loss_is_parallel
 
 _MARK = "_nemo_like_tensor_parallel"
@@ -215,11 +216,14 @@ def _gather_output(mesh: DeviceMesh) -> Any:
 
 def _refuse_own_loss(module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
     """A model that computes its loss itself needs torch's rules for cut logits, in forward and in backward."""
-    if kwargs.get("labels") is not None and loss_is_parallel() is False:
+    if kwargs.get("labels") is None or computes_in_chunks(module):
+        return
+    if loss_is_parallel() is False:
         raise RuntimeError(
             f"loss_parallel=True leaves the logits of this {type(module).__name__} split by vocabulary, and it was called "
             "with labels: its own loss works on such logits only within torch's context. Put forward and backward under "
-            "it: `with torch.distributed.tensor.parallel.loss_parallel(): model(**batch).loss.backward()`."
+            "it: `with torch.distributed.tensor.parallel.loss_parallel(): model(**batch).loss.backward()`, or train with "
+            "parallelize(..., loss='chunked'), which needs none."
         )
 
 

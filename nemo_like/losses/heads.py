@@ -64,9 +64,9 @@ class AutogradHead:
             leaf = hidden.detach().requires_grad_()
             output = self._head(leaf)
         self._graph = (leaf, output)
-        plain = output.detach()
-        # An op that saved its own result needs it in backward: then the gradient is made beside it.
-        return plain.clone() if _address(output) in seen else plain
+        # An op that saved its own result needs it in backward: then the gradient is made beside it. Else nobody looks
+        # at the logits again, and in-place changes need not be known to autograd (which refuses them for views).
+        return output.detach().clone() if _address(output) in seen else output.data
 
     def backward(self, gradient: Tensor, hidden: Tensor, into: Tensor | None, sums: GradientSums) -> None:
         """Write the gradient of the chunk's `hidden` to `into`; add those of the parameters to `sums`."""

@@ -19,6 +19,7 @@ from nemo_like.losses.stand_in import HeadCall, Recipe, StandIn
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import answering_calls
 
+_MARK = "_nemo_like_chunked_loss"
 LABELS = ("labels", "targets", "target", "shift_labels")
 """Names of the argument with which a model computes its own loss."""
 
@@ -43,7 +44,13 @@ def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:
     model.register_forward_pre_hook(hooks.before, with_kwargs=True)
     # Also after an exception, or the head would go on answering with stand-ins.
     model.register_forward_hook(hooks.after, always_call=True)
+    setattr(model, _MARK, True)
     return model
+
+
+def computes_in_chunks(model: nn.Module) -> bool:
+    """Whether `model`, called with labels now, computes its loss in chunks."""
+    return model.training and hasattr(model, _MARK)
 
 
 def check_head(model: nn.Module) -> nn.Module:
