@@ -107,8 +107,16 @@ class Plan:
         return 1 + self.replay_share / 3
 
     def policies(self, device_type: str | None = None) -> dict[str, Policy | None]:
-        """Policy of each layer by name; None: leave the layer alone."""
-        return {layer.fqn: layer.policy(device_type) for layer in self.layers}
+        """Policy of each layer by name; None: leave the layer alone.
+
+        Layers that keep the same have one object: Dynamo compiles a layer anew for each object that it meets.
+        """
+        made: dict[Policy, Policy] = {}
+        found: dict[str, Policy | None] = {}
+        for layer in self.layers:
+            policy = layer.policy(device_type)
+            found[layer.fqn] = None if policy is None else made.setdefault(policy, policy)
+        return found
 
     def check(self, model: nn.Module) -> None:
         """Compare with the model's layers.

@@ -17,6 +17,7 @@ from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, DecisionTable
 from nemo_like.log import forget_announcements
 from nemo_like.op_lookup import find_op
+from nemo_like.planning import plan_for
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -186,3 +187,11 @@ def test_a_lenient_table_survives_copying_and_pickling():
     for copied in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
         assert copied == table and not copied.strict
     assert table != DecisionTable({"aten.mm.default": (SAVE,)})
+
+
+def test_layers_that_keep_the_same_share_one_policy():
+    """Or Dynamo would compile each layer of a model anew, up to its limit of recompilations."""
+    plan = plan_for(_llama(), "50%", _batches()["plain"], device="cpu")
+    policies = [policy for policy in plan.policies("cpu").values() if policy is not None]
+    assert len(policies) == 3
+    assert len({id(policy) for policy in policies}) == len(set(policies)) < 3
