@@ -12,6 +12,7 @@ from nemo_like.distributed.state_dict import (
     set_model_state,
     set_optimizer_state,
 )
+from nemo_like.distributed.unused_sample import with_unused_sample
 
 __all__ = [
     "build_mesh",
@@ -26,5 +27,6 @@ __all__ = [
     "shard_layers",
     "shutdown",
     "validate_mesh",
+    "with_unused_sample",
     "world_size",
 ]
