@@ -18,6 +18,7 @@ np = pytest.importorskip("numpy")
 
 MODES = ["full", "selective", "submodule", "sequential"]
 GLOBAL = torch.Generator()
+GLOBAL_PYTHON, GLOBAL_NUMPY = random.Random(1), np.random.default_rng(1)
 
 Draw = Callable[[Any], float]
 
@@ -36,6 +37,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.k((self.q(x) * (1 + self.draw(self))).sin()).tanh() * (1 + self.draw(self))
+
+    def from_global_python(self) -> float:
+        return GLOBAL_PYTHON.random()
+
+    def from_global_numpy(self) -> float:
+        return sum(float(GLOBAL_NUMPY.normal()) for _ in range(2))
 
 
 class Layer(nn.Module):
@@ -66,6 +73,8 @@ DRAWS: dict[str, Draw] = {
     "torch generator of the module": lambda module: torch.rand((), generator=module.torch_generator).item(),
     "torch generator that is global": lambda module: torch.rand((), generator=GLOBAL).item(),
     "torch generator in place": lambda module: torch.zeros(()).uniform_(generator=GLOBAL).item(),
+    "python generator that is global": lambda module: module.from_global_python(),
+    "numpy generator that is global": lambda module: module.from_global_numpy(),
     "python generator of the module": lambda module: module.python_generator.random(),
     "numpy generator of the module": lambda module: float(module.numpy_generator.normal()),
     "numpy state of the module": lambda module: float(module.numpy_state.normal()),
@@ -74,7 +83,8 @@ DRAWS: dict[str, Draw] = {
 
 def _run(ac: str, draw: Draw) -> tuple[list[Tensor], list[Any]]:
     """Gradients of two steps, and the next number of each source."""
-    torch.manual_seed(0), random.seed(0), np.random.seed(0), GLOBAL.manual_seed(0)
+    torch.manual_seed(0), random.seed(0), np.random.seed(0), GLOBAL.manual_seed(0), GLOBAL_PYTHON.seed(0)
+    GLOBAL_NUMPY.bit_generator.state = np.random.default_rng(0).bit_generator.state
     model: Any = Model(draw)
     if ac != "none":
         model = apply_activation_checkpointing(model, ac)
@@ -158,6 +168,18 @@ def test_a_generator_that_a_function_refers_to_from_its_second_call_on() -> None
     for source in (None, torch.Generator().manual_seed(1)):
         draws = call(source)
         assert draws[0] == draws[1]
+
+
+def test_a_generator_that_a_function_names() -> None:
+    draws: list[float] = []
+
+    def fn(x: Tensor) -> Tensor:
+        draws.append(GLOBAL_PYTHON.random() + GLOBAL_NUMPY.random())
+        return (x * draws[-1]).exp().sin()
+
+    for _ in range(2):
+        checkpoint_region(fn, torch.ones(3, requires_grad=True), policy=FullPolicy()).sum().backward()
+    assert draws[0] == draws[1] != draws[2] == draws[3]
 
 
 def test_a_kept_draw_moves_a_private_generator_on_for_those_that_follow() -> None:

@@ -54,6 +54,6 @@ def watch_generators(
         return nullcontext()
     for value in (*arguments, *own):
         generators.note(value)
-    generators.note_closure(function)
+    generators.note_named(function)
     key = key_of(function)
     return _Watch(generators, key) if mode is None and are_given(key) else nullcontext()

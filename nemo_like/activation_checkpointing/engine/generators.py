@@ -1,9 +1,9 @@
 """Generators of random numbers that a region has to itself: their states, put back for its replay.
 
-They are found among the attributes of the region's modules and among its arguments. A `torch.Generator` that comes
-from elsewhere (a global, a closure) is seen when an operator is given it. Where the policy keeps something, every
-operator is seen. Looking on costs time where it does not, so there it is done in the first forward of a module or
-function, and in later ones if that one found a generator.
+They are found among the attributes of the region's modules, among its arguments, and among the globals that the modules'
+methods name. A `torch.Generator` that comes from elsewhere is seen when an operator is given it. Where the policy keeps
+something, every operator is seen. Looking on costs time where it does not, so there it is done in the first forward of a
+module or function, and in later ones if that one found a generator.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import sys
 import weakref
 from contextlib import ExitStack
+from types import CodeType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ Key = tuple[Any, bool]
 
 _given: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
 """Whether the operators of the first forward were given a generator from elsewhere."""
+_names: weakref.WeakKeyDictionary[CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _kinds: dict[type, tuple[str, str] | None] = {}
 _UNSEEN = ("", "unseen")
 
@@ -83,8 +85,10 @@ class Generators:
         self._states[key] = generator, _state(generator)
         return True
 
-    def note_closure(self, function: Any) -> None:
-        """`note` the generators that `function` refers to from around its definition."""
+    def note_named(self, function: Any) -> None:
+        """`note` the generators that `function` refers to by name: global ones, and those around its definition."""
+        for name in names_of_globals(function):
+            self.note(function.__globals__.get(name))
         for cell in getattr(function, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # a cell that is empty still
                 self.note(cell.cell_contents)
@@ -113,6 +117,23 @@ def same_state(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and any(hasattr(item, "tobytes") for item in a):
         return all(map(same_state, a, b))
     return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else bool(a == b)
+
+
+def names_of_globals(function: Any) -> tuple[str, ...]:
+    """The names of the global generators that the code of `function` refers to, as far as they exist when first asked."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ()
+    names = _names.get(code)
+    if names is None:
+        known = function.__globals__
+        names = _names[code] = tuple(name for name in _all_names(code) if is_generator(known.get(name)))
+    return names
+
+
+def _all_names(code: CodeType) -> set[str]:
+    inner = (_all_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def are_given(key: Key) -> bool:

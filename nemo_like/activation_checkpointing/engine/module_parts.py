@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.containers import map_leaves
-from nemo_like.activation_checkpointing.engine.generators import is_generator
+from nemo_like.activation_checkpointing.engine.generators import is_generator, names_of_globals
 
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -151,8 +151,10 @@ class Walk:
         self.counted: list[Tensor] = []
         self.stamp = object()
         """Another one whenever an attribute has come, gone, or changed its type."""
+        self.global_generators: list[tuple[dict[str, Any], str]] = []
         configs: dict[int, Part] = {}
         for module in _modules(root):
+            self.global_generators += _named_by(type(module))
             own = module.__dict__
             self.parts.append(Part(own, type(module).__name__, is_module=True))
             for name, value in own.items():
@@ -213,6 +215,19 @@ def _modules(root: nn.Module) -> Iterator[nn.Module]:
         seen.add(id(module))
         yield module
         waiting += reversed(module._modules.values())
+
+
+_GlobalNames = tuple[tuple[dict[str, Any], str], ...]
+_named: weakref.WeakKeyDictionary[type, _GlobalNames] = weakref.WeakKeyDictionary()
+
+
+def _named_by(kind: type) -> _GlobalNames:
+    """The global generators of random numbers that the methods of a class of modules refer to, as (globals, name)."""
+    if kind not in _named:
+        bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+        methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
+        _named[kind] = tuple((method.__globals__, name) for method in methods for name in names_of_globals(method))
+    return _named[kind]
 
 
 def _is_configuration(name: str, value: Any) -> bool:

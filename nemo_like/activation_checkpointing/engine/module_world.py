@@ -41,7 +41,8 @@ class ModuleWorld:
         self._flags = list(map(requires_grad_of, walk.parameters))
         self._versions: list[int] = []
         self.generators = [part.own[name] for part in walk.parts if part.generators for name in part.generators]
-        """Of random numbers, among the attributes."""
+        self.generators += [known[name] for known, name in walk.global_generators if name in known]
+        """Of random numbers, among the attributes and the globals that methods name."""
 
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'."""
