@@ -52,11 +52,19 @@ class _Nothing(contextlib.nullcontext):
 class _ByReference:
     """`SavedInputs` that keeps the arguments as they are."""
 
+    changed = False
+
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._given = args, kwargs
 
     def get(self, region: str) -> Any:
         return self._given
+
+    def before_change(self, *call: Any) -> None:
+        """Keeps nothing."""
+
+    def forward_done(self) -> None:
+        """Keeps nothing."""
 
 
 @pytest.fixture
