@@ -10,10 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from nemo_like import parallelize
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.sources import CheckpointUnreadableError
+from tests.models import decoders
 from tests.models.tiny import Decoder, llama, tokens, whole
 from tests_distributed.spawn import run_ranks
 
@@ -255,3 +257,23 @@ def test_a_meta_tensor_that_is_not_registered_is_an_error() -> None:
         model.table = torch.ones(2)
     with pytest.raises(ValueError, match=r"\.table is a tensor on the meta device"):
         materialize(model)
+
+
+def _forward_first(rank: int, world_size: int) -> list[float]:
+    with torch.device("meta"):
+        model = decoders.build("llama")
+    model = parallelize(model, ac="full", device="cpu").eval()
+    hooks = len(model._forward_pre_hooks)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"on the meta device.*call nemo_like\.distributed\.materialize"):
+            decoders.loss_of(model, decoders.batch())
+    materialize(model, state_dict=decoders.build("llama").state_dict())
+    losses = [decoders.loss_of(model, decoders.batch()) for _ in range(2)]
+    losses[1].backward()
+    assert len(model._forward_pre_hooks) == hooks - 1
+    return [loss.item() for loss in losses]
+
+
+def test_a_forward_before_materialize_says_so_and_can_be_made_again() -> None:
+    expected = decoders.loss_of(decoders.build("llama").eval(), decoders.batch()).item()
+    assert run_ranks(2, _forward_first, timeout=100) == [[expected, expected]] * 2

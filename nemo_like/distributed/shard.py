@@ -87,6 +87,8 @@ def shard_layers(
         setattr(model, CPU_OFFLOAD_MARK, True)
     if reduce_unused:
         _reduce_unused(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
     return plan
 
 
@@ -174,3 +176,21 @@ def _move(params: Iterable[nn.Parameter], device: torch.device) -> None:
     for param in params:
         if param.device != device and param.device.type != "meta":
             param.data = param.data.to(device)
+
+
+class _MaterializeFirst:
+    """A forward pre-hook of a model on the meta device, in front of FSDP2's.
+
+    FSDP2's own check comes when it has set up half of its state, and every later forward fails on the other half.
+    """
+
+    def __call__(self, module: nn.Module, _args: Any) -> None:
+        meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+        if meta:
+            raise RuntimeError(
+                f"{len(meta)} parameter(s) of this {type(module).__name__} are on the meta device, {meta[0]} for one: call "
+                "nemo_like.distributed.materialize(model) before the first forward."
+            )
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if hook is self:  # done for good
+                del module._forward_pre_hooks[number]
