@@ -54,6 +54,11 @@ RELEASES = "torch 2.11 to 2.15"
 """The releases that error messages recommend."""
 
 
+def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
+    """What `register_forward_hook` has put on `module`, in that order; none where torch keeps them elsewhere."""
+    return tuple(getattr(module, "_forward_hooks", {}).values())
+
+
 def wrapped_module(wrapper: nn.Module) -> nn.Module:
     """The module inside one of PyTorch's activation wrappers, ours among them."""
     return wrapper._checkpoint_wrapped_module  # type: ignore[return-value]

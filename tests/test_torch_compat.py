@@ -452,6 +452,14 @@ def test_dynamo_leaves_a_marked_function_and_what_it_calls_alone(name, monkeypat
     assert compiled_around(torch_compat.left_to_python(own), x) == []
 
 
+def test_forward_hooks_in_the_order_of_their_registration():
+    module, hooks = nn.Linear(1, 1), [lambda *_: None, lambda *_: None]
+    for hook in hooks:
+        module.register_forward_hook(hook)
+    assert list(torch_compat.forward_hooks(module)) == hooks
+    assert torch_compat.forward_hooks(SimpleNamespace()) == ()
+
+
 def test_a_module_is_compiled_or_not():
     module = nn.Linear(1, 1)
     assert not torch_compat.is_compiled(module) and not torch_compat.is_compiled(SimpleNamespace())

@@ -19,6 +19,7 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
 from nemo_like.module_tree import bare
 from nemo_like.planning.block_trace import BlockTrace, trace_block
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
+from nemo_like.planning.recorded import Record, record_again, recording
 from nemo_like.tensors import describe, map_tensors, split_sample, tensors_in
 from nemo_like.torch_compat import tree_flatten
 
@@ -35,6 +36,8 @@ class Kind:
     output: Any
     state: dict[str, torch.Tensor]
     shared: tuple[torch.Tensor, ...] = ()
+    records: list[Record] = field(default_factory=list)
+    """What recorders inside the block saw."""
     trace: BlockTrace | None = None
 
 
@@ -156,14 +159,16 @@ class _Watcher:
             kind = self._keys.get(key)
             if kind is not None and not run_all:
                 self.calls.append(TracedCall(layer.fqn, module, kind))
+                record_again(module, map_tensors(_another, self.kinds[kind].records))
                 return map_tensors(_another, self.kinds[kind].output)
             position = len(self.calls)
             self.calls.append(TracedCall(layer.fqn, module, -1))
             saved = map_tensors(_leaf, (args, kwargs))
-            output = forward(*args, **kwargs)
+            with recording(module) as records:
+                output = forward(*args, **kwargs)
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
-                self.kinds.append(Kind(module, saved[0], saved[1], output, own))
+                self.kinds.append(Kind(module, saved[0], saved[1], output, own, records=records))
             self.calls[position] = TracedCall(layer.fqn, module, kind)
             return output
 

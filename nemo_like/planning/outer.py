@@ -17,6 +17,7 @@ from nemo_like.module_tree import bare
 from nemo_like.planning.capture import ModelTrace, replaced_forwards
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.recorded import record_again
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import tree_flatten, tree_unflatten
 
@@ -84,7 +85,9 @@ def outer_memory(
         def standing_in(*args: Any, **kwargs: Any) -> Any:
             assert kind is not None, "a layer runs that did not run when it was traced"
             forward.append(Stretch(meter.lap(), meter.live))
-            return _stand_in(kind.output, (args, kwargs), meter, backward)
+            output, records = _stand_in((kind.output, kind.records), (args, kwargs), meter, backward)
+            record_again(bare(layer.module), records)
+            return output
 
         return standing_in
 
