@@ -32,6 +32,11 @@ def timestep_specs(model: nn.Module, config: CheckpointConfig) -> list[Checkpoin
         cells = [
             name for name, module in modules if isinstance(bare(module), nn.RNNCellBase) and not name.startswith(inside)
         ]
+    if isinstance(model, nn.RNNCellBase):
+        raise ValueError(
+            f"The model is the {type(model).__name__} itself, which cannot be wrapped in place: hand in the module that "
+            "calls it once a timestep, or use nemo_like.checkpoint_timesteps."
+        )
     if not cells and not unrolled:
         raise ValueError(
             f"CheckpointConfig.snn_timestep_checkpoint is True, and the {type(model).__name__} has no UnrolledCell and "

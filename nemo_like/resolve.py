@@ -15,7 +15,7 @@ from nemo_like.activation_checkpointing.spec import CheckpointSpec, How, one_reg
 from nemo_like.activation_checkpointing.submodules import submodules_to_checkpoint
 from nemo_like.cells import timestep_specs
 from nemo_like.choice import choose_layers
-from nemo_like.layers import Layer, find_layers, is_frozen, select_layers
+from nemo_like.layers import Layer, LayersNotFoundError, find_layers, is_frozen, select_layers
 from nemo_like.log import is_rank_zero, logger, warn_once
 from nemo_like.module_tree import bare, join
 from nemo_like.offload import placed_on_host
@@ -53,7 +53,13 @@ def layers_for(
         ValueError: no layers, an unknown scope or one that selects nothing, a model that is checkpointed.
     """
     refuse_checkpointed(model)
-    found = find_layers(model, layers)
+    cells = isinstance(asked, CheckpointConfig) and asked.enabled and asked.snn_timestep_checkpoint
+    try:
+        found = find_layers(model, layers)
+    except LayersNotFoundError:
+        if not cells or layers is not None:
+            raise
+        return (), ()  # a recurrent model has one cell, called again and again
     return found, select_layers(found, scope)  # a wrong scope is an error also where nothing is checkpointed
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import CheckpointConfig, apply_activation_checkpointing, parallelize
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.spec import chunks_of_calls
 from nemo_like.activation_checkpointing.timesteps import (
@@ -299,3 +300,40 @@ def test_the_unrolled_module_is_the_function():
     module.checkpoint = False
     wanted, last = module(inputs)
     assert torch.equal(outputs, wanted) and torch.equal(state, last)
+
+
+class OneCell(nn.Module):
+    """A recurrent model of one cell: no repeated layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.GRUCell(4, 6)
+
+    def forward(self, inputs):  # (T, B, 4)
+        state = inputs.new_zeros(inputs.shape[1], 6)
+        for x in inputs:
+            state = self.cell(x, state)
+        return state
+
+
+@pytest.mark.parametrize("front", [apply_activation_checkpointing, parallelize])
+def test_a_lone_cell(front):
+    config = CheckpointConfig(enabled=True, snn_timestep_checkpoint=True, snn_chunk_size=3)
+    bare, chunked = OneCell(), front(OneCell(), ac=config)
+    inputs = torch.randn(10, 2, 4)
+    for model in (bare, chunked):
+        model(inputs).square().sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(bare.parameters(), chunked.parameters(), strict=True))
+    with LiveBytes() as live:
+        out = chunked(inputs)
+    held = live.count()
+    with LiveBytes() as live:
+        plain = bare(inputs)
+    assert held < live.count()
+    del out, plain
+
+
+def test_a_cell_that_is_the_model_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match=r"is the GRUCell itself.*checkpoint_timesteps"):
+        apply_activation_checkpointing(nn.GRUCell(4, 6), CheckpointConfig(enabled=True, snn_timestep_checkpoint=True))
