@@ -55,7 +55,7 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
 
         Args:
             module: what is replayed as one region.
-            use_reentrant: the older autograd-function form (eager, positional arguments, nothing kept).
+            use_reentrant: the older autograd-function form (eager, nothing kept).
             preserve_rng_state: replay with the forward's random numbers.
             policy: what is kept inside the region; None keeps nothing.
             name: the module's name, for error messages; default: its class name.
@@ -137,21 +137,27 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
     def _forward_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             raise RuntimeError("use_reentrant=True cannot be compiled; use use_reentrant=False.")
-        if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
-            tensors = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
+        # Autograd sees the tensors among the function's own arguments only: those by keyword are handed over as such.
+        names = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
+        others = {key: value for key, value in kwargs.items() if key not in names}
+        positional, count = (*args, *(kwargs[name] for name in names)), len(args)
+        inside = tensors_in(([value for value in args if not isinstance(value, torch.Tensor)], others))
+        if any(tensor.requires_grad for tensor in inside):
             raise TypeError(
-                f"{self.region_name} was called with tensors by keyword ({', '.join(tensors)}), whose gradients "
-                "use_reentrant=True loses; use use_reentrant=False."
+                f"{self.region_name} was called with a tensor that requires a gradient inside a list, dict or other "
+                "container; use_reentrant=True loses such gradients. Use use_reentrant=False."
             )
-        takes_gradients = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+        takes_gradients = any(isinstance(value, torch.Tensor) and value.requires_grad for value in positional)
         if not takes_gradients and any(p.requires_grad for p in self._checkpoint_wrapped_module.parameters()):
             raise RuntimeError(
                 f"{self.region_name} has weights to train and no input that requires a gradient, as behind a frozen "
                 "embedding: use_reentrant=True would leave them without gradients. Use use_reentrant=False."
             )
         return torch.utils.checkpoint.checkpoint(
-            lambda *positional: self._checkpoint_wrapped_module(*positional, **kwargs),
-            *args,
+            lambda *given: self._checkpoint_wrapped_module(
+                *given[:count], **dict(zip(names, given[count:], strict=True)), **others
+            ),
+            *positional,
             use_reentrant=True,
             preserve_rng_state=self.preserve_rng_state,
         )

@@ -201,7 +201,7 @@ def test_a_cache_in_training_is_refused_and_allowed_without_gradients() -> None:
         wrapped(torch.ones(1, 2), past_key_values=object())
 
 
-def test_reentrant_gives_the_same_gradients_and_refuses_tensors_by_keyword() -> None:
+def test_reentrant_gives_the_same_gradients() -> None:
     reference, model = build("plain"), build("plain")
     for index, block in enumerate(model.blocks):
         model.blocks[index] = CheckpointWrapper(block, use_reentrant=True)
@@ -209,12 +209,32 @@ def test_reentrant_gives_the_same_gradients_and_refuses_tensors_by_keyword() -> 
         torch.manual_seed(5)
         loss_of(m, batch(2)).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
-    with pytest.raises(TypeError, match=r"tensors by keyword \(x\)"):
-        CheckpointWrapper(nn.Linear(2, 2), use_reentrant=True)(x=torch.ones(1, 2))
     # Known failure 7: torch would warn and train nothing.
     with pytest.raises(RuntimeError, match=r"layers\.0 has weights to train and no input that requires a gradient"):
         CheckpointWrapper(nn.Linear(2, 2), use_reentrant=True, name="layers.0")(torch.ones(1, 2))
     CheckpointWrapper(nn.Linear(2, 2).requires_grad_(False), use_reentrant=True)(torch.ones(1, 2))
+
+
+def test_reentrant_takes_tensors_by_keyword_and_refuses_those_it_cannot_see() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x, scale=None, at=None, more=()):  # type: ignore[no-untyped-def]
+            picked = x[at] if isinstance(at, torch.Tensor) else x
+            return (picked if scale is None else picked * scale).exp() + sum(more)
+
+    x, scale = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    at, more = torch.tensor([2, 0, 1]), (torch.ones(3),)
+    wanted = torch.autograd.grad(Scaled()(x, scale, at, more).sum(), (x, scale))
+    wrapped = CheckpointWrapper(Scaled(), name="layers.0", use_reentrant=True)
+    keywords = {"more": more, "at": at, "scale": scale}
+    for call in (lambda: wrapped(x, **keywords), lambda: wrapped(**keywords, x=x)):
+        for tensor in (x, scale):
+            tensor.grad = None
+        call().sum().backward()
+        assert torch.equal(x.grad, wanted[0]) and torch.equal(scale.grad, wanted[1])
+    for arguments in ({"more": (scale * 2,)}, {"more": [{"inner": scale}]}):
+        with pytest.raises(TypeError, match=r"layers\.0 was called with a tensor that requires a gradient inside"):
+            wrapped(x, **arguments)
+
 
 
 @pytest.mark.parametrize(
