@@ -1,7 +1,9 @@
-"""Scenarios by role, written anew from the *cases* of transformers' `tests/test_modeling_common.py` that every model there
-goes through with gradient checkpointing on. (Its `tests/test_activation_offloading.py` is TRL's: see `test_trl.py`.)
+"""Scenarios by role, written anew from the three training *cases* of transformers' `tests/test_modeling_common.py` that
+every model there goes through with gradient checkpointing on (its default, re-entrant, and not), and cases of our own for
+the same models: adapters, hidden states, evaluation, saving. Its `tests/test_activation_offloading.py` is TRL's: see
+`test_trl.py`.
 
-Left out: switching checkpointing off again (a model of ours is made anew), and the older ways of writing a modeling file.
+Left out: none of the three.
 """
 
 from __future__ import annotations
