@@ -24,6 +24,7 @@ from torch import nn
 
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.job_options import Options
+from nemo_like.recipes.loss import check_own_loss
 from nemo_like.recipes.pretrain import main, train
 from tests_distributed.spawn import run_ranks
 
@@ -117,6 +118,15 @@ def test_every_strategy_and_number_of_ranks_is_the_same_run(base: list[str], tmp
     arguments += ["--init", "sharded"]
     single = _run(1, arguments, tmp_path / "single")
     _assert_close(_run(2, [*arguments, "--cpu-offload"], tmp_path / "found"), single)
+
+
+def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_path: Path):
+    arguments = [*_plain(base), "--steps", "50", "--eval-every", "0", "--ac", "none"]
+    whole, chunked = (_run(2, [*arguments, "--loss", loss], tmp_path / loss)["losses"] for loss in ("model", "chunked"))
+    assert len(whole) == 50 and whole[-1] < whole[0] - 1
+    torch.testing.assert_close(torch.tensor(chunked), torch.tensor(whole), rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="is no causal language model of transformers"):
+        check_own_loss(plain_model())
 
 
 def test_fifty_steps_of_the_default_job_beat_byte_frequencies(tmp_path: Path):

@@ -66,7 +66,7 @@ def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> Bytes:
         torch.cuda.synchronize(device)
         return Bytes(held, torch.cuda.max_memory_allocated(device) - base)
     parts: list[torch.Tensor] = []
-    held = _cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
+    held = cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
     parts.pop().backward()
     return Bytes(held, peak_bytes(model, sample, device))
 
@@ -75,7 +75,7 @@ def peak_bytes(model: nn.Module, sample: Any, device: torch.device) -> int:
     """The most that is alive at one time during the next step, beyond what was there before it."""
     zero_gradients(model)
     if device.type != "cuda":
-        return max(_cpu_events(lambda: step_loss(model, sample).backward()))
+        return max(cpu_events(lambda: step_loss(model, sample).backward()))
     base = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     step_loss(model, sample).backward()
@@ -97,7 +97,7 @@ def count_operators(model: nn.Module, sample: Any) -> int:
     return sum(event.name.startswith("aten::") for event in profiler.events() or ())
 
 
-def _cpu_events(run: Callable[[], Any]) -> list[int]:
+def cpu_events(run: Callable[[], Any]) -> list[int]:
     """Bytes allocated since `run` began, after each allocation or release of PyTorch's CPU allocator."""
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.options import STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
+from nemo_like.options import LOSSES, STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
 from nemo_like.recipes.schedule import SCHEDULES
 
 COMPILE_BACKENDS = ("none", "inductor", "aot_eager", "eager")
@@ -44,6 +44,7 @@ class Options:
         "selective", "activation checkpointing: none | full | selective | submodule | sequential, or a budget like 40GiB"
     )
     scope: str = _option("all", "layers to checkpoint: all | language | vision | audio; several with commas")
+    loss: str = _option("model", f"{' | '.join(LOSSES)}: head and loss of a few tokens at a time, never the whole logits")
     compile: str = _option("none", f"compile each layer: {' | '.join(COMPILE_BACKENDS)}")
     dtype: str = _option("float32", "dtype to compute in: float32 | bfloat16; weights and gradient sums stay float32")
     device: str = _option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one")
@@ -129,6 +130,7 @@ class Options:
 
 _CHOICES: Mapping[str, Sequence[str]] = {
     "strategy": STRATEGIES,
+    "loss": LOSSES,
     "compile": COMPILE_BACKENDS,
     "device": DEVICES,
     "schedule": SCHEDULES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -14,6 +15,23 @@ from nemo_like.recipes.data import Corpus, held_out_windows, unigram_entropy
 
 class DivergedError(RuntimeError):
     """The loss or the gradient is no longer finite."""
+
+
+def check_own_loss(model: nn.Module) -> None:
+    """Raise ValueError unless `model` can be asked for its own loss, which is the one that is computed in chunks."""
+    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+    # transformers' loss of causal models takes targets that are shifted already; another might shift them once more.
+    if getattr(model, "loss_type", None) != "ForCausalLM" or inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ValueError(
+            f"--loss is 'chunked', and {type(model).__name__} is no causal language model of transformers, which computes "
+            "its loss from shifted labels. Use --loss model."
+        )
+
+
+def own_next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean of `next_byte_loss` as the model computes it: in chunks, where `parallelize` was told so."""
+    target = tokens[:, 1:].contiguous()
+    return model(tokens[:, :-1], labels=target, shift_labels=target).loss
 
 
 def next_byte_loss(model: nn.Module, tokens: torch.Tensor, reduction: str = "mean") -> torch.Tensor:

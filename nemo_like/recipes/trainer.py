@@ -27,7 +27,7 @@ from nemo_like.recipes.data import VOCABULARY, Sampler, TextData, load_text
 from nemo_like.recipes.interrupt import Interrupt
 from nemo_like.recipes.job_checkpoint import CheckpointStore
 from nemo_like.recipes.job_options import Options
-from nemo_like.recipes.loss import DivergedError, HeldOut, LossLog, next_byte_loss
+from nemo_like.recipes.loss import DivergedError, HeldOut, LossLog, check_own_loss, next_byte_loss, own_next_byte_loss
 from nemo_like.recipes.progress import Progress
 from nemo_like.recipes.run_state import about_run, check_same_run, gather_state, make_optimizer
 from nemo_like.recipes.schedule import Schedule
@@ -55,6 +55,7 @@ class Trainer:
         with ranks.together("building the model"):
             self.source = resolve_model(options.model)
             self.model = _build(self.source, options)
+        self._loss = own_next_byte_loss if options.loss == "chunked" else next_byte_loss
         self.model = _parallelize(self.model, options, ranks)
         self.optimizer = make_optimizer(self.model, options)
         self.about = about_run(options, self.text.fingerprint, self.model)
@@ -184,7 +185,7 @@ class Trainer:
             with synced_only_if(self.model, micro == options.grad_accum - 1):
                 # Every part has equally many tokens, so the mean of the parts' means is the mean over all tokens;
                 # DDP and FSDP2 take the mean over the ranks.
-                loss = next_byte_loss(self.model, tokens) / options.grad_accum
+                loss = self._loss(self.model, tokens) / options.grad_accum
                 loss.backward()
             total += loss.detach()
         norm = clip_grad_norm_(self.model, options.clip or math.inf)
@@ -251,11 +252,14 @@ def _build(source: ModelSource, options: Options) -> nn.Module:
 
 def _parallelize(model: nn.Module, options: Options, ranks: Ranks) -> nn.Module:
     samples = options.batch_size // (options.grad_accum * ranks.data_ranks)
+    if options.loss == "chunked":
+        check_own_loss(model)
     model = parallelize(
         model,
         FSDP2(cpu_offload=options.cpu_offload) if options.strategy == "fsdp2" else options.strategy,
         options.ac,
         ac_scope=options.scopes,
+        loss=options.loss,
         compile=False if options.compile == "none" else options.compile,
         precision=Precision(parse_dtype("--dtype", options.dtype)),
         dp_replicate=options.dp_replicate,

@@ -13,6 +13,7 @@ from nemo_like.recipes.job_options import Options, parse_options
 WRONG = {
     "--strategy fsdp1": r"--strategy is 'fsdp1'; it must be one of fsdp2, ddp, single\. Did you mean 'fsdp2'\?",
     "--ac selectiv": r"--ac: ac is 'selectiv'.*Did you mean 'selective'",
+    "--loss chunkd": r"--loss is 'chunkd'; it must be one of model, chunked\. Did you mean 'chunked'\?",
     "--compile inducter": r"--compile is 'inducter'.*Did you mean 'inductor'",
     "--dtype int8": r"--dtype is 'int8'; it must be a torch dtype",
     "--dtype fp16": r"--dtype is 'fp16': its small range needs the loss to be scaled.*Use bfloat16",
