@@ -33,7 +33,7 @@ pytestmark = pytest.mark.compat
 PACKAGE = Path(nemo_like.__file__).parent
 
 OF_OBJECTS = {
-    "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set",  # nn.Module
+    "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "_forward_pre_hooks",  # nn.Module
     "_version", "_cdata",  # a tensor, a storage
     "_schema", "_overloadpacket",  # an operator
     "_apply",  # a `ParallelStyle` of ours: the method that PyTorch asks a style for

@@ -84,12 +84,15 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             measure=args.measure,
         )
-        result = plan_report.make_report(planner, args.budget, parse_bytes(args.memory) if args.memory else None)
+        result = plan_report.make_report(
+            planner, args.budget, parse_bytes(args.memory) if args.memory else None,
+            dp_replicate=args.dp_replicate, special=args.host or args.no_skip or args.measure,
+        )  # fmt: skip
     seconds = time.perf_counter() - start
     if args.json != "-":
         _say(args, planner, result, seconds, model)
     if args.json:
-        text = json.dumps(plan_report.as_json(result), indent=1) + "\n"
+        text = json.dumps({"model": args.model} | plan_report.as_json(result), indent=1) + "\n"
         if args.json == "-":
             sys.stdout.write(text)
         else:
@@ -98,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
         plan_report.plot(planner, result, args.plot)
     if args.save and result.best is not None:
         result.best.plan.save(args.save)
-    return 0 if result.best is not None else 1
+    for reason in result.unmet:
+        print(f"nemo-like plan: {reason}", file=sys.stderr)
+    return 0 if result.best is not None and not result.unmet else 1
 
 
 def _say(args: argparse.Namespace, planner: Planner, result: PlanReport, seconds: float, model: torch.nn.Module) -> None:
@@ -111,12 +116,15 @@ def _say(args: argparse.Namespace, planner: Planner, result: PlanReport, seconds
         f"{args.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB.\n"
     )
     print(plan_report.table(result))
-    print("\nheld, peak: GiB per rank. replay: share of a forward. step: 1 = no checkpointing. Times are a roofline's.\n")
+    print(
+        "\nheld, host, peak: GiB per rank. replay: share of a forward. step: 1 = no checkpointing. Times are a "
+        "roofline's.\n"
+    )
     if result.best is not None:
         print(f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{plan_report.breakdown(result.best.plan)}\n")
-    dtype = planner.setup.precision.dtypes["param_dtype"]
-    lowered = "bf16" if dtype is torch.bfloat16 else "fp16" if dtype is torch.float16 else None
-    print(plan_report.advice(result, "batch", lowered))
+    print(plan_report.advice(result, "batch"))
+    if result.special and result.best is not None and result.best.name not in plan_report.MODES and not args.save:
+        print("  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json")
     print(f"\nPlanned in {seconds:.1f} s.")
 
 

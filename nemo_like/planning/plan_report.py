@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.options import MemoryBudget
+from nemo_like.options import FSDP2, MemoryBudget, Precision
 from nemo_like.planning.plan import Plan
-from nemo_like.planning.planner import BudgetError, Planner
+from nemo_like.planning.planner import BudgetError, Planner, Setup
 
 MODES = ("none", "full", "selective")
 _MARKS = {"none": "none", "full": "full", "selective": "selective (every second matmul)"}
@@ -37,24 +37,57 @@ class PlanReport:
     """The fastest that fits; None where nothing does."""
     limit: int
     """Bytes that a step may peak at on the device."""
+    setup: Setup
+    """What all rows were planned for."""
+    device: str
     problem: str = ""
     """Why nothing fits."""
+    dp_replicate: int = 1
+    special: bool = False
+    """The plans were made as `parallelize` would not make them (``host``, without skips, measured)."""
+
+    unmet: tuple[str, ...] = ()
+    """For each budget that was asked for and that nothing meets: why."""
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.setup.tp
+
+    def call(self, row: PlanRow, sample: str = "batch", saved: str = "plan.json") -> str:
+        """The line of Python that runs `row` as it was planned; `saved`: where a plan that needs a file is kept."""
+        setup, mode = self.setup, row.name in MODES
+        ac = f"Plan.load({saved!r})" if self.special and not mode else repr(row.name)
+        said = {
+            "strategy": "'fsdp2'" if setup.fsdp in (None, FSDP2()) else _shown(setup.fsdp),
+            "ac": ac,
+            "dp_replicate": self.dp_replicate if self.dp_replicate > 1 else None,
+            "tp": setup.tp if setup.tp > 1 else None,
+            "precision": _precision(setup.precision),
+            "optimizer": repr(setup.optimizer) if not mode and setup.optimizer != "adamw" else None,
+            "sample_input": sample if not mode and not self.special else None,
+        }
+        return f"model = parallelize(model, {', '.join(f'{k}={v}' for k, v in said.items() if v is not None)})"
 
 
-def make_report(planner: Planner, budgets: Sequence[str] = (), limit: int | None = None) -> PlanReport:
+def make_report(
+    planner: Planner, budgets: Sequence[str] = (), limit: int | None = None, *,
+    dp_replicate: int = 1, special: bool = False,
+) -> PlanReport:  # fmt: skip
     """The three modes, plans at a few shares, at `budgets` if given, and the best plan within `limit` bytes.
 
     `limit` defaults to the share of the device's memory that ``"auto"`` means.
     """
     limit = int(planner.device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0)) if limit is None else limit
     rows = [_row(mode, planner.describe(planner.uniform(mode), mode), limit) for mode in MODES]
+    unmet: list[str] = []
     asked = [*budgets] or [f"{share:g}%" for share in (100 * f for f in FRACTIONS)]
     for text in asked:
         try:
             rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit))
-        except BudgetError:
+        except BudgetError as error:
             if budgets:
-                raise  # it was asked for, so it is an error
+                unmet.append(str(error))
     problem = ""
     try:
         text = _gib(limit)  # rounded down, so that whoever writes it stays within the limit
@@ -62,9 +95,32 @@ def make_report(planner: Planner, budgets: Sequence[str] = (), limit: int | None
             rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit))
     except BudgetError as error:
         problem = str(error)
-    fitting = [row for row in rows if row.fits]
+    # `parallelize` takes no budget beside tp=.
+    fitting = [row for row in rows if row.fits and (planner.setup.tp == 1 or row.name in MODES)]
     best = min(fitting, key=lambda row: (row.plan.step_time, row.plan.peak_bytes)) if fitting else None
-    return PlanReport(tuple(rows), best, limit, problem)
+    return PlanReport(
+        tuple(rows), best, limit, planner.setup, planner.device.name, problem, dp_replicate, special, tuple(unmet)
+    )
+
+
+def _shown(options: Any) -> str:
+    """A dataclass as one would write it: the fields that are not at their defaults."""
+    changed = [
+        f"{field.name}={getattr(options, field.name)!r}"
+        for field in fields(options)
+        if getattr(options, field.name) != field.default
+    ]
+    return f"{type(options).__name__}({', '.join(changed)})"
+
+
+def _precision(precision: Precision) -> str | None:
+    """``precision=`` as one would write it; None: nothing to write."""
+    dtypes = {name: None if dtype is None else str(dtype).removeprefix("torch.") for name, dtype in precision.dtypes.items()}
+    if precision == Precision():
+        return None
+    if precision == Precision(dtypes["param_dtype"]):
+        return repr(dtypes["param_dtype"])
+    return f"Precision({', '.join(f'{name}={dtype!r}' for name, dtype in dtypes.items() if dtype is not None)})"
 
 
 def _row(name: str, plan: Plan, limit: int) -> PlanRow:
@@ -79,16 +135,19 @@ def _gib(size: int) -> str:
 
 def table(report: PlanReport) -> str:
     """The rows as text: bytes in GiB, times relative to a step without checkpointing."""
-    head = ("ac=", "held", "peak", "at", "replay", "step", "fits")
-    lines = [head]
+    head = ("ac=", "held", "host", "peak", "at", "replay", "step", "fits")
+    lines: list[tuple[str, ...]] = [head]
     for row in report.rows:
         plan = row.plan
+        host = sum(layer.host_bytes for layer in plan.layers)
         lines.append((
-            row.name, f"{plan.held_bytes / 2**30:.2f}", f"{plan.peak_bytes / 2**30:.2f}", plan.peak_at,
-            f"{plan.replay_share:.3f}", f"{plan.step_time:.3f}", "yes" if row.fits else "no",
+            row.name, f"{plan.held_bytes / 2**30:.2f}", f"{host / 2**30:.2f}", f"{plan.peak_bytes / 2**30:.2f}",
+            plan.peak_at, f"{plan.replay_share:.3f}", f"{plan.step_time:.3f}", "yes" if row.fits else "no",
         ))  # fmt: skip
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    right = (1, 2, 4, 5)  # the columns of numbers
+    if not any(line[2] != "0.00" for line in lines[1:]):
+        lines = [(*line[:2], *line[3:]) for line in lines]  # nobody asked for host memory
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    right = [i for i, name in enumerate(lines[0]) if name in ("held", "host", "peak", "replay", "step")]
     cells = [[c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths))] for line in lines]
     return "\n".join("  ".join(line).rstrip() for line in cells)
 
@@ -99,30 +158,35 @@ def breakdown(plan: Plan) -> str:
     return "\n".join(f"  {size / 2**30:9.3f} GiB  {name}" for name, size in parts)
 
 
-def advice(report: PlanReport, sample: str, precision: str | None = None) -> str:
-    """The recommendation and the code that uses it, with what it was planned for: a batch, a dtype to compute in."""
+def advice(report: PlanReport, sample: str) -> str:
+    """The recommendation, and the code that runs what was planned."""
     if report.best is None:
         return f"Nothing fits. {report.problem}"
     row = report.best
-    plan = row.plan
-    needs = f", precision={precision!r}" if precision is not None else ""
-    needs += f", sample_input={sample}" if row.name not in MODES else ""
-    return (
-        f"Recommended: ac={row.name!r} (predicted peak {plan.peak_bytes / 2**30:.2f} GiB, step {plan.step_time:.3f} of "
-        f"one without checkpointing).\n  model = parallelize(model, strategy=\"fsdp2\", ac={row.name!r}{needs})\n"
-        f"  # recipe YAML:  ac: {row.name}"
-    )
+    lines = [
+        f"Recommended: ac={row.name!r} (predicted peak {row.plan.peak_bytes / 2**30:.2f} GiB, step "
+        f"{row.plan.step_time:.3f} of one without checkpointing).",
+        f"  {report.call(row, sample)}",
+    ]
+    if report.tp > 1 and any(r.fits and r.name not in MODES for r in report.rows):
+        lines.append("  # parallelize takes no budget beside tp=: of what fits, this is the fastest that it can run.")
+    return "\n".join(lines)
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
     """The report in JSON values; all bytes, seconds and shares as in `Plan`."""
     return {
+        "device": report.device,
+        "setup": _setup_json(report.setup) | {"dp_replicate": report.dp_replicate},
         "limit_bytes": report.limit,
         "recommended": report.best.name if report.best else None,
+        "call": report.call(report.best) if report.best else None,
         "problem": report.problem or None,
+        "unmet": list(report.unmet),
         "rows": [
             {
-                "ac": row.name, "held_bytes": row.plan.held_bytes, "peak_bytes": row.plan.peak_bytes,
+                "ac": row.name, "held_bytes": row.plan.held_bytes,
+                "host_bytes": sum(layer.host_bytes for layer in row.plan.layers), "peak_bytes": row.plan.peak_bytes,
                 "peak_at": row.plan.peak_at, "peak": dict(row.plan.peak), "replay_flops": row.plan.replay_flops,
                 "replay_share": row.plan.replay_share, "step_time": row.plan.step_time,
                 "gap_seconds": row.plan.gap_seconds, "fits": row.fits,
@@ -131,6 +195,12 @@ def as_json(report: PlanReport) -> dict[str, Any]:
             for row in report.rows
         ],
     }  # fmt: skip
+
+
+def _setup_json(setup: Setup) -> dict[str, Any]:
+    made = asdict(setup)
+    made["precision"] = {name: dtype and str(dtype).removeprefix("torch.") for name, dtype in setup.precision.dtypes.items()}
+    return made
 
 
 def plot(planner: Planner, report: PlanReport, path: str | Path, points: int = 24) -> None:

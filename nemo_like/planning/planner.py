@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,7 +39,7 @@ from nemo_like.planning.sharding import (
     shard_ranks,
     sharding_of,
 )
-from nemo_like.planning.stack import Group, Stack
+from nemo_like.planning.stack import ChoiceGroup, Stack
 
 _RNG_STATE = torch.get_rng_state().numel()
 
@@ -105,7 +106,7 @@ class Planner:
             group = groups.setdefault((call.kind, call.fqn in self.chosen), {})
             group.setdefault(id(call.module), []).append(position)
         return Stack(tuple(
-            Group(
+            ChoiceGroup(
                 kind, self.frontiers[kind] if chosen else (self.problems[kind].none(),),
                 tuple(map(tuple, group.values())),
             )
@@ -214,13 +215,23 @@ class Planner:
             BudgetError: none fits.
         """
         asked = asked or str(budget)
-        limit = self._limit(budget)
-        stack = self.stack
-        mix = self._within(stack, budget, limit, asked)
-        finer = stack.finer(mix, self.problems, skip=self.skip, host=self.host)
-        better = self._within(finer, budget, limit, asked)
-        if better.cost <= mix.cost:
-            stack, mix = finer, better
+        limit, stack = self._limit(budget), self.stack
+        bytes_of = self._held_of if budget.fraction is not None else self._peak_of
+
+        def last_that_fits(among: Stack, mixes: Sequence[solver.Mix]) -> int:
+            """By bisection: both what is held and the peak grow from mix to mix. -1: none does."""
+            return bisect_right(mixes, limit, key=lambda mix: bytes_of(among, mix)) - 1
+
+        mixes = stack.mixes
+        best = len(mixes) - 1 if bytes_of(stack, mixes[-1]) <= limit else last_that_fits(stack, mixes[:-1])
+        if best < 0:
+            raise self._too_small(budget, limit, asked)
+        mix = mixes[best]
+        if best + 1 < len(mixes):
+            finer = stack.finer(mix, self.problems, skip=self.skip, host=self.host)
+            between = [m for m in finer.mixes if m.bytes < mixes[best + 1].bytes and m.cost < mix.cost]
+            if (found := last_that_fits(finer, between)) >= 0:
+                stack, mix = finer, between[found]
         return self.describe(self.proved_all(stack.assignment(mix)), asked, stack.gap(mix))
 
     def _limit(self, budget: MemoryBudget) -> int:
@@ -230,9 +241,30 @@ class Planner:
         share = budget.device_share or 0.0
         return int(self.device.memory_bytes * share) if budget.peak_bytes is None else budget.peak_bytes
 
-    def _within(self, stack: Stack, budget: MemoryBudget, limit: int, asked: str) -> solver.Mix:
-        within = self._within_held if budget.fraction is not None else self._within_peak
-        return within(stack, limit, asked)
+    def _held_of(self, stack: Stack, mix: solver.Mix) -> int:
+        return mix.bytes + self.traced.shared_bytes
+
+    def _peak_of(self, stack: Stack, mix: solver.Mix) -> int:
+        return self.peak(self.proved_all(stack.assignment(mix))).total
+
+    def _too_small(self, budget: MemoryBudget, limit: int, asked: str) -> BudgetError:
+        stack = self.stack
+        if budget.fraction is not None:
+            least, none = self._held_of(stack, stack.mixes[0]), self.held(self.uniform("none"))
+            return BudgetError(
+                f"Budget {asked!r} allows {gib(limit)} of activations, and the layers' inputs alone take {gib(least)} "
+                f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
+                "use a smaller batch or sequence" + ("." if self.host else ", or move them to the host (offload=)."),
+                least,
+            )
+        peak = self.peak(self.proved_all(stack.assignment(stack.mixes[0])))
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
+        return BudgetError(
+            f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
+            f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
+            f"to shard over (now {self.setup.shard_ranks})" + ("." if self.host else ", or host offload (offload=)."),
+            peak.total,
+        )
 
     def held(self, choices: Sequence[Choice]) -> int:
         """Bytes that all layers hold at the end of forward, with what they share."""
@@ -240,45 +272,6 @@ class Planner:
 
     def proved_all(self, choices: Sequence[Choice]) -> list[Choice]:
         return [self.proved(call.kind, choice) for call, choice in zip(self.traced.calls, choices)]
-
-    def _within_held(self, stack: Stack, held: int, asked: str) -> solver.Mix:
-        fitting = [mix for mix in stack.mixes if mix.bytes + self.traced.shared_bytes <= held]
-        if not fitting:
-            least = stack.mixes[0].bytes + self.traced.shared_bytes
-            none = self.held(self.uniform("none"))
-            raise BudgetError(
-                f"Budget {asked!r} allows {gib(held)} of activations, and the layers' inputs alone take {gib(least)} "
-                f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
-                "use a smaller batch or sequence" + ("." if self.host else ", or move them to the host (offload=)."),
-                least,
-            )
-        return fitting[-1]
-
-    def _within_peak(self, stack: Stack, limit: int, asked: str) -> solver.Mix:
-        """The last mix whose predicted peak fits: the peak grows with what is held, so bisection finds it."""
-        mixes = stack.mixes
-        if self._peak_of(stack, mixes[-1]) <= limit:
-            return mixes[-1]
-        low, high = -1, len(mixes) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._peak_of(stack, mixes[middle]) <= limit:
-                low = middle
-            else:
-                high = middle
-        if low < 0:
-            peak = self.peak(self.proved_all(stack.assignment(mixes[0])))
-            parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
-            raise BudgetError(
-                f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
-                f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
-                f"to shard over (now {self.setup.shard_ranks})" + ("." if self.host else ", or host offload (offload=)."),
-                peak.total,
-            )
-        return mixes[low]
-
-    def _peak_of(self, stack: Stack, mix: solver.Mix) -> int:
-        return self.peak(self.proved_all(stack.assignment(mix))).total
 
     def describe(self, choices: Sequence[Choice], asked: str, gap: float = 0.0) -> Plan:
         """Choices for all calls as a `Plan`."""

@@ -15,7 +15,7 @@ _FINER = 6
 
 
 @dataclass(frozen=True)
-class Group:
+class ChoiceGroup:
     """Layers of one kind that have the same choices."""
 
     kind: int
@@ -41,7 +41,7 @@ class Group:
 class Stack:
     """Every group, and what they can do together."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ChoiceGroup, ...]
 
     @cached_property
     def mixes(self) -> tuple[solver.Mix, ...]:
