@@ -1,0 +1,69 @@
+"""The line that `nemo-like plan` prints runs what was planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import FSDP2, Plan, Precision, parallelize
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.module_tree import bare_modules
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.plan_report import PlanReport, make_report
+from nemo_like.planning.planner import Planner, Setup
+from tests.models import decoders
+
+IDS = torch.zeros(2, 16, dtype=torch.long)
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def _report(setup: Setup, **more: Any) -> PlanReport:
+    model = decoders.build("llama")
+    planner = Planner(model, BATCH, device=resolve_device("cpu"), setup=setup, skip=False if more else None)
+    return make_report(planner, ["50%"], 1 << 40, **more)
+
+
+def _regions(model: nn.Module) -> dict[str, Any]:
+    """What each checkpointed layer keeps."""
+    return {
+        name: getattr(module.policy, "decisions", type(module.policy).__name__)
+        for name, module in bare_modules(model)
+        if isinstance(module, CheckpointWrapper)
+    }
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_every_printed_call_runs_its_row(precision: str | None) -> None:
+    report = _report(Setup(fsdp=None, precision=Precision.of(precision)))
+    for row in report.rows:
+        known = {"parallelize": parallelize, "FSDP2": FSDP2, "Precision": Precision, "Plan": Plan}
+        known |= {"model": decoders.build("llama"), "batch": BATCH}
+        exec(report.call(row), known)
+        planned = {name: policy for name, policy in row.plan.policies("cpu").items() if policy is not None}
+        if row.name in ("none", "full", "selective"):
+            assert len(_regions(known["model"])) == (0 if row.name == "none" else decoders.LAYERS)
+        else:
+            expected = {n: getattr(p, "decisions", type(p).__name__) for n, p in planned.items()}
+            assert _regions(known["model"]) == expected
+            assert expected or precision is not None
+
+
+@pytest.mark.parametrize(
+    ("setup", "more", "words"),
+    [
+        (Setup(shard_ranks=2), {}, "strategy='fsdp2', ac='50%', sample_input=batch"),
+        (Setup(shard_ranks=2), {"dp_replicate": 4}, "dp_replicate=4"),
+        (Setup(shard_ranks=2, optimizer="sgd"), {}, "optimizer='sgd'"),
+        (Setup(shard_ranks=2, precision=Precision("bf16", "bf16")), {}, "param_dtype='bfloat16', reduce_dtype='bfloat16'"),
+        (Setup(shard_ranks=2, fsdp=FSDP2(False, 2, 2)), {},
+         "strategy=FSDP2(reshard_after_forward=False, forward_prefetch=2, backward_prefetch=2)"),
+        (Setup(shard_ranks=2), {"special": True}, "ac=Plan.load('plan.json'))"),
+    ],
+)  # fmt: skip
+def test_nothing_that_was_planned_for_is_left_out_of_the_call(setup: Setup, more: dict[str, Any], words: str) -> None:
+    report = _report(setup, **more)
+    row = next(row for row in report.rows if row.name == "50%")
+    assert words in report.call(row)
