@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from nemo_like.commands import loss_survey
 from nemo_like.extras import require
 from nemo_like.layers import LayersNotFoundError, find_layers
 from nemo_like.options import did_you_mean
@@ -60,10 +61,15 @@ class CoverageRow:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="write the table to this Markdown file (default: print it)")
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="only these model types")
+    parser.add_argument(
+        "--losses", action="store_true", help="survey loss='chunked' instead: run every language model, tiny (minutes)"
+    )
     parser.add_argument("--processes", type=int, default=2, help="worker processes (default: 2)")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.losses:
+        return _survey_losses(args)
     known = model_types()
     types = args.only or known
     for name in types:
@@ -78,8 +84,26 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text)
     else:
-        args.output.write_text(text)
+        args.output.write_text(text + ("" if (kept := _section(args.output)) is None else "\n" + kept))
     return 1 if any(failures(rows)) else 0
+
+
+def _survey_losses(args: argparse.Namespace) -> int:
+    """The section of the page that is about losses; the rest of the page stays."""
+    rows = list(loss_survey.survey(args.only or loss_survey.language_models()))
+    text = loss_survey.markdown(rows)
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        before = args.output.read_text().partition(loss_survey.SECTION)[0] if args.output.exists() else ""
+        args.output.write_text(before.rstrip("\n") + "\n\n" + text)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _section(page: Path) -> str | None:
+    """The section about losses that `page` has now."""
+    _, found, section = page.read_text().partition(loss_survey.SECTION) if page.exists() else ("", "", "")
+    return found + section if found else None
 
 
 def model_types() -> list[str]:

@@ -139,7 +139,8 @@ def reduced(
     unit: where `head` is a function around a module, that module.
     """
     unit = head if unit is None else unit
-    scale = 1 / torch.as_tensor(num_items, dtype=torch.float32, device=hidden.device)
+    items = torch.as_tensor(num_items, dtype=torch.float32, device=hidden.device)
+    scale = 1 / items
     one = torch.ones_like(scale)
     weights = counts.to(torch.float32)
     # float16 cannot hold a share of a mean: there backward divides, in float32.
@@ -150,7 +151,7 @@ def reduced(
 
     def inside(states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
-        return LossInForward.apply(job, weights, scale, train, flat, *_params(unit, parameters))
+        return LossInForward.apply(job, weights, scale, items, train, flat, *_params(unit, parameters))
 
     return call_in_fsdp_unit(unit, inside, hidden)
 

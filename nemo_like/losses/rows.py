@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nemo_like.losses.vocabulary import Vocabulary
 
-_BLOCKS = 128
-"""Blocks per chunk: a block's temporaries, at most four float32 copies of it, are then 1/16 of a bfloat16 chunk."""
+_BLOCKS, _BLOCKS_COPIED = 40, 128
+"""Blocks per chunk, where the logits are worked on as they are, and where each block is copied to float32 first: its
+temporaries, at most two and four float32 copies of a block, are then 1/20 of a float32 chunk and 1/16 of a bfloat16 one."""
 _LAUNCH_ELEMENTS = 1 << 22
 """Elements of the smallest block on an accelerator: smaller ones take longer to launch than to compute."""
 
@@ -37,7 +38,7 @@ class RowLoss(Protocol):
 def blocks(logits: Tensor) -> Iterator[slice]:
     """The rows of a chunk of logits, (tokens, V), in blocks."""
     count, width = logits.shape
-    size = max(1, -(-count // _BLOCKS))
+    size = max(1, -(-count // (_BLOCKS if in_place(logits) else _BLOCKS_COPIED)))
     if logits.device.type != "cpu":
         size = max(size, _LAUNCH_ELEMENTS // max(1, width))
     for start in range(0, count, size):

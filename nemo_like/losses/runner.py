@@ -81,18 +81,20 @@ def walk(job: Job, hidden: Tensor, params: Sequence[Tensor], weights: Tensor | N
 
 
 class LossInForward(torch.autograd.Function):
-    """``(weights * losses).sum()`` with its gradients made in forward; backward scales them."""
+    """``losses.sum() / items`` with its gradients, scale * those of (weights * losses).sum(), made in forward."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, weights: Tensor, scale: Tensor, train: bool, hidden: Tensor, *params: Tensor) -> Tensor:
-        into_hidden = train and ctx.needs_input_grad[4]
+    def forward(
+        ctx: Any, job: Job, weights: Tensor, scale: Tensor, items: Tensor, train: bool, hidden: Tensor, *params: Tensor
+    ) -> Tensor:
+        into_hidden = train and ctx.needs_input_grad[5]
         found = walk(job, hidden, params if train else (), weights if train else None, into_hidden)
         grads = [found.hidden, *found.params]
         ctx.kept = [index for index, grad in enumerate(grads) if grad is not None]
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *params)]
         ctx.inputs = len(params) + 1
         ctx.save_for_backward(scale, *(grads[index] for index in ctx.kept))
-        return (found.losses * weights).sum() * scale
+        return found.losses.sum() / items
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,7 +110,7 @@ class LossInForward(torch.autograd.Function):
             elif not in_place and grad.dtype == ctx.dtypes[index]:
                 grad = grad.clone()  # a `.grad` of the caller's own, while the graph keeps ours
             grads[index] = grad.to(ctx.dtypes[index])
-        return None, None, None, None, *grads
+        return None, None, None, None, None, *grads
 
 
 class LossesInBackward(torch.autograd.Function):
