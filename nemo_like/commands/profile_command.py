@@ -14,6 +14,7 @@ from nemo_like.distributed.launch import checked_device
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.options import parse_bytes, parse_dtype, parse_shape
 from nemo_like.profiling import MemoryProfiler, recommend
+from nemo_like.tensors import describe, split_sample
 
 HELP = "measure what each layer of a model saves for backward and how long it takes, and what to replay for a budget"
 
@@ -45,7 +46,16 @@ def run(args: argparse.Namespace) -> int:
     torch.manual_seed(0)
     model = source.build(device=args.device, dtype=dtype)
     disable_cache(model)  # training does not use a key-value cache; it would count as activations
-    report = MemoryProfiler(model, args.device, layers=args.layers).profile(sample, args.runs)
+    profiler = MemoryProfiler(model, args.device, layers=args.layers)
+    try:
+        report = profiler.profile(sample, args.runs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"a step of {args.model} failed on the sample input ({describe(*split_sample(sample))}): {error}. Give what it "
+            "takes with --seq-len and --batch-size, or --input-shape."
+        ) from error
     if args.plot is not None:
         report.plot(args.plot)
     sys.stdout.write((report.to_json() if args.json else report.table(args.limit)) + "\n")

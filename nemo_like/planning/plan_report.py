@@ -115,7 +115,7 @@ def _shown(options: Any) -> str:
 
 def _precision(precision: Precision) -> str | None:
     """``precision=`` as one would write it; None: nothing to write."""
-    dtypes = {name: None if dtype is None else str(dtype).removeprefix("torch.") for name, dtype in precision.dtypes.items()}
+    dtypes = {name: None if dtype is None else _short(dtype) for name, dtype in precision.dtypes.items()}
     if precision == Precision():
         return None
     if precision == Precision(dtypes["param_dtype"]):
@@ -227,3 +227,10 @@ def plot(planner: Planner, report: PlanReport, path: str | Path, points: int = 2
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _short(dtype: Any) -> str | None:
+    """``"bf16"`` for ``torch.bfloat16``."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    word = str(dtype).removeprefix("torch.")
+    return None if dtype is None else names.get(word, word)

@@ -16,7 +16,6 @@ from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_
 from nemo_like.profiling.measured_run import preserved_state
 from nemo_like.profiling.profile_report import MB, LayerProfile, ProfileReport
 from nemo_like.profiling.recommend import LayerCall, cheapest_layers
-from nemo_like.tensors import describe, split_sample
 from nemo_like.torch_compat import tree_map
 
 
@@ -79,7 +78,7 @@ class MemoryProfiler:
         modules = [layer.module for layer in self._layers]
         run = (self._model, modules, sample, self._loss_fn, self._device)
         with preserved_state(self._model, self._device), torch.enable_grad():
-            self._first_run(sample)
+            warm_up(self._model, sample, self._loss_fn)
             bytes_runs = [trace_bytes(*run) for _ in range(num_runs)]
             time_runs = [trace_times(*run) for _ in range(num_runs)]
         if not bytes_runs[0].calls:
@@ -89,18 +88,6 @@ class MemoryProfiler:
             )
         self.report = self._report(bytes_runs, time_runs)
         return self.report
-
-    def _first_run(self, sample: Any) -> None:
-        try:
-            warm_up(self._model, sample, self._loss_fn)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, IndexError) as error:
-            raise ValueError(
-                f"A step of {type(self._model).__name__} failed on the sample input "
-                f"({describe(*split_sample(sample))}): {error}. Give what one step gives to the model, and a loss_fn where "
-                "its output is not a loss."
-            ) from error
 
     def recommend_layers(self, memory_budget_mb: float) -> list[str]:
         """The layers to replay so that the peak of activations fits, at the least measured replay time.

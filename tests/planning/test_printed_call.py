@@ -57,7 +57,7 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
         (Setup(shard_ranks=2), {}, "strategy='fsdp2', ac='50%', sample_input=batch"),
         (Setup(shard_ranks=2), {"dp_replicate": 4}, "dp_replicate=4"),
         (Setup(shard_ranks=2, optimizer="sgd"), {}, "optimizer='sgd'"),
-        (Setup(shard_ranks=2, precision=Precision("bf16", "bf16")), {}, "param_dtype='bfloat16', reduce_dtype='bfloat16'"),
+        (Setup(shard_ranks=2, precision=Precision("bf16", "bf16")), {}, "param_dtype='bf16', reduce_dtype='bf16'"),
         (Setup(shard_ranks=2, fsdp=FSDP2(False, 2, 2)), {},
          "strategy=FSDP2(reshard_after_forward=False, forward_prefetch=2, backward_prefetch=2)"),
         (Setup(shard_ranks=2), {"special": True}, "ac=Plan.load('plan.json'))"),
