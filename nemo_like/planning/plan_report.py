@@ -115,7 +115,7 @@ def _shown(options: Any) -> str:
 
 def _precision(precision: Precision) -> str | None:
     """``precision=`` as one would write it; None: nothing to write."""
-    dtypes = {name: None if dtype is None else _short(dtype) for name, dtype in precision.dtypes.items()}
+    dtypes = {name: _short(dtype) for name, dtype in precision.dtypes.items()}
     if precision == Precision():
         return None
     if precision == Precision(dtypes["param_dtype"]):
