@@ -73,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
             setup=Setup(
                 shard_ranks=shard_ranks,
                 optimizer=args.optimizer,
-                precision=Precision(
-                    parse_dtype("--param-dtype", args.param_dtype), parse_dtype("--reduce-dtype", args.reduce_dtype)
-                ),
+                precision=_precision(args),
                 # One rank keeps the model whole, whatever the strategy, and computes under autocast.
                 fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch),
                 tp=args.tp,
@@ -145,6 +143,14 @@ def _sample_input(args: argparse.Namespace, source: ModelSource) -> Any:
             f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape."
         )
     return source.sample_input(args.batch_size, args.seq_len)
+
+
+def _precision(args: argparse.Namespace) -> Precision:
+    """What to cast to; a dtype that the parameters have anyway is no cast."""
+    stored = parse_dtype("--dtype", args.dtype)
+    param, reduce = parse_dtype("--param-dtype", args.param_dtype), parse_dtype("--reduce-dtype", args.reduce_dtype)
+    param = None if param == stored else param
+    return Precision(param, None if param is None and reduce == stored else reduce)
 
 
 def _shard_ranks(args: argparse.Namespace) -> int:
