@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,12 +64,10 @@ def test_operators_of_packages_imported_later_are_found():
 
 
 def test_reduce_scatter_is_left_to_async_tensor_parallel(monkeypatch):
-    # Known failure 19, second half.
-    import torch._inductor.config as config
-
     reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
     assert reduce_scatter in table.default_save_ops()
-    monkeypatch.setattr(config, "_micro_pipeline_tp", True)
+    # Not set on the real one: taking it back would hide it there for good (torch 2.11).
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", SimpleNamespace(_micro_pipeline_tp=True))
     assert reduce_scatter not in table.default_save_ops()
 
 
@@ -88,8 +88,10 @@ def test_names_of_overloads(name):
 
 
 def test_a_packet_stands_for_all_its_overloads():
-    wanted = {aten.max.default, aten.max.dim, aten.max.other}
-    assert resolve_op("aten.max") == wanted and resolve_op(aten.max) == wanted and resolve_op("aten::max") == wanted
+    found = set(resolve_op("aten.max"))
+    assert found == set(resolve_op(aten.max)) == set(resolve_op("aten::max"))
+    assert found >= {aten.max.default, aten.max.dim, aten.max.other}  # torch 2.11 has one more, by names of dims
+    assert all(op.overloadpacket is aten.max for op in found)
 
 
 def test_a_packet_leaves_out_what_writes_and_what_takes_no_tensor():
