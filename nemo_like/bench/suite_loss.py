@@ -154,7 +154,7 @@ def _times(
 def run(options: BenchOptions, vocabularies: tuple[int, ...] = VOCABULARIES) -> Table:
     """The suite: batch_size x seq_len hidden states of width 256, chunks of 64 tokens."""
     use_threads(options.threads)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = options.place()
     dtype = options.dtype or torch.float32
     tokens = options.batch_size * options.seq_len
     rows: list[dict[str, Any]] = []

@@ -24,7 +24,7 @@ from nemo_like.bench.measured_step import (
 )
 from nemo_like.bench.modes import Mode, compiler_budget_modes, our_modes, peer_modes
 from nemo_like.bench.suite_options import BenchOptions
-from nemo_like.distributed.launch import checked_device, local_device, world_size
+from nemo_like.distributed.launch import world_size
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.layers import find_layers
@@ -60,7 +60,7 @@ def run(options: BenchOptions) -> Table:
         ValueError: an unknown mode, or a model that cannot be built or has no layers.
     """
     use_threads(options.threads)
-    device = checked_device(options.device) if options.device is not None else local_device()
+    device = options.place()
     source = resolve_model(options.model)
     sample = sample_of(source, options, device)
     notes: list[str] = []

@@ -28,7 +28,7 @@ from nemo_like.bench.measured_step import (
 )
 from nemo_like.bench.suite_memory import sample_of
 from nemo_like.bench.suite_options import BenchOptions
-from nemo_like.distributed.launch import checked_device, local_device, world_size
+from nemo_like.distributed.launch import world_size
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.offload import Offloader, apply_offloading
@@ -91,7 +91,7 @@ def run(options: BenchOptions) -> Table:
     if world_size() > 1 or options.strategy != "single":
         raise ValueError("The offload suite runs on one rank with strategy 'single'; start it without torchrun.")
     use_threads(options.threads)
-    device = checked_device(options.device) if options.device is not None else local_device()
+    device = options.place()
     source = resolve_model(options.model)
     sample = sample_of(source, options, device)
     notes: list[str] = []

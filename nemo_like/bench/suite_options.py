@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_like.compile import parse_compile
+from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.models import PRESETS
 from nemo_like.options import MemoryBudget
 
@@ -51,12 +52,18 @@ class BenchOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"BenchOptions.{name} is {value!r}; it must be a whole number >= {least}.")
+        if self.device is not None:
+            checked_device(self.device)
         for budget in self.budgets:
             MemoryBudget.parse(budget)
         for backend in self.compile:
             parse_compile(backend)
         if self.strategy not in ("single", "fsdp2", "ddp"):
             raise ValueError(f"BenchOptions.strategy is {self.strategy!r}; it must be single, fsdp2 or ddp.")
+
+    def place(self) -> torch.device:
+        """Where to run: the device that was asked for, else this rank's."""
+        return local_device() if self.device is None else torch.device(self.device)
 
     def shapes(self, large: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         """The (preset, ranks) of a suite over `large` models; another preset in `model` is run alone, on 8 ranks."""

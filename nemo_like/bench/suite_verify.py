@@ -18,7 +18,6 @@ from nemo_like.bench.bench_report import Column, Table, surroundings
 from nemo_like.bench.measured_step import clock_for, count_operators, peak_bytes, step_loss, use_threads, zero_gradients
 from nemo_like.bench.suite_memory import choose_modes, sample_of
 from nemo_like.bench.suite_options import BenchOptions
-from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.models import resolve_model
 
 HELP = "the first step with and without verification: time, peak bytes, operators; and the operators of the third"
@@ -44,7 +43,7 @@ def run(options: BenchOptions) -> Table:
         ValueError: an unknown mode, or a model that cannot be built or has no layers.
     """
     use_threads(options.threads)
-    device = checked_device(options.device) if options.device is not None else local_device()
+    device = options.place()
     source = resolve_model(options.model)
     sample = sample_of(source, options, device)
     torch.manual_seed(0)

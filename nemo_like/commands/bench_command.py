@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from nemo_like.bench import SUITES, BenchOptions
-from nemo_like.distributed.launch import checked_device, init_distributed, rank, shutdown, world_size
+from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
 from nemo_like.options import parse_dtype, parse_shape
 
 HELP = "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients"
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         seq_len=args.seq_len,
         input_shape=None if args.input_shape is None else parse_shape("--input-shape", args.input_shape),
-        device=None if args.device is None else str(checked_device(args.device)),
+        device=args.device,
         dtype=parse_dtype("--dtype", args.dtype),
         strategy=args.strategy,
         modes=None if args.modes is None else tuple(args.modes),
