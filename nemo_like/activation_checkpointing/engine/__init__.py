@@ -3,7 +3,7 @@
 How it works. Autograd's saved-tensor hooks give each tensor that autograd would keep a small `_Handle` instead. The
 first handle that backward opens replays the region: the function runs again on the saved inputs, and hooks of the
 replay give each live handle its tensor, up to the last one, where the replay stops. Policies with something to keep
-add a dispatch mode to both runs (see `engine_modes`). The region's inputs are saved by autograd itself, *outside*
+add a dispatch mode to both runs (see `dispatch`). The region's inputs are saved by autograd itself, *outside*
 our hooks: hooks further out (offloading, an outer region) get them, and a later in-place change is noticed.
 
 The design is described in the comments of PyTorch's `torch/utils/checkpoint.py` ("Nestable Checkpoint"), whose rules

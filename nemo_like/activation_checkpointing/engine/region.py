@@ -28,6 +28,7 @@ from nemo_like.activation_checkpointing.engine.kept import (
     private_copy,
     versions,
 )
+from nemo_like.activation_checkpointing.engine.module_parts import PLAIN_TENSORS
 from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld, module_of
 from nemo_like.activation_checkpointing.engine.transfer import SynchronousTransfer, Transfer
@@ -35,8 +36,6 @@ from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
 from nemo_like.log import warn_once
 from nemo_like.tensors import tensors_in
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Handle:
@@ -51,7 +50,7 @@ class _Handle:
         self.version = tensor._version
         self.replayed = 0  # the version of `value` when the replay came to it
         # Weakly: autograd alone decides how long the memory lives. Sparse and mkldnn tensors have no storage to tell.
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
         self.storage = StorageWeakRef(tensor.untyped_storage()) if plain else None
 
 
@@ -399,7 +398,7 @@ class Region:
         """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
         # By storage and not by address: while the weak reference lives, no other storage can be taken for this one.
         storage = handle.storage
-        if storage is not None and type(tensor) in _PLAIN and tensor.untyped_storage()._cdata == storage.cdata:
+        if storage is not None and type(tensor) in PLAIN_TENSORS and tensor.untyped_storage()._cdata == storage.cdata:
             raise RegionError(
                 f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed "
                 f"in place between forward and backward (version {handle.version}, now {tensor._version}): a parameter, "
