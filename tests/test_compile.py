@@ -17,8 +17,7 @@ from nemo_like.compile import compile_layers, parse_compile
 from nemo_like.log import forget_announcements
 from tests.models.decoders import LAYERS, NAMES, PlainDecoder, batch, build, loss_of
 from tests.models.kv_shared import build as build_kv_shared
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+from tests.releases import TORCH
 
 
 @pytest.fixture(autouse=True)

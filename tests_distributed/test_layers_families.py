@@ -13,9 +13,8 @@ from nemo_like.layers import find_layers, layer_groups
 from nemo_like.options import FSDP2
 from tests.models.adapted import k_bit, with_lora
 from tests.models.families import FAMILIES
+from tests.releases import reduces_what_is_not_there
 from tests_distributed.spawn import run_ranks
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 NAMES = (
     "llama", "gemma3_text", "gpt_oss", "deepseek_v3", "mamba2", "jamba", "qwen3_next", "t5", "bart", "modernbert", "swin",
@@ -112,7 +111,7 @@ def _skipping(rank: int, world_size: int, name: str, frozen_sharding: str, mode:
             torch.testing.assert_close(whole(parameter.grad), trained[parameter_name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11's FSDP2 reduces only gradients that are there, of one dtype")
+@reduces_what_is_not_there
 @pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
 @pytest.mark.parametrize(("name", "mode"), [("llava", "selective"), ("smolvlm", "full")])
 def test_a_rank_without_an_image_with_a_trainable_projector(name: str, mode: str, frozen_sharding: str) -> None:

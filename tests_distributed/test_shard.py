@@ -17,10 +17,9 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.options import FSDP2
 from tests.models.tiny import Decoder, gradients, llama, tokens, whole
+from tests.releases import reduces_what_is_not_there
 from tests_distributed.counting import CountCollectives
 from tests_distributed.spawn import run_ranks
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -367,7 +366,7 @@ def _microbatches(rank: int, world_size: int, how: str) -> None:
     _same(found[True], found[False], tolerance=1e-5)
 
 
-@pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11's FSDP2 reduces only gradients that are there, of one dtype")
+@reduces_what_is_not_there
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_fresh_and_accumulated_gradients_are_reduced_together(how: str) -> None:
     """Known failure 14: an expert that only the last microbatch chose."""
@@ -414,7 +413,7 @@ def _skipping(rank: int, world_size: int, frozen_sharding: str, how: str) -> Non
     _same(gradients(model), gradients(single))
 
 
-@pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11's FSDP2 reduces only gradients that are there, of one dtype")
+@reduces_what_is_not_there
 @pytest.mark.parametrize("how", ["none", "full"])
 @pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
 def test_a_rank_without_an_image_does_not_hang(frozen_sharding: str, how: str) -> None:

@@ -13,11 +13,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from nemo_like.compile import compile_layers
 from nemo_like.planning import apply_plan, plan_for
+from tests.releases import TORCH
 
 pytest.importorskip("scipy")
 
 HIDDEN = 32
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Block(nn.Module):

@@ -23,8 +23,8 @@ from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from tests.models.blocks import assert_bitwise
+from tests.releases import TORCH
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MM, SIGMOID, CAT = "aten.mm", "aten.sigmoid", "aten.cat"
 
 
