@@ -16,7 +16,15 @@ from nemo_like.options.parallel import (
     TensorParallel,
     parse_strategy,
 )
-from nemo_like.options.words import did_you_mean, field_names, normalise, parse_bytes, parse_dtype, parse_shape
+from nemo_like.options.words import (
+    did_you_mean,
+    dtype_word,
+    field_names,
+    normalise,
+    parse_bytes,
+    parse_dtype,
+    parse_shape,
+)
 
 __all__ = [
     "AC_STRATEGIES",
@@ -32,6 +40,7 @@ __all__ = [
     "Precision",
     "TensorParallel",
     "did_you_mean",
+    "dtype_word",
     "field_names",
     "normalise",
     "parse_ac",

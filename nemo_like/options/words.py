@@ -56,6 +56,16 @@ def parse_dtype(name: str, value: Any) -> torch.dtype | None:
     raise ValueError(f"{name} is {value!r}; it must be a torch dtype or one of {', '.join(_DTYPES)}.")
 
 
+def dtype_word(dtype: torch.dtype | None) -> str | None:
+    """The shortest word that `parse_dtype` takes for `dtype`; None for None.
+
+    >>> dtype_word(torch.bfloat16)
+    'bf16'
+    """
+    words = [word for word, known in _DTYPES.items() if known is dtype]
+    return None if dtype is None else min(words, key=len, default=str(dtype).removeprefix("torch."))
+
+
 def parse_shape(name: str, text: str) -> tuple[int, ...]:
     """``"8,3,32,32"`` as sizes, each >= 1. `name` is the argument's, for the error.
 

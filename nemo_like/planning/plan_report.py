@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.options import FSDP2, MemoryBudget, Precision
+from nemo_like.options import FSDP2, MemoryBudget, Precision, dtype_word
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import BudgetError, Planner, Setup
 
@@ -115,7 +115,7 @@ def _shown(options: Any) -> str:
 
 def _precision(precision: Precision) -> str | None:
     """``precision=`` as one would write it; None: nothing to write."""
-    dtypes = {name: _short(dtype) for name, dtype in precision.dtypes.items()}
+    dtypes = {name: dtype_word(dtype) for name, dtype in precision.dtypes.items()}
     if precision == Precision():
         return None
     if precision == Precision(dtypes["param_dtype"]):
@@ -227,10 +227,3 @@ def plot(planner: Planner, report: PlanReport, path: str | Path, points: int = 2
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _short(dtype: Any) -> str | None:
-    """``"bf16"`` for ``torch.bfloat16``."""
-    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    word = str(dtype).removeprefix("torch.")
-    return None if dtype is None else names.get(word, word)
