@@ -187,6 +187,18 @@ def version_of(tensor: Tensor) -> int | None:
     return getattr(tensor, "_version", None)
 
 
+def use_count(tensor: Tensor) -> int | None:
+    """How many hold `tensor`, autograd's buffers among them; None where torch does not tell."""
+    count = getattr(tensor, "_use_count", None)
+    return None if count is None else count()
+
+
+def storage_use_count(tensor: Tensor) -> int | None:
+    """How many hold the storage of `tensor`, the caller's own view of it among them; None where torch does not tell."""
+    count = _private(torch._C, "_storage_Use_Count")
+    return None if count is None else count(tensor.untyped_storage()._cdata)
+
+
 def generator_id(generator: torch.Generator) -> int:
     """What two Python objects of one generator have in common; operators are given another object than their caller.
 

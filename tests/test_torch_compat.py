@@ -564,3 +564,14 @@ def test_whether_a_loss_is_parallel(monkeypatch):
     assert torch_compat.loss_is_parallel() is False
     monkeypatch.setattr(DTensor, "_op_dispatcher", SimpleNamespace())
     assert torch_compat.loss_is_parallel() is None
+
+
+def test_who_holds_a_tensor(monkeypatch):
+    tensor = torch.ones(2)
+    before = torch_compat.storage_use_count(tensor)
+    view = tensor[:1]
+    assert torch_compat.storage_use_count(tensor) == before + 1 and torch_compat.use_count(view) >= 1
+    monkeypatch.setattr(torch.Tensor, "_use_count", None)
+    assert torch_compat.use_count(tensor) is None
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert torch_compat.storage_use_count(tensor) is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nemo_like.commands import loss_survey
+from nemo_like.commands import loss_survey, plan_survey
 from nemo_like.extras import require
 from nemo_like.layers import LayersNotFoundError, find_layers
 from nemo_like.options import did_you_mean
@@ -64,12 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--losses", action="store_true", help="survey loss='chunked' instead: run every language model, tiny (minutes)"
     )
+    parser.add_argument(
+        "--plan", action="store_true",
+        help="survey budgets instead: plan and run every model type, tiny (most of an hour; --only renews single rows)",
+    )  # fmt: skip
     parser.add_argument("--processes", type=int, default=2, help="worker processes (default: 2)")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.losses:
         return _survey_losses(args)
+    if args.plan:
+        return _survey_plans(args)
     known = model_types()
     types = args.only or known
     for name in types:
@@ -84,26 +90,55 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text)
     else:
-        args.output.write_text(text + ("" if (kept := _section(args.output)) is None else "\n" + kept))
+        args.output.write_text("\n".join([text, *_sections(_page(args.output))]))
     return 1 if any(failures(rows)) else 0
 
 
 def _survey_losses(args: argparse.Namespace) -> int:
-    """The section of the page that is about losses; the rest of the page stays."""
     rows = list(loss_survey.survey(args.only or loss_survey.language_models()))
-    text = loss_survey.markdown(rows)
-    if args.output is None:
-        sys.stdout.write(text)
-    else:
-        before = args.output.read_text().partition(loss_survey.SECTION)[0] if args.output.exists() else ""
-        args.output.write_text(before.rstrip("\n") + "\n\n" + text)
+    _write_section(args.output, loss_survey.SECTION, loss_survey.markdown(rows))
     return 1 if any(row.wrong for row in rows) else 0
 
 
-def _section(page: Path) -> str | None:
-    """The section about losses that `page` has now."""
-    _, found, section = page.read_text().partition(loss_survey.SECTION) if page.exists() else ("", "", "")
-    return found + section if found else None
+def _survey_plans(args: argparse.Namespace) -> int:
+    known = plan_survey.model_types()
+    for name in args.only or ():
+        if name not in known:
+            raise ValueError(
+                f"--only names {name!r}, and transformers has no such model type." + did_you_mean(name, list(known))
+            )
+    rows = list(plan_survey.survey(args.only or known))
+    before = _page(args.output) if args.only else ""
+    _write_section(args.output, plan_survey.SECTION, plan_survey.markdown(rows, before))
+    wrong = list(plan_survey.failures(rows))
+    for line in wrong:
+        print(f"nemo-like coverage: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+_SECTIONS = (plan_survey.SECTION, loss_survey.SECTION)
+"""What stands on the page below the table of layers, in this order; each is made by an option of its own."""
+
+
+def _page(path: Path | None) -> str:
+    return path.read_text() if path is not None and path.exists() else ""
+
+
+def _sections(page: str) -> list[str]:
+    """The sections of `_SECTIONS` that `page` has."""
+    starts = sorted(at for at in (page.find(title + "\n") for title in _SECTIONS) if at >= 0)
+    return [page[start:end].rstrip("\n") + "\n" for start, end in zip(starts, [*starts[1:], None])]
+
+
+def _write_section(path: Path | None, title: str, text: str) -> None:
+    """Put `text` in the place of the section with that title, or print it; the rest of the page stays."""
+    if path is None:
+        sys.stdout.write(text)
+        return
+    page = _page(path)
+    sections = {part.splitlines()[0]: part for part in _sections(page)} | {title: text}
+    head = page[: min((at for at in map(page.find, _SECTIONS) if at >= 0), default=len(page))]
+    path.write_text("\n".join([head.rstrip("\n") + "\n", *(sections[name] for name in _SECTIONS if name in sections)]))
 
 
 def model_types() -> list[str]:

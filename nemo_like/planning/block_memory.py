@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.planning.capture import Kind
 from nemo_like.planning.fake import FakeRun
+from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.tensors import map_tensors, tensors_in
 
@@ -23,18 +25,25 @@ class BlockMemory:
     """While its forward runs, its output included."""
     held: int
     """After its forward, without its output."""
-    output: int
+    output_grad: int
+    """The gradients of its output that it is given; of a tensor that nobody uses there is none."""
     backward_peak: int
-    """While replay and backward run: with `held`, the gradient of its output, gradients of its parameters as they
-    come, and of its inputs; its output is gone by then."""
+    """While replay and backward run: with `held`, `output_grad`, gradients of its parameters as they come, and of its
+    inputs; its output is gone by then."""
     input_grad: int
     """Gradients of its inputs, at the end of its backward."""
     param_grad: int
     """Gradients of its parameters, at the end of its backward."""
+    trained: frozenset[str]
+    """The parameters that get a gradient, by their names in the block."""
 
 
-def block_memory(kind: Kind, policy: Policy | None, run: FakeRun) -> BlockMemory:
+def block_memory(
+    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int] | None = None
+) -> BlockMemory:
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
+
+    `used`: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
 
     It is the engine itself that runs, so a table that the engine would refuse is refused here.
 
@@ -56,27 +65,46 @@ def block_memory(kind: Kind, policy: Policy | None, run: FakeRun) -> BlockMemory
         return torch.func.functional_call(kind.module, state, a, k)
 
     meter = LiveBytes([*state.values(), *replaced.values()])
-    with run, meter:
+    with run, meter, SumsInPlace():
         with run.casting():
             if policy is None:
                 out = call(*args, **kwargs)
             else:
                 out = run_region(call, args, kwargs, policy=policy, name="planned block")
         forward_peak, after = meter.lap(), meter.live
-        roots = [t for t in tensors_in(out) if t.requires_grad]
-        own = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors_in(out)}
-        output = sum(own.values())
-        grads = [torch.empty_like(t) for t in roots]
+        made = tensors_in(out)
+        known = {id(t.untyped_storage()) for t in (*replaced.values(), *state.values())}
+        own = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in made}
+        output = sum(size for key, size in own.items() if key not in known)
+        roots = [
+            t
+            for i, t in enumerate(made)
+            if t.requires_grad and i not in kind.passed and (used is None or i in used)
+        ]
         if not roots:
-            return BlockMemory(forward_peak, after - output, output, 0, 0, 0)
-        given = sum(g.untyped_storage().nbytes() for g in grads)
-        # What follows sees the output freed where autograd does not keep it, as in a real backward.
-        nodes = [t.grad_fn for t in roots]
-        edges = [torch.autograd.graph.get_gradient_edge(t) for t in roots]
-        del out, roots, nodes
+            return BlockMemory(forward_peak, after - output, 0, 0, 0, 0, frozenset())
+        given = sum(t.numel() * t.element_size() for t in roots)
+        # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
+        # of the output as soon as autograd is done with them.
+        gradients = _OutputGradients.apply(*roots)
+        del out, roots, made
         meter.lap()
-        torch.autograd.backward(edges, grads)
+        gradients.backward(torch.empty_like(gradients))
         backward_peak = meter.lap()
         input_grad = sum(t.grad.untyped_storage().nbytes() for t in replaced.values() if t.grad is not None)
-        param_grad = sum(t.grad.untyped_storage().nbytes() for t in state.values() if t.grad is not None)
-    return BlockMemory(forward_peak, after - output, output, max(backward_peak, given), input_grad, param_grad)
+        grads = {name: t.grad for name, t in state.items() if t.grad is not None}
+        param_grad = sum(grad.untyped_storage().nbytes() for grad in grads.values())
+    return BlockMemory(forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads))
+
+
+class _OutputGradients(torch.autograd.Function):
+    """Nothing, made of all outputs; its backward makes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.layouts = [(t.shape, t.dtype) for t in outputs]
+        return outputs[0].new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts)

@@ -7,6 +7,7 @@ the first one returned. That is what makes a model of 126 layers as quick to pla
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,20 @@ class Kind:
     records: list[Record] = field(default_factory=list)
     """What recorders inside the block saw."""
     trace: BlockTrace | None = None
+    passed: dict[int, int] = field(default_factory=dict)
+    """Which tensors of its output are tensors that it was called with: position among the former → among the latter."""
+    shared_at: tuple[int, ...] = ()
+    """Positions of `shared` among the tensors that it is called with."""
+
+    def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Its output in a call of a block like it: what it hands on is handed on, ``make(tensor)`` stands for the rest."""
+        given, positions = tensors_in((args, kwargs)), itertools.count()
+
+        def one(tensor: torch.Tensor) -> Any:
+            position = next(positions)
+            return given[self.passed[position]] if position in self.passed else make(tensor)
+
+        return map_tensors(one, self.output)
 
 
 @dataclass(frozen=True)
@@ -160,7 +175,7 @@ class _Watcher:
             if kind is not None and not run_all:
                 self.calls.append(TracedCall(layer.fqn, module, kind))
                 record_again(module, map_tensors(_another, self.kinds[kind].records))
-                return map_tensors(_another, self.kinds[kind].output)
+                return self.kinds[kind].output_with(_another, args, kwargs)
             position = len(self.calls)
             self.calls.append(TracedCall(layer.fqn, module, -1))
             saved = map_tensors(_leaf, (args, kwargs))
@@ -168,7 +183,8 @@ class _Watcher:
                 output = forward(*args, **kwargs)
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
-                self.kinds.append(Kind(module, saved[0], saved[1], output, own, records=records))
+                passed = _handed_on(output, (args, kwargs))
+                self.kinds.append(Kind(module, saved[0], saved[1], output, own, records=records, passed=passed))
             self.calls[position] = TracedCall(layer.fqn, module, kind)
             return output
 
@@ -187,7 +203,8 @@ class _Watcher:
         sizes: dict[int, int] = {}
         for kind in self.kinds:
             tensors = tensors_in((kind.args, kind.kwargs))
-            kind.shared = tuple(t for t in tensors if id(t.untyped_storage()) in shared)
+            kind.shared_at = tuple(i for i, t in enumerate(tensors) if id(t.untyped_storage()) in shared)
+            kind.shared = tuple(tensors[i] for i in kind.shared_at)
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
             kind.trace = trace_block(
                 kind.module, kind.args, kind.kwargs, name=self._name(kind), shared=kind.shared, run=run, state=kind.state
@@ -222,6 +239,12 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
                 del module.forward
             else:
                 module.forward = forward
+
+
+def _handed_on(output: Any, call: Any) -> dict[int, int]:
+    """Positions of the tensors in `output` that are tensors of `call`, with their positions there."""
+    given = {id(tensor): i for i, tensor in enumerate(tensors_in(call))}
+    return {i: given[id(tensor)] for i, tensor in enumerate(tensors_in(output)) if id(tensor) in given}
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

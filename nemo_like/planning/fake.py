@@ -8,6 +8,7 @@ CPU fake tensors, not `meta` (attention would be decomposed) and not fake CUDA (
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
@@ -15,45 +16,71 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.activation_checkpointing import ops
+from nemo_like.op_lookup import packet_name
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
 
 SMALL = 1 << 20
-"""Integer tensors up to this many elements are really computed, so that models can look at their values."""
+"""Tensors up to this many elements, of integers or of constants, are really computed, so that models can look at them."""
 
 
 class FakeRun(TorchDispatchMode):
-    """Ops run on fake CPU tensors, except small integer and boolean ones, which stay real.
+    """Ops run on fake CPU tensors, except small ones whose values weights have no part in, which stay real.
 
-    Models decide by values of small integer tensors: whether position ids restart (packed sequences), whether a padding
-    mask masks anything. Under a plain fake mode such a look either fails or takes the exporter's branch, and the
-    block would be called with another mask than in training. Token ids, positions and masks up to `SMALL` elements are
-    therefore real here; whatever touches a weight or is large is fake.
+    Models decide by values of small tensors: whether position ids restart (packed sequences), whether a padding mask,
+    of integers or of ``torch.ones``, masks anything. Under a plain fake mode such a look either fails or takes the
+    exporter's branch, and the block would be called with another mask than in training. Up to `SMALL` elements, integers
+    and booleans (token ids, positions) and numbers made of constants alone (masks) are therefore real here; whatever
+    touches a weight or is large is fake. A single random number is 1: models draw one to leave out a layer now and then
+    (layer drop), and what is planned for is a step that runs them all.
     """
 
     def __init__(self, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.autocast = autocast
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
 
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         inputs = tensors_in((args, kwargs))
+        written = ops.written_tensors(func, args, kwargs)
+        random = ops.facts(func).random and not all(_integer(t) for t in inputs)
+        if written and (random or any(isinstance(t, FakeTensor) for t in inputs)):
+            self._unknown.update(t.untyped_storage() for t in written if not isinstance(t, FakeTensor))
         if any(isinstance(t, FakeTensor) for t in inputs):
             with self.fake:
                 return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
-        if inputs and all(_small_integer(t) for t in inputs) and not _returns_tensor(func):
+        if any(t.untyped_storage() in self._unknown for t in inputs):
+            return self._beside_unknown(func, args, kwargs)
+        if inputs and all(_small(t) for t in inputs) and not _returns_tensor(func):
             return func(*args, **kwargs)  # a question about values, and the values are there
         with self.fake:
             shaped = func(*args, **kwargs)
         outputs = tensors_in(shaped)
-        if outputs and all(_small_integer(t) for t in outputs) and all(_small_integer(t) for t in inputs):
+        if not outputs or not all(_small(t) for t in (*inputs, *outputs)):
+            return shaped
+        if all(_integer(t) for t in outputs) and all(_integer(t) for t in inputs):
             return func(*args, **kwargs)
-        return shaped
+        if not inputs and func in _DRAWS:
+            return torch.ones(shaped.shape, dtype=shaped.dtype) if shaped.numel() == 1 else shaped
+        constants = func in _CONSTANTS if not inputs else any(not _integer(t) for t in inputs)
+        return func(*args, **kwargs) if constants and not (random or _allocates(func)) else shaped
+
+    def _beside_unknown(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An op on real tensors with values that mean nothing: views of them share their storage, all else is fake."""
+        if ops.facts(func).free and tensors_in((args, kwargs)) and not _allocates(func):
+            return func(*args, **kwargs)
+        with self.fake:
+            shaped = func(*args, **kwargs)
+        written = ops.written_tensors(func, args, kwargs)
+        return written[0] if len(written) == 1 and isinstance(shaped, torch.Tensor) else shaped
 
     def casting(self) -> AbstractContextManager[Any]:
         """What forward passes run in: autocast, for a model that FSDP2 does not cast; backward runs outside of it.
@@ -86,7 +113,7 @@ class FakeRun(TorchDispatchMode):
         """`value` (tensors in any nesting) for a fake run: small integers copied to the CPU, all else made fake."""
 
         def one(tensor: torch.Tensor) -> torch.Tensor:
-            if not _small_integer(tensor):
+            if not (_integer(tensor) and _small(tensor)):
                 return self.like(tensor.detach(), dtype)
             return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
 
@@ -109,14 +136,29 @@ class FakeRun(TorchDispatchMode):
 
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
+_DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))
+# Not `zeros`: models fill those with what they compute.
+_CONSTANTS = frozenset((
+    torch.ops.aten.ones.default, torch.ops.aten.full.default, torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start, torch.ops.aten.arange.start_step, torch.ops.aten.scalar_tensor.default,
+))  # fmt: skip
 
 
 def _returns_tensor(func: Any) -> bool:
     return any("Tensor" in str(out.type) for out in func._schema.returns)
 
 
-def _small_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= SMALL
+def _allocates(func: Any) -> bool:
+    """Makes a tensor without values."""
+    return packet_name(func).startswith(("aten.empty", "aten.new_empty"))
+
+
+def _integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= SMALL
 
 
 @contextmanager

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from nemo_like.module_tree import bare
-from nemo_like.planning.capture import ModelTrace, replaced_forwards
+from nemo_like.planning.capture import Kind, ModelTrace, replaced_forwards
 from nemo_like.planning.fake import cache_off
+from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.recorded import record_again
-from nemo_like.tensors import tensors_in
-from nemo_like.torch_compat import tree_flatten, tree_unflatten
+from nemo_like.tensors import map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class OuterMemory:
     """After the first layer's backward."""
     param_grads: dict[str, int]
     """Gradients of outer parameters by name, bytes; they are alive from `middle` on."""
+    used: tuple[frozenset[int], ...]
+    """For each kind of layer, the positions of those tensors of its output that get a gradient."""
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
@@ -77,21 +79,21 @@ def outer_memory(
     meter = LiveBytes([*state.values(), *tensors_in((traced.args, traced.kwargs))])
     forward: list[Stretch] = []
     backward: list[Stretch] = []
-    kinds = {id(call.module): call.kind for call in traced.calls}
+    used: list[set[int]] = [set() for _ in traced.kinds]
 
     def stub(layer: Any, _: Callable) -> Callable:
-        kind = traced.kinds[kinds[id(bare(layer.module))]] if id(bare(layer.module)) in kinds else None
-
         def standing_in(*args: Any, **kwargs: Any) -> Any:
-            assert kind is not None, "a layer runs that did not run when it was traced"
+            assert len(forward) < len(traced.calls), "a layer runs that did not run when it was traced"
+            number = traced.calls[len(forward)].kind
+            kind = traced.kinds[number]
             forward.append(Stretch(meter.lap(), meter.live))
-            output, records = _stand_in((kind.output, kind.records), (args, kwargs), meter, backward)
+            output, records = _stand_in(kind, args, kwargs, meter, backward, used[number])
             record_again(bare(layer.module), records)
             return output
 
         return standing_in
 
-    with cache_off(model), traced.run, meter, replaced_forwards(layers, stub):
+    with cache_off(model), traced.run, meter, SumsInPlace(), replaced_forwards(layers, stub):
         with traced.run.casting():
             output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
         head = Stretch(meter.lap(), meter.live)
@@ -102,7 +104,10 @@ def outer_memory(
     grads = {name: t.grad.untyped_storage().nbytes() for name, t in state.items() if t.grad is not None}
     if len(backward) != len(forward):  # layers without gradients: a frozen tower has no backward
         backward = backward + [Stretch(tail.peak, tail.left)] * (len(forward) - len(backward))
-    return OuterMemory(tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads)
+    return OuterMemory(
+        tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads,
+        tuple(map(frozenset, used)),
+    )  # fmt: skip
 
 
 def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -111,32 +116,52 @@ def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t for name, t in state.items() if not (id(t) in seen or seen.add(id(t)))}  # type: ignore[func-returns-value]
 
 
-class _Layer(torch.autograd.Function):
+@dataclass
+class _StubCall:
+    """One call of a stand-in."""
+
+    meter: LiveBytes
+    laps: list[Stretch]
+    used: set[int]
+    places: list[int]
+    """Where in the layer's output its tensors stand."""
+    held: list[torch.Tensor]
+    """What the layer shares with others, and holds till its backward."""
+
+
+class _StubLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, meter: LiveBytes, laps: list[Stretch], like: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
-        ctx.meter, ctx.laps = meter, laps
+    def forward(ctx: Any, call: _StubCall, like: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
         ctx.layouts = [(t.shape, t.stride(), t.dtype) for t in inputs]
         return tuple(torch.empty_like(t) for t in like)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.laps.append(Stretch(ctx.meter.lap(), ctx.meter.live))
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call = ctx.call
+        call.laps.append(Stretch(call.meter.lap(), call.meter.live))
+        call.used.update(place for place, grad in zip(call.places, grads) if grad is not None)
+        call.held.clear()
         made = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in ctx.layouts]
-        return None, None, None, *made
+        return None, None, *made
 
 
-def _stand_in(output: Any, call: Any, meter: LiveBytes, laps: list[Stretch]) -> Any:
-    leaves, spec = tree_flatten(output)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    inputs = [t for t in tensors_in(call) if t.requires_grad]
-    wanted = [leaves[i] for i in places]
+def _stand_in(
+    kind: Kind, args: tuple, kwargs: dict[str, Any], meter: LiveBytes, laps: list[Stretch], used: set[int]
+) -> tuple[Any, Any]:
+    """The output of a layer that is not run, and what recorders in it would have seen."""
+    given = tensors_in((args, kwargs))
+    outputs = tensors_in(kind.output)
+    places = [place for place in range(len(outputs)) if place not in kind.passed]
+    wanted = [outputs[place] for place in places] + tensors_in(kind.records)
+    inputs = [t for t in given if t.requires_grad]
     if not inputs and any(t.requires_grad for t in wanted):
         inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
-        made = _Layer.apply(meter, laps, wanted, *inputs)
+        call = _StubCall(meter, laps, used, places, [given[i] for i in kind.shared_at])
+        made = iter(_StubLayer.apply(call, wanted, *inputs))
     else:
-        made = [torch.empty_like(t) for t in wanted]
-    leaves = list(leaves)
-    for i, tensor in zip(places, made):
-        leaves[i] = tensor
-    return tree_unflatten(leaves, spec)
+        made = map(torch.empty_like, wanted)
+    output = kind.output_with(lambda _: next(made), args, kwargs)
+    return output, map_tensors(lambda _: next(made), kind.records)

@@ -16,7 +16,7 @@ from nemo_like.planning.sharding import Sharding, UnitBytes
 
 PARTS = (
     "parameters", "optimizer state", "gradients", "gathered layers", "gathered root", "reduce buffers",
-    "held activations", "shared by layers", "running layer", "outside of layers", "optimizer step",
+    "held activations", "running layer", "outside of layers", "optimizer step",
 )  # fmt: skip
 
 
@@ -59,6 +59,8 @@ class Peak:
     """Bytes by what they are, at the peak."""
     at: str
     """Where in the step."""
+    held: int
+    """Alive when the model's forward has ended, its output among it, beyond parameters and optimizer state; bytes."""
 
     @property
     def total(self) -> int:
@@ -67,7 +69,7 @@ class Peak:
 
 
 def step_peak(
-    layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, shared: int, optimizer: tuple[int, int],
+    layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, optimizer: tuple[int, int],
     tail_grads: int, root_grads: int,
 ) -> Peak:  # fmt: skip
     """Walk through forward, backward and optimizer step, and return the highest point.
@@ -76,7 +78,6 @@ def step_peak(
         layers: the layer calls in the order in which they run.
         outer: the model around them.
         sharding: units and prefetch depths.
-        shared: tensors that several layers hold, such as position tables.
         optimizer: bytes of state, and of the step's temporaries.
         tail_grads, root_grads: whole gradients of the tail's and the root's parameters on one rank.
     """
@@ -93,27 +94,26 @@ def step_peak(
         now["held activations"] += layer.held
         comm.after_forward(i)
     comm.before_tail()
-    now["shared by layers"] = shared
     _stretch(walk, outer.head, "forward of the head")
     comm.after_model()
+    held = sum(now.values()) - now["parameters"] - now["optimizer state"]
     _stretch(walk, outer.middle, "backward of the head")
     comm.after_tail_backward(tail_grads)
     for i in reversed(range(len(layers))):
         layer, stretch = layers[i], _backward_stretch(outer, len(layers), i)
         comm.before_backward(i)
         now["held activations"] -= layer.held
-        now["outside of layers"] = stretch.left - tail_grads - layer.memory.output
+        now["outside of layers"] = stretch.left - tail_grads - layer.memory.output_grad
         walk.look(f"backward of layer {i}", running_layer=layer.memory.backward_peak + layer.inputs)
         now["running layer"] = layer.memory.param_grad + layer.memory.input_grad
         comm.after_backward(i, layer.memory.param_grad)
         now["running layer"] = 0
         after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
         _stretch(walk, Stretch(after.peak - tail_grads, after.left - tail_grads), f"after layer {i}, backward")
-    now["shared by layers"] = 0
     comm.finish(root_grads)
     now["outside of layers"] = 0
     walk.look("optimizer step", optimizer_step=optimizer[1])
-    return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at)
+    return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at, held)
 
 
 def _stretch(walk: _Walk, stretch: Stretch, where: str) -> None:

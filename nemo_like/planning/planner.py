@@ -147,7 +147,7 @@ class Planner:
         """What the block needs while it runs under `choice`; the engine runs it on fake tensors."""
         if (kind, choice) not in self._memories:
             self._memories[kind, choice] = block_memory(
-                self.traced.kinds[kind], self.policy(kind, choice), self.traced.run
+                self.traced.kinds[kind], self.policy(kind, choice), self.traced.run, self.outer.used[kind]
             )
         return self._memories[kind, choice]
 
@@ -182,8 +182,20 @@ class Planner:
         s = self.setup
         precision = Precision() if s.fsdp is None else s.precision
         return sharding_of(
-            self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2()
-        )
+            self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
+            trained=self.trained,
+        )  # fmt: skip
+
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """Ids of the model's parameters that get a gradient in a step: others have no optimizer state."""
+        ids = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        found = {ids[name] for name in self.outer.param_grads if name in ids}
+        for call in self.traced.calls:
+            own = dict(call.module.named_parameters(remove_duplicate=False))
+            memory = self.memory(call.kind, self.problems[call.kind].none())
+            found |= {id(own[name]) for name in memory.trained if name in own}
+        return frozenset(found)
 
     def peak(self, choices: Sequence[Choice]) -> Peak:
         """Predicted peak per rank of a whole step with these choices."""
@@ -201,7 +213,7 @@ class Planner:
         tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
         trained = sum(unit.grad for unit in self.sharding.all)
         return step_peak(
-            layers, self.outer, self.sharding, shared=self.traced.shared_bytes,
+            layers, self.outer, self.sharding,
             optimizer=optimizer_bytes(self.sharding, self.setup.optimizer, trained),
             tail_grads=tail, root_grads=sum(grads.values()) - tail,
         )  # fmt: skip
@@ -215,6 +227,15 @@ class Planner:
             BudgetError: none fits.
         """
         asked = asked or str(budget)
+        choices, gap = self.choose(budget, asked)
+        return self.describe(choices, asked, gap)
+
+    def choose(self, budget: MemoryBudget, asked: str) -> tuple[list[Choice], float]:
+        """The choices of the fastest plan within `budget`, one per call; and the gap that is proven for them, seconds.
+
+        Raises:
+            BudgetError: none fits; it names the budget as it was `asked` for.
+        """
         limit, stack = self._limit(budget), self.stack
         bytes_of = self._held_of if budget.fraction is not None else self._peak_of
 
@@ -232,7 +253,7 @@ class Planner:
             between = [m for m in finer.mixes if m.bytes < mixes[best + 1].bytes and m.cost < mix.cost]
             if (found := last_that_fits(finer, between)) >= 0:
                 stack, mix = finer, between[found]
-        return self.describe(self.proved_all(stack.assignment(mix)), asked, stack.gap(mix))
+        return self.proved_all(stack.assignment(mix)), stack.gap(mix)
 
     def _limit(self, budget: MemoryBudget) -> int:
         """The bytes that a fraction allows the layers to hold, or that a step may peak at."""

@@ -76,9 +76,13 @@ class Sharding:
 
 
 def sharding_of(
-    model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2
-) -> Sharding:
-    """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks."""
+    model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
+    trained: frozenset[int] | None = None,
+) -> Sharding:  # fmt: skip
+    """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
+
+    `trained`: ids of the parameters that get a gradient; None: all that require one.
+    """
     plan = plan_units(model, layers)
     last = plan.layers[-1] if plan.layers else None
     dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
@@ -89,8 +93,9 @@ def sharding_of(
         else:
             reshard = asked if isinstance(asked, bool) and source.kind != "dtype" else False
         return _unit(
-            source.kind, source.params, shard_ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], bool(reshard)
-        )
+            source.kind, source.params, shard_ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], bool(reshard),
+            trained,
+        )  # fmt: skip
 
     root = unit(plan.root)
     for extra in plan.by_dtype:
@@ -109,10 +114,10 @@ def sharding_of(
 
 def _unit(
     kind: str, params: Sequence[nn.Parameter], ranks: int, param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None, reshard: bool,
+    reduce_dtype: torch.dtype | None, reshard: bool, trains: frozenset[int] | None,
 ) -> UnitBytes:  # fmt: skip
     shards = [(_padded(p, ranks) // ranks, p) for p in params]
-    trained = [(n, p) for n, p in shards if p.requires_grad]
+    trained = [(n, p) for n, p in shards if p.requires_grad and (trains is None or id(p) in trains)]
     compute = [(n, (param_dtype or p.dtype).itemsize) for n, p in shards]
     reduce = [(n, (reduce_dtype or param_dtype or p.dtype).itemsize) for n, p in trained]
     stored = [n * p.element_size() for n, p in shards]

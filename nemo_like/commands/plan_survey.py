@@ -1,0 +1,259 @@
+"""On which model types of the installed transformers a budget holds: each built tiny, planned, and run for one step."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.bench.measured_step import cpu_events
+from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, cell, one_line, within
+from nemo_like.extras import require
+from nemo_like.options import MemoryBudget
+from nemo_like.planning.apply_plan import apply_plan
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.outer import loss_of
+from nemo_like.planning.planner import Planner, Setup
+
+SECTION = "## Budgets"
+BUDGET = 0.35
+"""Share of the activation bytes of no checkpointing."""
+SECONDS = 300
+CLOSE = 0.01
+"""What a predicted peak may be off, as a share of the measured one."""
+BATCH, TOKENS, SAMPLES = 4, 64, 16_000
+
+_HEADS = (
+    "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC",
+    "SPEECH_SEQ_2_SEQ", "",
+)  # fmt: skip
+"""The kinds of head that are tried for a type, in this order; the last is the model without one."""
+
+CAUSES: dict[str, str] = {}
+"""Model types whose peak is off by more than `CLOSE`, or that cannot be planned: each with the cause."""
+
+
+@dataclass(frozen=True)
+class SurveyedPlan:
+    """What happened to one model type."""
+
+    model_type: str
+    model_class: str = ""
+    planned: str = ""
+    """The budget that a plan was made for; empty: none could be."""
+    ran: bool = False
+    """One step ran as planned."""
+    trains: bool = True
+    """It runs without a plan; False: nothing can be said of it."""
+    peak_error: float = 0.0
+    """(predicted - measured) / measured, bytes of a whole step with its optimizer."""
+    held_error: float = 0.0
+    """The same for what is alive between forward and backward, without parameters and optimizer state."""
+    problem: str = ""
+    """What it raised."""
+
+    @property
+    def close(self) -> bool:
+        """Planned, run, and its peak as predicted."""
+        return self.ran and abs(self.peak_error) <= CLOSE
+
+    @property
+    def exceeded(self) -> bool:
+        """The step peaked higher than predicted."""
+        return self.ran and self.peak_error < -CLOSE
+
+
+def model_types() -> dict[str, tuple[str, ...]]:
+    """For each model type of the installed transformers the classes to try, by name."""
+    auto = require("transformers.models.auto.modeling_auto", "hf", "to list its model types")
+    found: dict[str, list[str]] = {name: [] for name in sorted(auto.MODEL_MAPPING_NAMES)}
+    for head in _HEADS:
+        mapping = getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES" if head else "MODEL_MAPPING_NAMES", {})
+        for name, classes in mapping.items():
+            found.setdefault(name, []).extend([classes] if isinstance(classes, str) else classes)
+    return {name: tuple(dict.fromkeys(classes)) for name, classes in sorted(found.items()) if classes}
+
+
+def survey(types: Iterable[str]) -> Iterator[SurveyedPlan]:
+    """One `SurveyedPlan` for each type; some seconds each."""
+    classes = model_types()
+    for name in types:
+        yield survey_one(name, classes[name])
+        gc.collect()
+
+
+def survey_one(model_type: str, classes: Iterable[str]) -> SurveyedPlan:
+    """The first of `classes` that trains, tiny, on this machine: planned, and run."""
+    reason = ""
+    for name in classes:
+        for without in ATTEMPTS:
+            try:
+                with within(SECONDS):
+                    model = build_tiny(name, without)
+                    sample = sample_for(model)
+                    _step(model, sample)
+            except Exception as error:  # noqa: BLE001 - whatever a third-party model raises is what the table reports
+                reason = reason or one_line(error)
+                continue
+            try:
+                with within(SECONDS):
+                    return _planned_and_run(model_type, model, sample)
+            except TimeoutError as error:
+                return SurveyedPlan(model_type, name, problem=one_line(error))
+    return SurveyedPlan(model_type, trains=False, problem=reason)
+
+
+def sample_for(model: nn.Module) -> dict[str, Tensor]:
+    """Random input of the kind that `model` names as its main one, with labels where it takes text and has a head.
+
+    Raises:
+        ValueError: it is of a kind that is not known here.
+    """
+    main = getattr(model, "main_input_name", "input_ids")
+    config: Any = model.config
+    generator = torch.Generator().manual_seed(1)
+    if main == "input_ids":
+        ids = torch.randint(3, 40, (BATCH, TOKENS), generator=generator)
+        heads = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+        return {"input_ids": ids} | ({"labels": ids.clone()} if type(model).__name__.endswith(heads) else {})
+    if main == "pixel_values":
+        size = getattr(config, "image_size", None) or 64
+        height, width = size if isinstance(size, tuple | list) else (size, size)
+        return {main: torch.randn(2, getattr(config, "num_channels", 3), height, width, generator=generator)}
+    if main == "input_values":
+        return {main: torch.randn(2, SAMPLES, generator=generator)}
+    raise ValueError(f"its main input is {main!r}, which the survey cannot make up")
+
+
+def _step(model: nn.Module, sample: dict[str, Tensor]) -> None:
+    loss_of(model(**sample)).backward()
+    if not any(parameter.grad is not None for parameter in model.parameters()):
+        raise ValueError("no parameter gets a gradient")
+    model.zero_grad()
+
+
+def _planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]) -> SurveyedPlan:
+    name = type(model).__name__
+    try:
+        planner = Planner(model, sample, device=resolve_device("cpu"), setup=Setup(fsdp=None))
+        budget = _budget(planner)
+        choices, _ = planner.choose(budget, str(budget))
+        plan, predicted = planner.describe(choices, str(budget)), planner.peak(choices)
+    except TimeoutError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the table reports it, whatever it is
+        return SurveyedPlan(model_type, name, problem=one_line(error))
+    try:
+        apply_plan(model, plan)
+        peak, alive = measured(model, sample)
+    except TimeoutError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as above
+        return SurveyedPlan(model_type, name, planned=str(budget), problem=one_line(error))
+    return SurveyedPlan(
+        model_type, name, str(budget), ran=True, peak_error=(predicted.total - peak) / peak,
+        held_error=(predicted.held - alive) / max(1, alive),
+    )  # fmt: skip
+
+
+def _budget(planner: Planner) -> MemoryBudget:
+    """`BUDGET`, or the least that the layers can hold where that is more."""
+    least = planner.held(planner.uniform("full")) / max(1, planner.held(planner.uniform("none")))
+    return MemoryBudget(fraction=min(1.0, max(BUDGET, math.ceil(100 * least) / 100)))
+
+
+def measured(model: nn.Module, sample: dict[str, Tensor]) -> tuple[int, int]:
+    """The peak of the second step with AdamW, and what is alive when its forward has ended, from allocator events."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        loss = loss_of(model(**sample))
+        loss.backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad(set_to_none=True)
+    outputs: list[Any] = []
+    alive = cpu_events(lambda: outputs.append(model(**sample)))[-1]
+    outputs.clear()
+    stay = {id(p): p for p in model.parameters()}.values()
+    state = [t for per in optimizer.state.values() for t in per.values() if isinstance(t, Tensor)]
+    before = sum(t.untyped_storage().nbytes() for t in (*stay, *state))
+    return before + max(cpu_events(step)), alive
+
+
+def failures(rows: Iterable[SurveyedPlan]) -> Iterator[str]:
+    """What is wrong, one line each, those in `CAUSES` left out; budgets that are exceeded are never left out."""
+    for row in rows:
+        if row.exceeded:
+            yield f"{row.model_type}: its step peaks {-row.peak_error:.1%} higher than predicted"
+        elif row.trains and not row.close and row.model_type not in CAUSES:
+            yield f"{row.model_type}: {row.problem or f'its peak is predicted {row.peak_error:.1%} too high'}"
+
+
+_COLUMNS = "| model type | class | planned | ran | peak error | held error | cause |"
+
+
+def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
+    """The section of `docs/model-coverage.md`; what the section in `page` says of types that are not in `rows` stays."""
+    rows = list(rows)
+    version = require("transformers", "hf", "to name its version").__version__
+    anew = {row.model_type for row in rows}
+    lines = {name: line for name, line in _lines_in(page).items() if name not in anew}
+    lines |= {row.model_type: _line(row) for row in rows if row.trains}
+    others = {name for name in _others_in(page) if name not in anew} | {row.model_type for row in rows if not row.trains}
+    cells = [[part.strip() for part in line.split("|")[1:-1]] for line in lines.values()]
+    errors = [float(row[4].rstrip("%")) / 100 for row in cells if row[3] == "yes"]
+    close = sum(abs(error) <= CLOSE for error in errors)
+    return "\n".join((
+        SECTION,
+        "",
+        "Made by `nemo-like coverage --plan --output docs/model-coverage.md`; `--only` renews the rows of some types.",
+        "",
+        f"Of the model types of transformers {version}, {len(lines)} train here tiny (CPU, torch {torch.__version__}) on "
+        f"random input of the kind that they name as their main one: {BATCH} x {TOKENS} tokens, two pictures, or two "
+        f"sounds. Each was planned for {BUDGET:.0%} of its activation bytes (or the least that it can hold, where that "
+        "is more), on one device in float32 with AdamW, and run for two steps; the peak of the second was compared with "
+        f"the prediction, by the CPU allocator's events. {len(errors)} were planned and ran; of {close} the peak is "
+        f"within {CLOSE:.0%} ({close / max(1, len(lines)):.1%} of those that train); {sum(e < -CLOSE for e in errors)} "
+        f"peaked more than {CLOSE:.0%} higher than predicted. Errors are (predicted - measured) / measured; held: what is "
+        "alive between forward and backward.",
+        "",
+        _COLUMNS,
+        "|---|---|---|---|---|---|---|",
+        *(line for _, line in sorted(lines.items())),
+        "",
+        f"{_OTHERS} ({len(others)}): {', '.join(sorted(others))}.",
+        "",
+    ))  # fmt: skip
+
+
+_OTHERS = "Types that do not train here on such input"
+
+
+def _section(page: str) -> str:
+    return page.partition(SECTION + "\n")[2].partition("\n## ")[0]
+
+
+def _lines_in(page: str) -> dict[str, str]:
+    """The lines of the table in `page`, by model type."""
+    lines = [line for line in _section(page).splitlines() if line.startswith("| ") and line != _COLUMNS]
+    return {line.split("|")[1].strip(): line for line in lines}
+
+
+def _others_in(page: str) -> list[str]:
+    line = next((line for line in _section(page).splitlines() if line.startswith(_OTHERS)), "")
+    return [name for name in line.partition(": ")[2].rstrip(".").split(", ") if name]
+
+
+def _line(row: SurveyedPlan) -> str:
+    cause = CAUSES.get(row.model_type, "") if not row.close else ""
+    said = "; ".join(filter(None, (cause, cell(row.problem))))
+    errors = f"{row.peak_error:+.2%} | {row.held_error:+.2%}" if row.ran else "- | -"
+    ran = "yes" if row.ran else "no"
+    return f"| {row.model_type} | {row.model_class} | {row.planned or 'no'} | {ran} | {errors} | {said} |"

@@ -1,0 +1,74 @@
+"""What is real in a fake run, and what becomes of it."""
+
+from __future__ import annotations
+
+import torch
+
+from nemo_like.planning.block_trace import record
+from nemo_like.planning.fake import FakeRun
+from nemo_like.planning.gradient_sums import SumsInPlace
+from nemo_like.planning.meter import LiveBytes
+from nemo_like.torch_compat import is_fake
+
+
+def test_numbers_made_of_constants_are_real_and_random_ones_are_not() -> None:
+    with FakeRun():
+        mask = torch.ones(2, 3)
+        assert bool((mask == 1).all()) and not is_fake((1.0 - mask[:, None, :]) * -1e9)
+        assert bool(torch.rand([]) >= 1.0), "no layer is left out"
+        assert is_fake(torch.rand(4)) and is_fake(torch.zeros(2, 3))
+        assert is_fake(torch.dropout(mask, 0.5, True))
+
+
+def test_a_constant_that_something_unknown_is_written_into_is_unknown() -> None:
+    with FakeRun() as run:
+        total = torch.ones(4)
+        other = run.like(torch.ones(2))
+        total[:2] = other
+        view = total.view(2, 2)
+        assert view.untyped_storage()._cdata == total.untyped_storage()._cdata
+        assert is_fake(view * 2) and is_fake(total.sum())
+
+
+def test_a_view_of_such_a_constant_is_a_view_in_the_trace() -> None:
+    run = FakeRun()
+    with run:
+        weight = run.like(torch.ones(4, requires_grad=True))
+
+        def block() -> torch.Tensor:
+            total = torch.ones(4)
+            total += weight.detach()
+            return total.view(2, 2) * weight.view(2, 2)
+
+        trace, _ = record(block, name="block", params=[weight], inputs=[], shared=[])
+    names = [str(op.op) for op in trace.ops if not op.view]
+    assert names == ["aten.ones.default", "aten.add_.Tensor", "aten.mul.Tensor"]
+
+
+def test_gradients_that_meet_are_summed_in_place() -> None:
+    """As autograd does without a dispatch mode: two buffers of 4,096 bytes at a time, not three."""
+
+    def peak() -> int:
+        x = torch.empty(1024, requires_grad=True)
+        meter = LiveBytes([x])
+        with meter, SumsInPlace():
+            y = x * 2
+            z = torch.cat((y.neg(), y.neg(), y.neg())).sum()
+            del y
+            z.backward()
+        return meter.peak - meter.live
+
+    real = peak()
+    with FakeRun():
+        assert peak() == real
+
+
+def test_a_gradient_that_somebody_holds_is_not_summed_into() -> None:
+    held: list[torch.Tensor] = []
+    x = torch.ones(3, requires_grad=True)
+    with SumsInPlace():
+        y = x * 1
+        u, v = y.neg(), y * 2
+        u.register_hook(lambda grad: held.append(grad))
+        (u * 3 + v).sum().backward()
+    assert torch.equal(held[0], torch.full((3,), 3.0)) and torch.equal(x.grad, torch.full((3,), -1.0))

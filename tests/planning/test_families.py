@@ -1,0 +1,37 @@
+"""Predicted peaks and held bytes against a real step, on one model of each family that was once predicted wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+pytest.importorskip("scipy", reason="needs the extra 'plan'")
+
+from nemo_like.commands.plan_survey import model_types, survey_one
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "mamba",  # many gradients meet in one tensor: autograd sums them in place
+        "bloom",  # its layers return attention weights that nobody uses
+        "bart",  # parameters that never get a gradient
+        "jamba",
+    ],
+)
+def test_the_peak_of_a_step_is_the_predicted_one(model_type: str) -> None:
+    row = survey_one(model_type, model_types()[model_type])
+    assert row.ran, row.problem
+    assert abs(row.peak_error) <= 0.01
+    assert abs(row.held_error) <= 0.001
+
+
+@pytest.mark.parametrize("model_type", ["bart", "roformer", "m2m_100"])
+def test_a_mask_of_floats_takes_the_branch_that_it_takes_in_training(
+    model_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its default is ``torch.ones``; m2m_100 also draws a number for each layer, to leave some out."""
+    row = survey_one(model_type, model_types()[model_type])
+    assert row.ran, row.problem
+    assert abs(row.held_error) <= 0.001
+    assert not [record for record in caplog.records if "other operators" in record.getMessage()]
