@@ -166,7 +166,7 @@ def parallelize(
         _check_whole_model(model, mesh, cast)
     specs = resolve(
         model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None,
-        planning=_planning(shard_mesh, optimizer, cast, fsdp),
+        planning=_planning(shard_mesh, optimizer, cast, fsdp, loss),
     )  # fmt: skip
     check_specs(model, specs, compile=backend is not None)
 
@@ -191,7 +191,9 @@ def parallelize(
     return model
 
 
-def _planning(mesh: DeviceMesh | None, optimizer: str, precision: Precision, fsdp: FSDP2) -> dict[str, Any]:
+def _planning(
+    mesh: DeviceMesh | None, optimizer: str, precision: Precision, fsdp: FSDP2, loss: str | ChunkedLoss
+) -> dict[str, Any]:  # fmt: skip
     """What `plan_for` is to know of the step."""
     return dict(
         mesh=mesh,
@@ -199,6 +201,7 @@ def _planning(mesh: DeviceMesh | None, optimizer: str, precision: Precision, fsd
         optimizer=optimizer,
         precision=precision,
         fsdp=None if mesh is None else fsdp,
+        loss=loss,
     )
 
 

@@ -308,6 +308,17 @@ def foreach_mul() -> Callable[[list[Tensor], Tensor], None] | None:
     return getattr(torch, "_foreach_mul_", None)
 
 
+def shape_only(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """A `cls` that looks like a tensor of these and holds nothing; `cls` answers all that is done with it.
+
+    Without the name: one NaN, expanded, which cannot be made where tensors are fake. Seen in all.
+    """
+    make = _private(Tensor, "_make_wrapper_subclass")
+    if make is not None:
+        return make(cls, shape, dtype=dtype, device=device)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape).as_subclass(cls)
+
+
 def fake_tensor_types() -> tuple[type[Any], type[Any]]:
     """`FakeTensor` and `FakeTensorMode`: private by path, though documented and used by exporters.
 

@@ -377,6 +377,22 @@ def test_gradients_are_clipped_one_by_one_without_the_fused_loop(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(fused, clipped()))
 
 
+def test_a_tensor_of_nothing_but_its_shape(monkeypatch):
+    class Shape(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    def shown():
+        made = torch_compat.shape_only(Shape, (2, 3), torch.bfloat16, torch.device("cpu"))
+        return type(made), made.shape, made.dtype, made.device, made.requires_grad
+
+    with torch_compat.fake_tensor_types()[1]():
+        first = shown()
+    monkeypatch.setattr(torch.Tensor, "_make_wrapper_subclass", None)
+    assert first == shown() == (Shape, (2, 3), torch.bfloat16, torch.device("cpu"), False)
+
+
 def test_planning_names_what_it_misses(no_module):
     no_module("torch._subclasses.fake_tensor")
     with pytest.raises(ImportError, match=r"has no torch\._subclasses\.fake_tensor.* Use torch 2\.11 to 2\.15"):

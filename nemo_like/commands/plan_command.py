@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_like.models import ModelSource, resolve_model
-from nemo_like.options import FSDP2, Precision, parse_bytes, parse_dtype, parse_shape
+from nemo_like.options import FSDP2, ChunkedLoss, Precision, parse_bytes, parse_dtype, parse_shape
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.plan_report import PlanReport
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--param-dtype", default="bf16", help="parameters in forward (default: %(default)s)")
     add("--reduce-dtype", default="fp32", help="gradients while they are reduced (default: %(default)s)")
     add("--optimizer", default="adamw", help="adamw | adamw-foreach | adamw-fused | adamw-8bit | sgd | sgd-momentum")
+    add("--loss", default="model", help="model | chunked: head and loss in chunks of tokens (default: %(default)s)")
     add("--no-reshard", action="store_true", help="keep layers gathered after forward")
     add("--prefetch", type=int, default=1, help="layers gathered ahead (default: %(default)s)")
     add("--budget", action="append", default=[], help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable")
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 # One rank keeps the model whole, whatever the strategy, and computes under autocast.
                 fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch),
                 tp=args.tp,
+                loss=ChunkedLoss.of(args.loss),
             ),
             skip=False if args.no_skip else None,
             host=args.host,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_like.losses.cross_entropy import check_hidden, chosen, reduced, shape_of, whole
 from nemo_like.losses.heads import Head, unwrap_logits
-from nemo_like.losses.rows import Shape, blocks, in_place
+from nemo_like.losses.rows import Shape, blocks, in_place, new_losses
 from nemo_like.losses.vocabulary import Vocabulary
 from nemo_like.options import ChunkedLoss
 
@@ -111,7 +111,7 @@ class KLRows:
         if vocabulary.group is not None:
             raise ValueError("chunked_kl needs whole logits, and the head's are cut by vocabulary over ranks.")
         teacher = self._teacher(rows)
-        losses = []
+        losses = new_losses(logits)
         self._lse = []
         for block in blocks(logits):
             student = self.shape.apply(logits[block])
@@ -120,8 +120,8 @@ class KLRows:
             log_p = self._log_p(teacher[block], student.dtype)
             p = log_p.exp()
             # Where p is 0, its logarithm may be -inf: such a token adds nothing.
-            losses.append(torch.where(p > 0, log_p.sub_(student).mul_(p), 0).sum(1) + lse)
-        return torch.cat(losses).masked_fill(~self.counts[rows], 0)
+            losses[block] = torch.where(p > 0, log_p.sub_(student).mul_(p), 0).sum(1) + lse
+        return losses.masked_fill(~self.counts[rows], 0)
 
     def gradient_(self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor) -> None:
         teacher = self._teacher(rows)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
+from nemo_like.losses.rows import pieces
 from nemo_like.losses.vocabulary import Vocabulary
-from nemo_like.torch_compat import has_hooks_but_fsdp
+from nemo_like.torch_compat import has_hooks_but_fsdp, is_fake
 
 Head = Callable[[Tensor], Tensor]
 
@@ -66,7 +67,7 @@ class AutogradHead:
         self._graph = (leaf, output)
         # An op that saved its own result needs it in backward: then the gradient is made beside it. Else nobody looks
         # at the logits again, and in-place changes need not be known to autograd (which refuses them for views).
-        return output.detach().clone() if _address(output) in seen else output.data
+        return output.detach().clone() if _storage(output) in seen else output.data
 
     def backward(self, gradient: Tensor, hidden: Tensor, into: Tensor | None, sums: GradientSums) -> None:
         """Write the gradient of the chunk's `hidden` to `into`; add those of the parameters to `sums`."""
@@ -128,14 +129,14 @@ class LinearHead:
             return
         rows = max(1, self.block_bytes // (total.element_size() * max(1, total.shape[1], len(gradient))))
         wide = None if hidden.is_cuda else hidden.to(total.dtype)
-        for start in range(0, len(total), rows):
-            part = gradient[:, start : start + rows].t()  # (rows, tokens)
+        for some in pieces(len(total), rows, total):
+            part = gradient[:, some].t()  # (rows, tokens)
             if wide is None and total.dtype == torch.float32:
                 # Tensor cores add in float32 anyway; this hands the sum over as it is.
-                total[start : start + rows] += torch.mm(part, hidden, out_dtype=torch.float32)
+                total[some] += torch.mm(part, hidden, out_dtype=torch.float32)
             else:
                 wide = hidden.to(total.dtype) if wide is None else wide
-                total[start : start + rows].addmm_(part.to(total.dtype), wide)
+                total[some].addmm_(part.to(total.dtype), wide)
 
 
 def open_head(head: Head, params: Sequence[Tensor], block_bytes: int) -> AutogradHead | LinearHead:
@@ -191,7 +192,7 @@ def like_logits(gradient: Tensor, logits: Tensor) -> Tensor:
 
 def _is_plain_linear(head: nn.Linear) -> bool:
     """Whether calling `head` is `F.linear` of its two tensors, and nothing else."""
-    plain = all(type(own) in (Tensor, nn.Parameter) for own in (head.weight, head.bias) if own is not None)
+    plain = all(_is_plain(own) for own in (head.weight, head.bias) if own is not None)
     called = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
     return plain and called and not has_hooks_but_fsdp(head) and not nn.utils.parametrize.is_parametrized(head)
 
@@ -208,15 +209,19 @@ def _index(params: Sequence[Tensor], own: Tensor | None) -> int | None:
     return next((index for index, param in enumerate(params) if param is own), None)
 
 
-def _address(tensor: Tensor) -> int:
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
+
+
+def _storage(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return id(local.untyped_storage())  # one object for as long as the storage lives; fake ones have no address
 
 
 def _note(seen: set[int]) -> Callable[[Tensor], Tensor]:
     def pack(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor) or type(tensor) in (Tensor, nn.Parameter):
-            seen.add(_address(tensor))
+        if isinstance(tensor, DTensor) or _is_plain(tensor):
+            seen.add(_storage(tensor))
         return tensor
 
     return pack

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,33 @@ def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:
     model.register_forward_hook(hooks.after, always_call=True)
     setattr(model, _MARK, True)
     return model
+
+
+@contextlib.contextmanager
+def chunked_calls(model: nn.Module, options: ChunkedLoss) -> Iterator[list[str]]:
+    """Within it, `model` computes its loss in chunks as after `chunk_model_loss`, also in evaluation mode.
+
+    For planning. Yields a list that receives, for each call with whole logits, why; nothing is logged.
+
+    Raises:
+        ValueError: no head was found.
+    """
+    reasons: list[str] = []
+    hooks = _LossHooks(check_head(model), options, reasons)
+    handles = [
+        model.register_forward_pre_hook(hooks.before, with_kwargs=True),
+        model.register_forward_hook(hooks.after, always_call=True),
+    ]
+    try:
+        yield reasons
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def say_whole_logits(model: nn.Module, reason: str) -> None:
+    """Log, once, that `model` gets whole logits although chunks were asked for."""
+    warn_once(f"loss='chunked' was asked for; {type(model).__name__} gets whole logits, because {reason}.")
 
 
 def computes_in_chunks(model: nn.Module) -> bool:
@@ -90,16 +117,20 @@ def _width(head: nn.Module) -> int | None:
 class _LossHooks:
     """The two hooks of one model."""
 
-    def __init__(self, head: nn.Module, options: ChunkedLoss) -> None:
-        self._head, self._options = head, options
+    def __init__(self, head: nn.Module, options: ChunkedLoss, planning: list[str] | None = None) -> None:
+        """planning: act in evaluation mode too, and put there, instead of logging it, why logits are whole."""
+        self._head, self._options, self._planning = head, options, planning
         self._open: list[tuple[contextlib.ExitStack, list[HeadCall] | None]] = []
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack = contextlib.ExitStack()
         calls: list[HeadCall] | None = None
-        if model.training and not torch.compiler.is_compiling() and _has_labels(model, args, kwargs):
-            calls = []
-            stack.enter_context(answering_calls(self._head, self._answer(calls)))
+        if self._planning is not None or (model.training and not torch.compiler.is_compiling()):
+            if _has_labels(model, args, kwargs):
+                calls = []
+                stack.enter_context(answering_calls(self._head, self._answer(calls)))
+            elif self._planning is not None:
+                self._planning.append("it is called without labels")
         self._open.append((stack, calls))
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
@@ -110,13 +141,20 @@ class _LossHooks:
         if output is None or calls is None:
             return None
         for reason in sorted({call.reason for call in calls if call.reason is not None}):
-            _say_plain(model, reason)
+            self._plain(model, reason)
         if not calls:
-            _say_plain(model, f"its forward does not call its head, a {type(self._head).__name__}, with hidden states alone")
+            name = type(self._head).__name__
+            self._plain(model, f"its forward does not call its head, a {name}, with hidden states alone")
         chunked = any(call.losses for call in calls)
         if calls and not chunked and not any(call.reason for call in calls):
-            _say_plain(model, "its loss is not a cross entropy of them")
+            self._plain(model, "its loss is not a cross entropy of them")
         return _without(output, keep=not chunked)
+
+    def _plain(self, model: nn.Module, reason: str) -> None:
+        if self._planning is not None:
+            self._planning.append(reason)
+        else:
+            say_whole_logits(model, reason)
 
     def _answer(self, calls: list[HeadCall]) -> Callable[..., Any]:
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -140,10 +178,6 @@ def _has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         return False
     names = list(inspect.signature(model.forward).parameters)
     return any(name in LABELS and value is not None for name, value in zip(names, args))
-
-
-def _say_plain(model: nn.Module, reason: str) -> None:
-    warn_once(f"loss='chunked' was asked for; {type(model).__name__} gets whole logits, because {reason}.")
 
 
 def _without(output: Any, keep: bool) -> Any:

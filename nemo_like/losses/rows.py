@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.losses.vocabulary import Vocabulary
+from nemo_like.torch_compat import is_fake
 
 _BLOCKS, _BLOCKS_COPIED = 40, 128
 """Blocks per chunk, where the logits are worked on as they are, and where each block is copied to float32 first: its
@@ -41,8 +42,18 @@ def blocks(logits: Tensor) -> Iterator[slice]:
     size = max(1, -(-count // (_BLOCKS if in_place(logits) else _BLOCKS_COPIED)))
     if logits.device.type != "cpu":
         size = max(size, _LAUNCH_ELEMENTS // max(1, width))
-    for start in range(0, count, size):
+    yield from pieces(count, size, logits)
+
+
+def pieces(count: int, size: int, like: Tensor) -> Iterator[slice]:
+    """0 ... `count` in steps of `size`. On fake tensors two of them, since each takes the memory of the one before."""
+    for start in range(0, min(count, 2 * size) if is_fake(like) else count, size):
         yield slice(start, min(start + size, count))
+
+
+def new_losses(logits: Tensor, *kinds: int) -> Tensor:
+    """Room for `kinds` numbers per row of `logits`, in the dtype that losses are computed in: (*kinds, rows)."""
+    return logits.new_empty(*kinds, len(logits), dtype=logits.dtype if in_place(logits) else torch.float32)
 
 
 def in_place(logits: Tensor) -> bool:
@@ -98,12 +109,13 @@ class CrossEntropyRows:
     def check(self, vocabulary: int) -> None:
         """Raise ValueError for a label that is no token. On the CPU; on an accelerator, where looking would stop the
         host until the device has caught up, `gather` stops the program instead."""
-        if self.labels.device.type != "cpu":
+        if self.labels.device.type != "cpu" or is_fake(self.labels):
             return
-        wrong = self.labels[self.counts & ((self.labels < 0) | (self.labels >= vocabulary))]
-        if len(wrong):
+        wrong = self.counts & ((self.labels < 0) | (self.labels >= vocabulary))
+        if wrong.any():
+            first = self.labels[wrong][0].item()
             raise ValueError(
-                f"labels has {wrong[0].item()}, and the head makes {vocabulary} logits per token: labels must be in "
+                f"labels has {first}, and the head makes {vocabulary} logits per token: labels must be in "
                 f"0 ... {vocabulary - 1}, or ignore_index where a token does not count."
             )
 
@@ -111,14 +123,14 @@ class CrossEntropyRows:
         labels, counts = self.labels[rows], self.counts[rows]
         local, here = vocabulary.local(labels)
         here = here & counts
-        parts = []  # per block: (lse, the label's logit, sum of the logits), each (rows,)
+        parts = new_losses(logits, 3)  # lse, the label's logit, sum of the logits
         for block in blocks(logits):
             values = self._shape.apply(logits[block])
             index = torch.where(here[block], local[block], 0)[:, None]
             target = values.gather(1, index)[:, 0].masked_fill_(~here[block], 0)
             sums = values.sum(1) if self._smoothing else target
-            parts.append(torch.stack([values.logsumexp(1), target, sums]))
-        lse, target, sums = vocabulary.combine(torch.cat(parts, 1))
+            torch.stack([values.logsumexp(1), target, sums], out=parts[:, block])
+        lse, target, sums = vocabulary.combine(parts)
         self._lse = lse
         losses = lse - target
         if self._smoothing:

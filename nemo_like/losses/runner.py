@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from nemo_like.losses.heads import AutogradHead, GradientSums, Head, LinearHead, like_logits, open_head, unwrap_logits
-from nemo_like.losses.rows import RowLoss
+from nemo_like.losses.rows import RowLoss, pieces
 from nemo_like.options import ChunkedLoss
-from nemo_like.torch_compat import graph_is_kept, without_fsdp_hooks
+from nemo_like.torch_compat import graph_is_kept, is_fake, without_fsdp_hooks
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,22 @@ def walk(job: Job, hidden: Tensor, params: Sequence[Tensor], weights: Tensor | N
     head, size = job.open(hidden, params)
     with_gradient = weights is not None and (into_hidden or bool(params))
     sums = GradientSums(params, job.options.grads_in_float32)
-    to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if with_gradient and into_hidden else None
-    losses = []
-    for start in range(0, len(hidden), size):
-        rows = slice(start, min(start + size, len(hidden)))
+    to_hidden = (
+        torch.empty_like(hidden, memory_format=torch.contiguous_format) if with_gradient and into_hidden else None
+    )
+    total = hidden.new_zeros(len(hidden), dtype=torch.float32)
+    for rows in pieces(len(hidden), size, hidden):
         chunk = hidden[rows]
         output = head.logits(chunk, with_gradient)
         logits, vocabulary = unwrap_logits(output, len(chunk))
-        losses.append(job.rows.losses(logits, rows, vocabulary))
+        losses = job.rows.losses(logits, rows, vocabulary)
+        total = total.to(losses.dtype)  # float64 stays
+        total[rows] = losses
         if with_gradient:
             assert weights is not None
             job.rows.gradient_(logits, rows, vocabulary, weights[rows])
             head.backward(like_logits(logits, output), chunk, None if to_hidden is None else to_hidden[rows], sums)
         del output, logits  # before the next chunk's are made
-    total = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
     return Outcome(total, to_hidden, sums.sums)
 
 
@@ -102,7 +104,7 @@ class LossInForward(torch.autograd.Function):
         own, *saved = ctx.saved_tensors
         factor = upstream * own.nan_to_num(posinf=0.0)  # no token counts: the loss is NaN, and nothing has a gradient
         in_place = graph_is_kept() is False
-        unchanged = factor.device.type == "cpu" and factor.item() == 1
+        unchanged = factor.device.type == "cpu" and not is_fake(factor) and factor.item() == 1
         grads: list[Tensor | None] = [None] * ctx.inputs
         for index, grad in zip(ctx.kept, saved, strict=True):
             if not unchanged:

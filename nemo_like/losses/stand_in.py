@@ -22,7 +22,7 @@ from nemo_like.losses.cross_entropy import losses_per_token, reduced, whole
 from nemo_like.losses.heads import Head
 from nemo_like.losses.rows import CrossEntropyRows, Shape
 from nemo_like.options import ChunkedLoss
-from nemo_like.torch_compat import answering_calls
+from nemo_like.torch_compat import answering_calls, shape_only
 
 
 @dataclass
@@ -91,16 +91,22 @@ class Recipe:
 
 
 class StandIn(Tensor):
-    """Looks like logits, (..., V), and holds one NaN."""
+    """Looks like logits, (..., V), and holds nothing."""
 
     recipe: Recipe
 
     @staticmethod
     def of(recipe: Recipe, width: int, dtype: torch.dtype) -> StandIn:
-        nothing = torch.full((), math.nan, dtype=dtype, device=recipe.hidden.device)
-        made = nothing.expand(*recipe.hidden.shape[:-1], width).as_subclass(StandIn)
+        made: StandIn = shape_only(StandIn, (*recipe.hidden.shape[:-1], width), dtype, recipe.hidden.device)
         made.recipe = recipe
         return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Whoever goes past `__torch_function__` would compute with nothing.
+        raise RuntimeError(
+            f"{func} met the stand-in for the logits of a chunked loss. Use loss='model' for this model."
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,13 +7,16 @@ right shape and keeps nothing. Between two layers only two numbers count: the pe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from nemo_like.losses.model_loss import chunked_calls
 from nemo_like.module_tree import bare
+from nemo_like.options import ChunkedLoss
 from nemo_like.planning.capture import Kind, ModelTrace, replaced_forwards
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.gradient_sums import SumsInPlace
@@ -50,6 +53,10 @@ class OuterMemory:
     """Gradients of outer parameters by name, bytes; they are alive from `middle` on."""
     used: tuple[frozenset[int], ...]
     """For each kind of layer, the positions of those tensors of its output that get a gradient."""
+    whole_logits: tuple[str, ...] = ()
+    """Why logits were whole, where a chunked loss was asked for; empty: they were not."""
+    in_chunks: bool = False
+    """Whether the head made its gradients in forward, so that its backward begins with that of the loss."""
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
@@ -69,9 +76,13 @@ def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -
 
 
 def outer_memory(
-    model: nn.Module, layers: Sequence[Any], traced: ModelTrace, loss_fn: Callable[[Any], torch.Tensor] | None = None
-) -> OuterMemory:
-    """Run the model's step around its layers on fake tensors and watch its memory."""
+    model: nn.Module, layers: Sequence[Any], traced: ModelTrace, loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    chunks: ChunkedLoss | None = None,
+) -> OuterMemory:  # fmt: skip
+    """Run the model's step around its layers on fake tensors and watch its memory.
+
+    chunks: compute the loss that the model computes in such chunks.
+    """
     state = {
         name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t
         for name, t in _untied(traced.state).items()
@@ -93,7 +104,10 @@ def outer_memory(
 
         return standing_in
 
-    with cache_off(model), traced.run, meter, SumsInPlace(), replaced_forwards(layers, stub):
+    nothing: list[str] = []
+    in_chunks: AbstractContextManager[list[str]]
+    in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
+    with cache_off(model), in_chunks as whole_logits, traced.run, meter, SumsInPlace(), replaced_forwards(layers, stub):
         with traced.run.casting():
             output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
         head = Stretch(meter.lap(), meter.live)
@@ -104,9 +118,10 @@ def outer_memory(
     grads = {name: t.grad.untyped_storage().nbytes() for name, t in state.items() if t.grad is not None}
     if len(backward) != len(forward):  # layers without gradients: a frozen tower has no backward
         backward = backward + [Stretch(tail.peak, tail.left)] * (len(forward) - len(backward))
+    whole = tuple(whole_logits)
     return OuterMemory(
         tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads,
-        tuple(map(frozenset, used)),
+        tuple(map(frozenset, used)), whole, chunks is not None and not whole,
     )  # fmt: skip
 
 

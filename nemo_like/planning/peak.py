@@ -97,6 +97,8 @@ def step_peak(
     _stretch(walk, outer.head, "forward of the head")
     comm.after_model()
     held = sum(now.values()) - now["parameters"] - now["optimizer state"]
+    if outer.in_chunks:
+        comm.before_tail_backward()
     _stretch(walk, outer.middle, "backward of the head")
     comm.after_tail_backward(tail_grads)
     for i in reversed(range(len(layers))):
@@ -199,6 +201,11 @@ class _Comm:
         """At the end of the model's forward, the last flat buffer goes."""
         self._keep("gathered layers", 0)
 
+    def before_tail_backward(self) -> None:
+        """The tail (or the root: one) fetches the layers before it. For whole logits that comes after the peak."""
+        if self.on:
+            self._fetch_behind(len(self.units), 1 if self.s.tail is None else self.s.prefetch[1])
+
     def after_tail_backward(self, grads: int) -> None:
         """The tail is reduced before the last layer's backward."""
         if not self.on:
@@ -218,7 +225,10 @@ class _Comm:
             self.walk.look("copying out", gathered_layers=unit.gathered)
             self.open[i] = unit.gathered
             self.flat.pop(i)
-        for j in range(i - 1, max(-1, i - 1 - self.s.prefetch[1]), -1):
+        self._fetch_behind(i, self.s.prefetch[1])
+
+    def _fetch_behind(self, i: int, count: int) -> None:
+        for j in range(i - 1, max(-1, i - 1 - count), -1):
             if j not in self.flat and j not in self.open and self._unit(j) is not None:
                 self._fetch(j)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.options import FSDP2, MemoryBudget, Precision, dtype_word
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, dtype_word
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import BudgetError, Planner, Setup
 
@@ -26,6 +26,18 @@ class PlanRow:
     """What to write after ``ac=``."""
     plan: Plan
     fits: bool
+
+
+@dataclass(frozen=True)
+class ChunkedGain:
+    """What ``loss="chunked"`` would change."""
+
+    saved_bytes: int
+    """By how much lower ``full`` would peak."""
+    full_peak_bytes: int
+    """Where ``full`` would peak then."""
+    best: Plan | None
+    """The fastest plan that would fit; None where nothing would."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,8 @@ class PlanReport:
 
     unmet: tuple[str, ...] = ()
     """For each budget that was asked for and that nothing meets: why."""
+    chunks: ChunkedGain | None = None
+    """What a chunked loss would buy; None: nothing, or it is asked for."""
 
     @property
     def tp(self) -> int:
@@ -64,6 +78,7 @@ class PlanReport:
             "dp_replicate": self.dp_replicate if self.dp_replicate > 1 else None,
             "tp": setup.tp if setup.tp > 1 else None,
             "precision": _precision(setup.precision),
+            "loss": None if setup.loss is None else _loss(setup.loss),
             "optimizer": repr(setup.optimizer) if not mode and setup.optimizer != "adamw" else None,
             "sample_input": sample if not mode and not self.special else None,
         }
@@ -99,8 +114,23 @@ def make_report(
     fitting = [row for row in rows if row.fits and (planner.setup.tp == 1 or row.name in MODES)]
     best = min(fitting, key=lambda row: (row.plan.step_time, row.plan.peak_bytes)) if fitting else None
     return PlanReport(
-        tuple(rows), best, limit, planner.setup, planner.device.name, problem, dp_replicate, special, tuple(unmet)
-    )
+        tuple(rows), best, limit, planner.setup, planner.device.name, problem, dp_replicate, special, tuple(unmet),
+        _gain(planner, limit),
+    )  # fmt: skip
+
+
+def _gain(planner: Planner, limit: int) -> ChunkedGain | None:
+    other = None if planner.setup.loss is not None else planner.with_chunks(ChunkedLoss())
+    if other is None:
+        return None
+    before, after = (each.peak(each.uniform("full")).total for each in (planner, other))
+    if after >= before:
+        return None
+    try:
+        best = other.plan(MemoryBudget(peak_bytes=limit))
+    except BudgetError:
+        best = None
+    return ChunkedGain(before - after, after, best)
 
 
 def _shown(options: Any) -> str:
@@ -111,6 +141,10 @@ def _shown(options: Any) -> str:
         if getattr(options, field.name) != field.default
     ]
     return f"{type(options).__name__}({', '.join(changed)})"
+
+
+def _loss(loss: ChunkedLoss) -> str:
+    return repr("chunked") if loss == ChunkedLoss() else _shown(loss)
 
 
 def _precision(precision: Precision) -> str | None:
@@ -161,7 +195,7 @@ def breakdown(plan: Plan) -> str:
 def advice(report: PlanReport, sample: str) -> str:
     """The recommendation, and the code that runs what was planned."""
     if report.best is None:
-        return f"Nothing fits. {report.problem}"
+        return "\n".join([f"Nothing fits. {report.problem}", *_chunks_line(report)])
     row = report.best
     lines = [
         f"Recommended: ac={row.name!r} (predicted peak {row.plan.peak_bytes / 2**30:.2f} GiB, step "
@@ -170,7 +204,20 @@ def advice(report: PlanReport, sample: str) -> str:
     ]
     if report.tp > 1 and any(r.fits and r.name not in MODES for r in report.rows):
         lines.append("  # parallelize takes no budget beside tp=: of what fits, this is the fastest that it can run.")
-    return "\n".join(lines)
+    return "\n".join(lines + _chunks_line(report))
+
+
+def _chunks_line(report: PlanReport) -> list[str]:
+    gain = report.chunks
+    if gain is None:
+        return []
+    line = (
+        f"Chunk the loss (loss='chunked'): -{gain.saved_bytes / 2**30:.2f} GiB; ac='full' then peaks at "
+        f"{gain.full_peak_bytes / 2**30:.2f} GiB, and "
+    )
+    if gain.best is None:
+        return [line + "nothing fits still."]
+    return [line + f"the fastest plan that fits takes {gain.best.step_time:.3f} of a step without checkpointing."]
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
@@ -183,6 +230,10 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "call": report.call(report.best) if report.best else None,
         "problem": report.problem or None,
         "unmet": list(report.unmet),
+        "chunked_loss": None if report.chunks is None else {
+            "saved_bytes": report.chunks.saved_bytes, "full_peak_bytes": report.chunks.full_peak_bytes,
+            "step_time": report.chunks.best.step_time if report.chunks.best else None,
+        },
         "rows": [
             {
                 "ac": row.name, "held_bytes": row.plan.held_bytes,

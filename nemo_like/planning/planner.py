@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,9 @@ from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, F
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
 from nemo_like.log import say_once, warn_once
+from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.module_tree import bare, bare_modules
-from nemo_like.options import FSDP2, MemoryBudget, Precision
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
@@ -56,6 +58,8 @@ class Setup:
     """None: the model stays whole, and computes under autocast where `precision` lowers its dtype."""
     tp: int = 1
     """Tensor-parallel ranks (see `nemo_like.planning.sharding`)."""
+    loss: ChunkedLoss | None = None
+    """The chunks that the model's loss is computed in; None: as the model does."""
 
 
 class Planner:
@@ -76,6 +80,8 @@ class Planner:
         self.skip = _can_skip(lower) if skip is None else skip
         self.whole = model
         self.model = local_twin(model, setup.tp)
+        if setup.loss is not None:
+            check_head(self.model)
         self.layers, self.chosen = _found_and_chosen(self.model, layers)
         if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
             raise ValueError(
@@ -174,7 +180,19 @@ class Planner:
     @cached_property
     def outer(self) -> OuterMemory:
         """The model around its layers."""
-        return outer_memory(self.model, self.layers, self.traced, self.loss_fn)
+        outer = outer_memory(self.model, self.layers, self.traced, self.loss_fn, self.setup.loss)
+        for reason in outer.whole_logits:
+            say_whole_logits(self.whole, reason)
+        return outer
+
+    def with_chunks(self, loss: ChunkedLoss) -> Planner | None:
+        """This planner for a loss in chunks, with nothing traced again; None where the logits would be whole anyway."""
+        if find_head(self.model) is None:
+            return None
+        other = copy.copy(self)
+        other.setup = replace(self.setup, loss=loss)
+        other.__dict__["outer"] = outer_memory(self.model, self.layers, self.traced, self.loss_fn, loss)
+        return None if other.outer.whole_logits else other
 
     @cached_property
     def sharding(self) -> Sharding:
@@ -283,9 +301,19 @@ class Planner:
         return BudgetError(
             f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
             f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
-            f"to shard over (now {self.setup.shard_ranks})" + ("." if self.host else ", or host offload (offload=)."),
+            f"to shard over (now {self.setup.shard_ranks})"
+            + ("" if self.host else ", host offload (offload=)")
+            + self._chunks_would_save(stack, peak)
+            + ".",
             peak.total,
         )
+
+    def _chunks_would_save(self, stack: Stack, peak: Peak) -> str:
+        """The end of a sentence of ways out."""
+        chunks = None if self.setup.loss is not None else self.with_chunks(ChunkedLoss())
+        least = self.proved_all(stack.assignment(stack.mixes[0]))
+        saved = 0 if chunks is None else peak.total - chunks.peak(least).total
+        return f", or a chunked loss (loss='chunked': {gib(saved)} less)" if saved > 0 else ""
 
     def held(self, choices: Sequence[Choice]) -> int:
         """Bytes that all layers hold at the end of forward, with what they share."""
@@ -345,6 +373,7 @@ def plan_for(
     fsdp: FSDP2 | None = FSDP2(),  # noqa: B008 - frozen
     skip: bool | None = None,
     host: bool = False,
+    loss: str | ChunkedLoss = "model",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     measure: bool = False,
 ) -> Plan:
@@ -366,6 +395,7 @@ def plan_for(
         skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed and the model does not
             compute under autocast (else said once).
         host: also consider keeping outputs in host memory, over the device's link.
+        loss: as `nemo_like.parallelize` will be called with: ``"chunked"`` where head and loss are computed in chunks.
         loss_fn: the loss of the model's output; default: its ``loss``, or the sum of its output.
         measure: time each op of a block on the device at hand, instead of the roofline of `device`.
 
@@ -373,7 +403,8 @@ def plan_for(
 
     Raises:
         BudgetError: (a ValueError) no plan fits, with the smallest budget that one does.
-        ValueError: no sample input, an unknown device or optimizer, a model that cannot be traced.
+        ValueError: no sample input, an unknown device, optimizer or loss, no head for a chunked loss, a model that cannot
+            be traced.
         MissingExtraError: ``skip=True`` and scipy is not installed.
     """
     if sample_input is None:
@@ -386,7 +417,7 @@ def plan_for(
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(
         shard_ranks=shard_ranks(mesh, world_size), optimizer=optimizer, precision=Precision.of(precision), fsdp=fsdp,
-        tp=axis(mesh, "tp"),
+        tp=axis(mesh, "tp"), loss=ChunkedLoss.of(loss),
     )  # fmt: skip
 
     def make() -> Plan:

@@ -1,0 +1,120 @@
+"""Plans for a loss in chunks: budgets, the report's line, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import ChunkedLoss, cli, parallelize
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.log import forget_announcements
+from nemo_like.planning import BudgetError, plan_for
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.plan_report import advice, as_json, make_report
+from nemo_like.planning.planner import Planner, Setup
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+IDS = torch.randint(4096, (4, 96), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": IDS, "labels": IDS}
+CHUNKS = ChunkedLoss(chunk_tokens=16)
+
+
+def wide() -> nn.Module:
+    """A decoder whose logits are most of its step."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=4096,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def _planner(model: nn.Module, sample: Any = BATCH, loss: ChunkedLoss | None = None) -> Planner:
+    return Planner(model, sample, device=resolve_device("cpu"), setup=Setup(fsdp=None, loss=loss))
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model(**BATCH).loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_a_budget_that_only_chunks_meet() -> None:
+    plain, chunked = _planner(wide()), _planner(wide(), loss=CHUNKS)
+    least, most = (chunked.peak(chunked.uniform(mode)).total for mode in ("full", "none"))
+    assert least < most < plain.peak(plain.uniform("full")).total
+    budget = f"{(least + most) // 2}B"
+    options = dict(strategy="single", device="cpu", optimizer="adamw", sample_input=BATCH)
+    with pytest.raises(BudgetError, match=r"or a chunked loss \(loss='chunked': .*MiB less\)"):
+        parallelize(wide(), ac=budget, **options)
+    model = parallelize(wide(), ac=budget, loss=CHUNKS, **options)
+    assert any(isinstance(module, CheckpointWrapper) for module in model.modules())
+    whole = parallelize(wide(), ac="none", loss=CHUNKS, strategy="single", device="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(_gradients(model), _gradients(whole), strict=True))
+
+
+def test_plan_for_takes_what_parallelize_takes() -> None:
+    plans = {loss: plan_for(wide(), "1TiB", BATCH, device="cpu", fsdp=None, loss=loss) for loss in ("model", "chunked")}
+    assert plans["chunked"].peak_bytes < plans["model"].peak_bytes
+    asleep = plan_for(wide().eval(), "1TiB", BATCH, device="cpu", fsdp=None, loss="chunked")
+    assert asleep.peak_bytes == plans["chunked"].peak_bytes  # a loaded model is in evaluation mode, and will train
+    with pytest.raises(ValueError, match=r"loss is 'chunk'.*chunked"):
+        plan_for(wide(), "1TiB", BATCH, device="cpu", loss="chunk")
+    with pytest.raises(ValueError, match="needs the output head"):
+        plan_for(wide().model, "1TiB", {"input_ids": IDS}, device="cpu", loss="chunked")
+
+
+def test_a_head_that_is_no_plain_linear_is_planned() -> None:
+    model = wide()
+    model.lm_head.register_forward_hook(lambda module, args, output: output)
+    assert _planner(model, loss=CHUNKS).outer.in_chunks
+
+
+def test_logits_that_stay_whole_are_planned_whole_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    forget_announcements()
+    plain, asked = _planner(wide(), {"input_ids": IDS}), _planner(wide(), {"input_ids": IDS}, CHUNKS)
+    with caplog.at_level(logging.WARNING, "nemo_like"):
+        assert plain.peak(plain.uniform("full")) == asked.peak(asked.uniform("full"))
+    assert "gets whole logits, because it is called without labels" in caplog.text
+    assert make_report(plain, ["50%"], 1 << 40).chunks is None
+
+
+def test_the_report_says_what_chunks_would_buy() -> None:
+    plain, chunked = _planner(wide()), _planner(wide(), loss=ChunkedLoss())
+    peaks = [planner.peak(planner.uniform("full")).total for planner in (plain, chunked)]
+    report = make_report(plain, ["50%"], peaks[0] - 1)
+    gain = report.chunks
+    assert gain is not None and gain.best is not None
+    assert (gain.saved_bytes, gain.full_peak_bytes) == (peaks[0] - peaks[1], peaks[1])
+    assert gain.best.peak_bytes < peaks[0] and as_json(report)["chunked_loss"]["saved_bytes"] == gain.saved_bytes
+    assert f"Chunk the loss (loss='chunked'): -{gain.saved_bytes / 2**30:.2f} GiB" in advice(report, "batch")
+    asked = make_report(chunked, ["50%"], peaks[0])
+    assert asked.chunks is None and "loss='chunked'" in asked.call(asked.rows[0])
+    sizes = make_report(_planner(wide(), loss=CHUNKS), ["50%"], peaks[0])
+    assert "loss=ChunkedLoss(chunk_tokens=16)" in sizes.call(sizes.rows[0])
+
+
+def test_the_command_takes_the_word(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    wide().save_pretrained(tmp_path)
+    words = ["plan", "--model", str(tmp_path / "config.json"), "--seq-len", "384", "--json", "-", "--loss"]
+    assert cli.main([*words, "chunked"]) == 0
+    chunked = json.loads(capsys.readouterr().out)
+    assert cli.main([*words, "model"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    full = [next(row for row in body["rows"] if row["ac"] == "full")["peak_bytes"] for body in (plain, chunked)]
+    assert plain["chunked_loss"]["saved_bytes"] == full[0] - full[1] > 0
+    assert chunked["chunked_loss"] is None and "loss='chunked'" in chunked["call"]
+    assert cli.main([*words, "chunk"]) == 2
+    assert "Did you mean 'chunked'" in capsys.readouterr().err
