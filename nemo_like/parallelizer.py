@@ -51,14 +51,16 @@ def apply_activation_checkpointing(
     compile: bool = False,
     *,
     layers: Iterable[str | nn.Module] | None = None,
+    loss: str | ChunkedLoss = "model",
     sample_input: Any = None,
     autocast: str | torch.dtype | None = None,
 ) -> nn.Module:
-    """Checkpoint the repeated layers of `model` in place, and nothing else: for callers who shard later themselves.
+    """Checkpoint the repeated layers of `model` in place, for callers who shard later themselves.
 
     Args:
         model: any Hugging Face or plain PyTorch model; changed in place and returned.
-        ac, layers, sample_input: as for `parallelize`. A budget counts the ranks of the process group, if there is one.
+        ac, layers, loss, sample_input: as for `parallelize`. A budget counts the ranks of the process group, if there is
+            one.
         scope: `parallelize`'s ``ac_scope``.
         compile: the layers will be compiled.
         autocast: the dtype (``"bf16"``) of the autocast that the caller runs the model under, which a budget is planned
@@ -71,10 +73,14 @@ def apply_activation_checkpointing(
     found, chosen = layers_for(model, asked, scope, layers)
     compiled = parse_compile(compile) is not None
     _check_compile(compiled, asked)
-    planning = {} if autocast is None else {"precision": Precision.of(autocast), "fsdp": None}
+    in_chunks = ChunkedLoss.of(loss)
+    if in_chunks is not None:
+        check_head(model)
+    planning: dict[str, Any] = {} if autocast is None else {"precision": Precision.of(autocast), "fsdp": None}
+    planning["loss"] = loss
     specs = resolve(model, asked, found, chosen, sample_input=sample_input, compile=compiled, planning=planning)
     apply_specs(model, specs, compile=compiled)
-    return model
+    return model if in_chunks is None else chunk_model_loss(model, in_chunks)
 
 
 def parallelize(

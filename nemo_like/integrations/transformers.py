@@ -1,13 +1,13 @@
-"""`ac=` for `transformers.Trainer`: checkpoint the model before accelerate shards it, in every mode, budgets too.
+"""`ac=` and `loss=` for `transformers.Trainer`: the model is changed before accelerate shards it.
 
     @dataclass
     class MyArguments(CheckpointingArguments, transformers.TrainingArguments): ...
 
     class MyTrainer(CheckpointingMixin, transformers.Trainer): ...
 
-    MyTrainer(model, MyArguments(output_dir, ac="selective"), ...).train()
+    MyTrainer(model, MyArguments(output_dir, ac="selective", loss="chunked"), ...).train()
 
-or, without a class of your own, ``Trainer(model, args, callbacks=[CheckpointingCallback("selective")])``.
+or, without a class of your own, ``Trainer(model, args, callbacks=[CheckpointingCallback("selective", loss="chunked")])``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from nemo_like.extras import require
+from nemo_like.losses.model_loss import chunk_model_loss
+from nemo_like.options import ChunkedLoss
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 _transformers = require("transformers", "hf", "for the Trainer integration")
@@ -36,6 +38,9 @@ class CheckpointingArguments:
     )
     ac_scope: str = field(
         default="all", metadata={"help": "layers to checkpoint: all, language, vision, audio, multimodal"}
+    )
+    loss: str = field(
+        default="model", metadata={"help": "model, or chunked: head and loss of a few tokens at a time in training"}
     )
     activation_offloading: str = field(
         default="none", metadata={"help": "what waits in host memory: none, boundary, saved, all"}
@@ -68,36 +73,59 @@ def refuse_two_kinds_of_checkpointing(args: Any) -> None:
         )
 
 
+def refuse_a_loss_of_whole_logits(args: Any) -> None:
+    """Raise ValueError where a trainer with these arguments would not have the model compute its loss in chunks."""
+    smoothing = getattr(args, "label_smoothing_factor", 0)
+    if smoothing:
+        raise ValueError(
+            f"label_smoothing_factor={smoothing} makes the trainer compute the loss itself, from whole logits, which "
+            "loss='chunked' is to avoid. Set label_smoothing_factor=0, or loss='model'."
+        )
+    if getattr(args, "torch_compile", False):
+        raise ValueError(
+            "torch_compile=True compiles the whole model, which then computes its loss from whole logits, which "
+            "loss='chunked' is to avoid. Set torch_compile=False, or loss='model'."
+        )
+
+
 def checkpoint_for_trainer(
-    model: nn.Module, args: Any, ac: Any, scope: Any = "all", sample_input: Any = None
+    model: nn.Module, args: Any, ac: Any, scope: Any = "all", sample_input: Any = None, loss: Any = "model"
 ) -> nn.Module:
-    """Checkpoint `model` in place for a trainer with these arguments, and return it.
+    """Checkpoint `model` in place for a trainer with these arguments, and return it; with ``loss="chunked"`` or a
+    `ChunkedLoss`, also have it compute its loss in chunks in training.
 
     Raises:
-        ValueError, TypeError: as `nemo_like.apply_activation_checkpointing`; and where the trainer checkpoints too.
+        ValueError, TypeError: as `nemo_like.apply_activation_checkpointing`; and where the trainer checkpoints too, or
+            computes the loss itself.
     """
+    in_chunks = ChunkedLoss.of(loss)
+    if in_chunks is not None:
+        refuse_a_loss_of_whole_logits(args)
     if ac is None or ac is False or (isinstance(ac, str) and ac.strip().lower() == "none"):
-        return model
+        return model if in_chunks is None else chunk_model_loss(model, in_chunks)
     refuse_two_kinds_of_checkpointing(args)
     compiled = bool(getattr(args, "torch_compile", False))
     autocast = "bf16" if getattr(args, "bf16", False) else "fp16" if getattr(args, "fp16", False) else None
-    return apply_activation_checkpointing(model, ac, scope, compiled, sample_input=sample_input, autocast=autocast)
+    return apply_activation_checkpointing(
+        model, ac, scope, compiled, loss=loss, sample_input=sample_input, autocast=autocast
+    )
 
 
 class CheckpointingMixin:
     """Mixes into `transformers.Trainer` and its kind: the model is checkpointed when the trainer is made.
 
-    The settings are the keywords ``ac`` and ``ac_scope``, else the trainer's arguments of these names. A budget is
-    planned for one batch of the training set (or ``ac_sample_input``). Works with ``model_init`` and with PEFT models.
+    The settings are the keywords ``ac``, ``ac_scope`` and ``loss``, else the trainer's arguments of these names. A budget
+    is planned for one batch of the training set (or ``ac_sample_input``). Works with ``model_init`` and with PEFT models.
+    With ``loss="chunked"``, `output.logits` is None in training and whole in evaluation, as `compute_metrics` needs them.
 
     Raises:
         ValueError, TypeError: in the constructor, as `checkpoint_for_trainer`.
     """
 
     def __init__(
-        self, *args: Any, ac: Any = None, ac_scope: Any = None, ac_sample_input: Any = None, **kwargs: Any
+        self, *args: Any, ac: Any = None, ac_scope: Any = None, ac_sample_input: Any = None, loss: Any = None, **kwargs: Any
     ) -> None:
-        self._ac_given = (ac, ac_scope, ac_sample_input)
+        self._ac_given = (ac, ac_scope, ac_sample_input, loss)
         self._ac_ready = False
         super().__init__(*args, **kwargs)
         self._ac_ready = True
@@ -111,19 +139,26 @@ class CheckpointingMixin:
 
     def _checkpointed(self, model: nn.Module) -> nn.Module:
         trainer: Any = self
-        ac, scope, sample = self._ac_given
+        ac, scope, sample, loss = self._ac_given
         ac = getattr(trainer.args, "ac", "none") if ac is None else ac
         scope = getattr(trainer.args, "ac_scope", "all") if scope is None else scope
+        loss = getattr(trainer.args, "loss", "model") if loss is None else loss
+        if ChunkedLoss.of(loss) is not None and getattr(trainer, "compute_loss_func", None) is not None:
+            raise ValueError(
+                "compute_loss_func= computes the loss from whole logits, which loss='chunked' is to avoid. Drop one, or "
+                "call nemo_like.losses.chunked_cross_entropy in the model's forward."
+            )
         if sample is None and _needs_sample(ac):
             sample = first_batch(trainer)
-        return checkpoint_for_trainer(model, trainer.args, ac, scope, sample)
+        return checkpoint_for_trainer(model, trainer.args, ac, scope, sample, loss)
 
 
 class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name-defined]
     """Checkpoints the trainer's model at the end of the trainer's construction, before anything is sharded.
 
     Args:
-        ac, scope: see `nemo_like.apply_activation_checkpointing`; None: the training arguments' `ac` and `ac_scope`.
+        ac, scope, loss: see `nemo_like.apply_activation_checkpointing`; None: the training arguments' `ac`, `ac_scope` and
+            `loss`.
         sample_input: one batch, as keywords; needed by a budget.
 
     Raises:
@@ -131,8 +166,9 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
             ``model_init`` has built another model since (use `CheckpointingMixin`).
     """
 
-    def __init__(self, ac: Any = None, scope: Any = None, *, sample_input: Any = None) -> None:
+    def __init__(self, ac: Any = None, scope: Any = None, *, sample_input: Any = None, loss: Any = None) -> None:
         self.ac = ac
+        self.loss = loss
         self.scope = scope
         self.sample_input = sample_input
         self._model: nn.Module | None = None
@@ -141,7 +177,8 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
         """Checkpoint the model."""
         ac = getattr(args, "ac", "none") if self.ac is None else self.ac
         scope = getattr(args, "ac_scope", "all") if self.scope is None else self.scope
-        self._model = checkpoint_for_trainer(kwargs["model"], args, ac, scope, self.sample_input)
+        loss = getattr(args, "loss", "model") if self.loss is None else self.loss
+        self._model = checkpoint_for_trainer(kwargs["model"], args, ac, scope, self.sample_input, loss)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make sure that the model that trains is the one that was checkpointed."""

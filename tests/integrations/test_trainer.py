@@ -19,9 +19,10 @@ from nemo_like.integrations import (
     get_lora_act_offloading_ctx_manager,
 )
 from nemo_like.integrations.activation_offloading import output_head
+from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.packing import LAST_LAYER
-from nemo_like.options import MemoryBudget, OffloadConfig
+from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
 from nemo_like.planning import plan_for
 from tests.models import decoders
 
@@ -259,6 +260,56 @@ def test_a_model_that_checkpoints_as_timms_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"set_grad_checkpointing\(False\)"):
         apply_activation_checkpointing(model, "full")
     assert _regions(model) == 0
+
+
+def _right_tokens(prediction: Any) -> dict[str, float]:
+    """Token accuracy, as people compute it from whole logits."""
+    right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+    return {"accuracy": float(right.mean())}
+
+
+@pytest.mark.parametrize("how", ["arguments", "callback"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_chunked_loss_trains_and_evaluates_like_whole_logits(tmp_path: Path, lora: bool, how: str) -> None:
+    if lora:
+        pytest.importorskip("peft", reason="LoRA needs peft")
+    chunks = ChunkedLoss(chunk_tokens=8)
+    found = []
+    for loss in ("model", chunks):
+        model = decoders.build("llama")
+        model = _lora(model) if lora else model
+        settings: dict[str, Any] = dict(callbacks=[CheckpointingCallback("full", loss=loss)]) if how == "callback" else {}
+        kind = transformers.Trainer if how == "callback" else Trainer
+        settings |= {} if how == "callback" else dict(loss=loss)
+        trainer = kind(
+            model=model, args=_arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=Rows(),
+            eval_dataset=Rows(), compute_metrics=_right_tokens, **settings,
+        )  # fmt: skip
+        assert computes_in_chunks(trainer.model) == (loss is chunks)
+        trainer.train()
+        found.append((_weights(trainer.model), trainer.evaluate()))
+    (plain, metrics), (ours, our_metrics) = found
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+    assert our_metrics["eval_accuracy"] == metrics["eval_accuracy"] > 0
+    assert our_metrics["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
+
+
+def test_a_chunked_loss_that_the_trainer_would_not_use_is_refused(tmp_path: Path) -> None:
+    def build(**settings: Any) -> Any:
+        more = {k: settings.pop(k) for k in ("compute_loss_func", "callbacks") if k in settings}
+        kind = transformers.Trainer if "callbacks" in more else Trainer
+        return kind(model=decoders.build("llama"), args=_arguments(tmp_path, **settings), train_dataset=Rows(), **more)
+
+    for name, value in (("label_smoothing_factor", 0.1), ("torch_compile", True)):
+        with pytest.raises(ValueError, match=f"{name}=.*loss='model'"):
+            build(loss="chunked", **{name: value})
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        build(callbacks=[CheckpointingCallback("none", loss="chunked")], label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="compute_loss_func= computes the loss from whole logits"):
+        build(loss="chunked", compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs.logits.sum())
+    with pytest.raises(ValueError, match="loss is 'chunk'"):
+        build(loss="chunk")
 
 
 def test_a_budget_on_a_stream_needs_a_sample(tmp_path: Path) -> None:
