@@ -406,6 +406,41 @@ def without_fsdp_hooks(module: Any) -> Iterator[None]:
         yield
 
 
+def _casting_hooks(unit: nn.Module, policy: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What FSDP2 does in forward to the inputs and the outputs of `unit`, as a pre-hook and a hook."""
+    apply = importlib.import_module("torch.distributed.utils")._apply_to_tensors
+
+    def cast(value: Any, dtype: torch.dtype | None) -> Any:
+        return value if dtype is None else apply(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+    def inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        return cast(args, dtype), cast(kwargs, dtype)
+
+    return inputs, lambda module, args, output: cast(output, policy.output_dtype)
+
+
+@contextlib.contextmanager
+def fsdp_casting_in_replay(root: nn.Module | None) -> Iterator[None]:
+    """Within it, FSDP2 units in `root` cast inputs and outputs in backward as they do in forward.
+
+    In 2.11 a unit whose backward has begun gathers its parameters for a replay and casts nothing, so that the replay
+    computes in other dtypes than forward did. Since 2.13 it casts, and this does nothing.
+    """
+    state_type = _private(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "FSDPState")
+    if root is None or state_type is None or hasattr(state_type, "_cast_forward_inputs"):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for module in root.modules():
+            policy = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_mp_policy", None)
+            if policy is not None:
+                inputs, output = _casting_hooks(module, policy)
+                stack.callback(module.register_forward_pre_hook(inputs, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(output).remove)
+        yield
+
+
 def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """``inside(hidden)`` between the FSDP2 hooks of `module`, which run once however often `inside` calls it.
 

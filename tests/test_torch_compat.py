@@ -573,6 +573,27 @@ def test_accumulated_gradients_of_a_torch_that_is_different():
     assert list(torch_compat.fsdp_param_groups(nn.Linear(1, 1))) == []
 
 
+def test_a_unit_casts_in_replay_where_its_own_hooks_do_not(monkeypatch):
+    """FSDP2 of torch 2.11 has no `_cast_forward_inputs`, and casts nothing once the unit's backward has begun."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    state = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state").FSDPState
+    unit, seen = nn.Linear(2, 2).bfloat16(), []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    unit._get_fsdp_state = lambda: SimpleNamespace(_mp_policy=policy)
+    unit.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
+    model = nn.Sequential(unit)
+    monkeypatch.setattr(state, "_cast_forward_inputs", None, raising=False)
+    with torch_compat.fsdp_casting_in_replay(model):
+        model(torch.ones(1, 2).bfloat16())
+    monkeypatch.delattr(state, "_cast_forward_inputs")
+    with torch_compat.fsdp_casting_in_replay(model):
+        assert model(torch.ones(1, 2)).dtype == torch.float32
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 2 and not unit._forward_pre_hooks
+    with torch_compat.fsdp_casting_in_replay(None):  # a region that is no module
+        pass
+
+
 def test_whether_a_loss_is_parallel(monkeypatch):
     assert torch_compat.loss_is_parallel() is False
     with loss_parallel():

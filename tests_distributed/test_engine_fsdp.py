@@ -31,8 +31,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(x)))
+    def forward(self, x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x))) * scale
 
 
 class Layer(nn.Module):
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.block(x)
-        return x + self.mlp(self.norm(x))
+        return x + self.mlp(self.norm(x), torch.full((1,), 0.5))  # float32, which a unit of its own casts
 
 
 def _stack(policy: Policy | None, where: str, prefetch: bool, half: bool = False) -> nn.Sequential:

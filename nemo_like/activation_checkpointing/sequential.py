@@ -32,7 +32,7 @@ from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import warn_once
-from nemo_like.torch_compat import left_to_python
+from nemo_like.torch_compat import fsdp_casting_in_replay, left_to_python
 
 
 class Segment:
@@ -158,6 +158,7 @@ class _Call:
             if self.buffers is not None:
                 stack.enter_context(self.buffers.restored())
             stack.enter_context(self.ambient.restored())
+            stack.enter_context(fsdp_casting_in_replay(module_of(self.run)))
             yield
 
 

@@ -292,7 +292,8 @@ class Region:
         if self.world is not None:
             self.world.check(self.name, self.buffers.puts_back if self.buffers is not None else _nothing)
             world = self.world.restored()
-        with world, buffers, self.ambient.restored(), torch.enable_grad():
+        casts = torch_compat.fsdp_casting_in_replay(module_of(self.fn))
+        with world, buffers, self.ambient.restored(), casts, torch.enable_grad():
             try:
                 with saved_tensors_hooks(self.repack, self.give_lent), mode or self.looker():
                     self.fn(*args, **kwargs)
