@@ -56,10 +56,12 @@ class FakeRun(TorchDispatchMode):
             self._unknown.update(t.untyped_storage() for t in written if not isinstance(t, FakeTensor))
         if any(isinstance(t, FakeTensor) for t in inputs):
             with self.fake:
+                if func is _BINCOUNT:
+                    return self._bincount(*args, **kwargs)
                 return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         if any(t.untyped_storage() in self._unknown for t in inputs):
             return self._beside_unknown(func, args, kwargs)
-        if inputs and all(_small(t) for t in inputs) and not _returns_tensor(func):
+        if inputs and all(_small(t) for t in inputs) and (func is _BINCOUNT or not _returns_tensor(func)):
             return func(*args, **kwargs)  # a question about values, and the values are there
         with self.fake:
             shaped = func(*args, **kwargs)
@@ -102,6 +104,14 @@ class FakeRun(TorchDispatchMode):
         strides = (*((width * out.shape[-2],) if out.dim() == 3 else ()), width, 1)
         return torch.empty_strided(out.shape, strides, dtype=a.dtype)
 
+    def _bincount(self, ids: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+        """Counts of ``minlength`` kinds, experts for example: no id is taken to be larger, which values would tell."""
+        if minlength == 0:
+            return _BINCOUNT(ids, weights)
+        counted = torch.int64 if weights is None else torch.float64
+        dtype = torch.float32 if weights is not None and weights.dtype is torch.float32 else counted
+        return torch.empty(minlength, dtype=dtype)
+
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A fake CPU tensor with the shape, strides and `requires_grad` of `tensor`, on whatever device that is."""
         dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -136,6 +146,7 @@ class FakeRun(TorchDispatchMode):
 
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
+_BINCOUNT = torch.ops.aten.bincount.default
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))
 # Not `zeros`: models fill those with what they compute.
 _CONSTANTS = frozenset((

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nemo_like import parallelize
 from nemo_like.layers import find_layers
 from nemo_like.planning.capture import trace_model
+from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.outer import outer_memory
 from tests.models.families import FAMILIES
 
@@ -62,3 +63,16 @@ def test_what_the_router_keeps_for_the_loss_is_counted() -> None:
         traced = trace_model(model, layers, FAMILIES["mixtral"].inputs())
         left[router_loss] = outer_memory(model, layers, traced).forward[-1].left
     assert left[True] - left[False] == 24 * 4 * 4 * (len(layers) - 1)
+
+
+def test_counts_of_kinds_are_planned_by_their_number() -> None:
+    """The routers' loss of transformers 5.17 counts the tokens of each expert by ``bincount(..., minlength=experts)``."""
+    ids = torch.tensor([3, 1, 3])
+    with FakeRun() as run:
+        fake = run.like(ids)
+        assert torch.bincount(fake, minlength=4).shape == (4,) and torch.bincount(fake, minlength=4).dtype is torch.int64
+        for dtype, counted in ((torch.float32, torch.float32), (torch.bfloat16, torch.float64)):
+            assert torch.bincount(fake, run.like(torch.ones(3, dtype=dtype)), minlength=4).dtype is counted
+        assert torch.bincount(ids).tolist() == [0, 1, 0, 2]  # small integers are really computed
+        with pytest.raises(RuntimeError, match="bincount"):
+            torch.bincount(fake)
