@@ -56,6 +56,8 @@ class FakeRun(TorchDispatchMode):
             self._unknown.update(t.untyped_storage() for t in written if not isinstance(t, FakeTensor))
         if any(isinstance(t, FakeTensor) for t in inputs):
             with self.fake:
+                if func is _EMBEDDING and args[1].dtype not in (torch.int32, torch.int64):  # torch 2.11 takes any
+                    raise RuntimeError(f"embedding: indices must be of torch.int32 or torch.int64, not {args[1].dtype}")
                 if func is _BINCOUNT:
                     return self._bincount(*args, **kwargs)
                 return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
@@ -147,6 +149,7 @@ class FakeRun(TorchDispatchMode):
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _BINCOUNT = torch.ops.aten.bincount.default
+_EMBEDDING = torch.ops.aten.embedding.default
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))
 # Not `zeros`: models fill those with what they compute.
 _CONSTANTS = frozenset((
