@@ -500,6 +500,18 @@ def answering_calls(module: nn.Module, answer: Callable[..., Any] | None) -> Ite
         _put(module, name, before)
 
 
+_tracing_context: Callable[[], Any] | None = _private(torch, "_guards.TracingContext.try_get")
+
+
+def graph_is_being_made() -> bool:
+    """Whether this is called from the making of a compiled graph: from code that Dynamo traces, or by what comes after.
+
+    In 2.11 `torch.compiler.is_compiling` says so only to code that Dynamo traces. Where torch has no tracing context,
+    it alone is asked.
+    """
+    return torch.compiler.is_compiling() or (_tracing_context is not None and _tracing_context() is not None)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph; False if untold."""
     return getattr(module, "_compiled_call_impl", None) is not None

@@ -17,7 +17,7 @@ from nemo_like.compile import compile_layers, parse_compile
 from nemo_like.log import forget_announcements
 from tests.models.decoders import LAYERS, NAMES, PlainDecoder, batch, build, loss_of
 from tests.models.kv_shared import build as build_kv_shared
-from tests.releases import TORCH
+from tests.releases import TORCH, grouped_products_differ
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +39,13 @@ def same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_aot_eager_is_eager_to_the_bit_in_every_mode(name: str) -> None:
-    expected = gradients(parallelize(build(name), "single", "none"))
+    right = [gradients(parallelize(build(name), "single", "none"))]
+    if grouped_products_differ and name == "mixtral":  # compiled in some modes, left to eager in others
+        right.append(gradients(parallelize(build(name), "single", "none", compile="aot_eager")))
+        torch.testing.assert_close(right[1], right[0], rtol=1e-5, atol=1e-7)
     for ac in ("none", "full", "selective", "submodule"):
-        assert same(gradients(parallelize(build(name), "single", ac, compile="aot_eager")), expected), ac
+        got = gradients(parallelize(build(name), "single", ac, compile="aot_eager"))
+        assert any(same(got, expected) for expected in right), ac
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule"])

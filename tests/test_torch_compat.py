@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import nemo_like
 from nemo_like import torch_compat
@@ -571,6 +572,36 @@ def test_accumulated_gradients_of_a_torch_that_is_different():
     torch_compat.accumulate_zeros(other, torch.float32)
     assert vars(other).keys() == {"_unsharded_param"} and other._unsharded_param.grad is None
     assert list(torch_compat.fsdp_param_groups(nn.Linear(1, 1))) == []
+
+
+_seen_by_policy: list[bool] = []
+
+
+def _contexts_that_ask():
+    def keep_all(context, op, *args, **kwargs):
+        _seen_by_policy.append(torch_compat.graph_is_being_made())
+        return True
+
+    return create_selective_checkpoint_contexts(keep_all)
+
+
+def test_that_a_graph_is_being_made_is_known_without_the_compilers_flag(monkeypatch):
+    """Torch 2.11 sets the flag only for what Dynamo traces; the policy must reach the partitioner all the same."""
+
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        return checkpoint(lambda t: t.sin().cos(), x, use_reentrant=False, context_fn=_contexts_that_ask)
+
+    assert not torch_compat.graph_is_being_made()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    torch.compiler.reset()
+    step(torch.ones(2, requires_grad=True)).sum().backward()
+    torch.compiler.reset()
+    assert _seen_by_policy and all(_seen_by_policy)
+    monkeypatch.setattr(torch_compat, "_tracing_context", None)
+    assert not torch_compat.graph_is_being_made()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch_compat.graph_is_being_made()
 
 
 def test_a_unit_casts_in_replay_where_its_own_hooks_do_not(monkeypatch):

@@ -67,6 +67,7 @@ def _compare(rank: int, world_size: int, segments: int, reshard: bool, low_preci
     return len(wanted)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("segments", "reshard", "low_precision"), [(1, True, False), (2, True, True), (2, False, False)]
 )

@@ -276,6 +276,7 @@ def recomputed_matmuls(policy):
     return graphs["backward"] - 2 * graphs["forward"]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("policy", "count"),
     [

@@ -19,7 +19,7 @@ from nemo_like.activation_checkpointing.engine.contexts import eager_contexts, k
 from nemo_like.activation_checkpointing.engine.dispatch import COPY, RANDOM, TRACKED, kinds_for
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision, Policy, SelectivePolicy
 from nemo_like.log import warn_once
-from nemo_like.torch_compat import without_innermost_saved_tensor_hooks
+from nemo_like.torch_compat import graph_is_being_made, without_innermost_saved_tensor_hooks
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -62,7 +62,7 @@ def selective_contexts(policy: Policy) -> ContextPair:
     Ours in eager mode, where a compiled graph is run without a compiler (backend ``"eager"``): PyTorch's refuse there
     what a model changes in place after it was kept, such as the router's top values in Mixtral.
     """
-    if torch.compiler.is_compiling():
+    if graph_is_being_made():
         return create_selective_checkpoint_contexts(torch_policy_fn(policy))
     return eager_contexts(policy)
 
