@@ -16,6 +16,7 @@ from nemo_like.options import (
     MemoryBudget,
     OffloadConfig,
     Precision,
+    StepSpec,
     TensorParallel,
 )
 from nemo_like.parallelizer import apply_activation_checkpointing, parallelize
@@ -42,6 +43,7 @@ __all__ = [
     "ProfileReport",
     "SelectiveCheckpointer",
     "SelectivePolicy",
+    "StepSpec",
     "TensorParallel",
     "apply_activation_checkpointing",
     "checkpoint_timesteps",

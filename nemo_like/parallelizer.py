@@ -34,10 +34,10 @@ from nemo_like.options import (
     MemoryBudget,
     OffloadConfig,
     Precision,
+    StepSpec,
     TensorParallel,
     parse_strategy,
 )
-from nemo_like.planning.sharding import OPTIMIZERS
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, read_ac, resolve
 
@@ -98,7 +98,8 @@ def parallelize(
     compile: bool | str = False,
     offload: str | OffloadConfig | None = None,
     sample_input: Any = None,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
+    step: StepSpec | None = None,
     device: str | torch.device | None = None,
 ) -> nn.Module:
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
@@ -137,7 +138,10 @@ def parallelize(
             and what checkpointing keeps), ``"all"``, or an `OffloadConfig`.
         sample_input: what one step of one rank gives to the model, as keywords, positions or one tensor; needed by
             budgets, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first.
-        optimizer: the optimizer whose state a budget counts: ``"adamw"``, ``"adamw-8bit"``, ``"sgd"``, ...
+        optimizer: the optimizer that a budget counts: ``"adamw"`` (default), ``"adamw-8bit"``, ``"sgd"``, ...
+        step: what else a budget counts of the training loop (`StepSpec`: microbatches, a loss outside of the model, whether
+            the output is dropped before backward); default: ``out = model(**batch); out.loss.backward()``, then one
+            step of the optimizer.
         device: where the model goes; default: this rank's accelerator if there is one, else the CPU.
 
     Raises:
@@ -159,8 +163,7 @@ def parallelize(
     if in_chunks is not None:
         check_head(model)
     _check_sharded_by_caller(model, word)
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer is {optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
+    loop = StepSpec.of(step, optimizer)
     asked_device = None if device is None else checked_device(device)
     mesh = _mesh(word, mesh, dp_replicate, tensor.size, asked_device)
     shard_mesh = mesh if word == "fsdp2" else None
@@ -172,7 +175,7 @@ def parallelize(
         _check_whole_model(model, mesh, cast)
     specs = resolve(
         model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None,
-        planning=_planning(shard_mesh, optimizer, cast, fsdp, loss),
+        planning=_planning(shard_mesh, loop, cast, fsdp, loss, ddp=mesh is not None and word == "ddp"),
     )  # fmt: skip
     check_specs(model, specs, compile=backend is not None)
 
@@ -198,16 +201,17 @@ def parallelize(
 
 
 def _planning(
-    mesh: DeviceMesh | None, optimizer: str, precision: Precision, fsdp: FSDP2, loss: str | ChunkedLoss
+    mesh: DeviceMesh | None, step: StepSpec, precision: Precision, fsdp: FSDP2, loss: str | ChunkedLoss, *, ddp: bool
 ) -> dict[str, Any]:  # fmt: skip
     """What `plan_for` is to know of the step."""
     return dict(
         mesh=mesh,
         world_size=1 if mesh is None else None,
-        optimizer=optimizer,
+        step=step,
         precision=precision,
         fsdp=None if mesh is None else fsdp,
         loss=loss,
+        ddp=ddp,
     )
 
 

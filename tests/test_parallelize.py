@@ -26,7 +26,7 @@ def test_the_public_names_are_these() -> None:
     assert nemo_like.__all__ == [
         "DDP", "FSDP2", "ActivationCheckpointTransform", "CheckpointConfig", "CheckpointWrapper", "ChunkedLoss",
         "MemoryBudget", "MemoryProfiler", "OffloadConfig", "Plan", "Precision", "ProfileReport", "SelectiveCheckpointer",
-        "SelectivePolicy", "TensorParallel", "apply_activation_checkpointing", "checkpoint_timesteps",
+        "SelectivePolicy", "StepSpec", "TensorParallel", "apply_activation_checkpointing", "checkpoint_timesteps",
         "materialize", "parallelize", "plan_for",
     ]  # fmt: skip
     assert all(getattr(nemo_like, name).__doc__ for name in nemo_like.__all__)
@@ -58,6 +58,7 @@ BAD = {
     "mesh": (dict(mesh="dp"), "must be a torch DeviceMesh"),
     "device": (dict(device="tpu"), "device is 'tpu'; write it like 'cpu'"),
     "device that is not there": (dict(device="cuda:99"), r"device is 'cuda:99', and torch sees \d+ CUDA device"),
+    "step": (dict(step=4), "step is 4; it must be a StepSpec"),
     "optimizer": (dict(optimizer="adamm"), "optimizer is 'adamm'; it must be one of adamw, "),
     "dtype that autocast has not": (dict(precision=torch.float64), "param_dtype is torch.float64, and without FSDP2"),
 }

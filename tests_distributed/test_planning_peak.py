@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, StepSpec
+from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 BATCH, SEQ, HIDDEN, VOCAB = 4, 96, 64, 384
+DROPPED = StepSpec(keeps_output=False)
+"""The loop of `_step`."""
 
 
 def _decoder(config_class: str, **more):
@@ -100,59 +99,19 @@ def _gpt2():
 
 
 def _step(model, optimizer, batch):
-    optimizer.zero_grad(set_to_none=True)
     out = model(**batch)
     loss = out if isinstance(out, torch.Tensor) else out.loss
     del out
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _measured(model, batch) -> int:
-    """Peak of a step after the first: what was alive before it, and the running sum of the allocator's events.
-
-    The profiler sees this thread alone. Now and then a thread of gloo is the last to drop a buffer, and that is missing
-    from the sum; or Python frees the model of an earlier case within the step, which is too much in it. After a step
-    whose events are complete just its gradients are left of it. Steps are taken until each rank has seen such a one.
-    """
+    """Peak of a step after the first."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     _step(model, optimizer, batch)
-    optimizer.zero_grad(set_to_none=True)
-    before = sum(_local(p).untyped_storage().nbytes() for p in model.parameters())
-    for state in optimizer.state.values():
-        before += sum(_local(t).untyped_storage().nbytes() for t in state.values() if isinstance(t, torch.Tensor))
-    gc.collect()  # the models of earlier cases, which FSDP2 leaves in cycles
-    found = None
-    for _ in range(50):
-        peak, left = _event_peak(model, optimizer, batch)
-        grads = [_local(p.grad) for p in model.parameters() if p.grad is not None]
-        storages = [grad.untyped_storage() for grad in grads]  # FSDP2: one for all of a layer
-        gradients = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        if left == gradients and found is None:
-            found = peak
-        ready = torch.tensor(float(found is not None))
-        if dist.is_initialized():
-            dist.all_reduce(ready, dist.ReduceOp.MIN)
-        if ready:
-            return before + found
-    raise AssertionError(f"no step's events were complete: {left} bytes are left, and the gradients have {gradients}")
-
-
-def _event_peak(model, optimizer, batch) -> tuple[int, int]:
-    """Of one step: the highest running sum of the events, and the last."""
-    optimizer.zero_grad(set_to_none=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _step(model, optimizer, batch)
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak, live
-
-
-def _local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return step_peak_bytes(model, optimizer, lambda: _step(model, optimizer, batch))
 
 
 def _compare(rank, world_size, name, modes):
@@ -167,7 +126,7 @@ def _compare(rank, world_size, name, modes):
     rows = []
     batch = _batch(name, rank)
     planner = Planner(
-        MODELS[name]().train(), batch, device=resolve_device("cpu"), setup=Setup(shard_ranks=world_size)
+        MODELS[name]().train(), batch, device=resolve_device("cpu"), setup=Setup(shard_ranks=world_size, step=DROPPED)
     )
     for mode in modes:
         torch.manual_seed(0)
@@ -218,7 +177,7 @@ def _settings(rank, world_size, cases, mode):
         torch.manual_seed(0)
         batch = _batch(name, rank)
         model = MODELS[name]().train()
-        setup = Setup(shard_ranks=world_size, precision=precision, fsdp=fsdp, loss=loss)
+        setup = Setup(shard_ranks=world_size, step=DROPPED, precision=precision, fsdp=fsdp, loss=loss)
         planner = Planner(model, batch, device=resolve_device("cpu"), setup=setup)
         plan = planner.describe(planner.uniform(mode), mode)
         apply_plan(model, plan, device_type="cpu")

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_like.models import ModelSource, resolve_model
-from nemo_like.options import FSDP2, ChunkedLoss, Precision, parse_bytes, parse_dtype, parse_shape
+from nemo_like.options import (
+    FSDP2,
+    OPTIMIZERS,
+    ChunkedLoss,
+    Precision,
+    StepSpec,
+    parse_bytes,
+    parse_dtype,
+    parse_shape,
+)
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.plan_report import PlanReport
@@ -40,8 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
     add("--param-dtype", default="bf16", help="parameters in forward (default: %(default)s)")
     add("--reduce-dtype", default="fp32", help="gradients while they are reduced (default: %(default)s)")
-    add("--optimizer", default="adamw", help="adamw | adamw-foreach | adamw-fused | adamw-8bit | sgd | sgd-momentum")
+    add("--optimizer", help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer})")
     add("--loss", default="model", help="model | chunked: head and loss in chunks of tokens (default: %(default)s)")
+    add("--microbatches", type=int, default=1, help="forwards and backwards per optimizer step (default: %(default)s)")
+    add("--sync", default=StepSpec.sync, help="microbatches that reduce gradients: every | last (default: %(default)s)")
+    add("--drop-output", action="store_true", help="the loop drops the model's output (its logits) before backward")
+    add("--zero-grad", default=StepSpec.zero_grad, help="gradients between steps: free | zero (default: %(default)s)")
     add("--no-reshard", action="store_true", help="keep layers gathered after forward")
     add("--prefetch", type=int, default=1, help="layers gathered ahead (default: %(default)s)")
     add("--budget", action="append", default=[], help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable")
@@ -61,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.planner import Planner, Setup
 
     shard_ranks = _shard_ranks(args)
+    step = StepSpec.of(StepSpec(args.microbatches, args.sync, not args.drop_output, args.zero_grad), args.optimizer)
     device = resolve_device(args.gpu)
     reshard = False if args.no_reshard else None
     start = time.perf_counter()
@@ -73,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             device=device,
             setup=Setup(
                 shard_ranks=shard_ranks,
-                optimizer=args.optimizer,
+                step=step,
                 precision=_precision(args),
                 # One rank keeps the model whole, whatever the strategy, and computes under autocast.
                 fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch),
@@ -113,7 +127,7 @@ def _say(args: argparse.Namespace, planner: Planner, result: PlanReport, seconds
     print(
         f"{args.model}: {size / 1e9:.2f} B parameters, {len(planner.traced.calls)} layers of {len(planner.problems)} "
         f"kind(s), {_described(args)} per rank on {args.world_size} x {planner.device.name}, "
-        f"{args.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB.\n"
+        f"{planner.setup.step.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB.\n"
     )
     print(plan_report.table(result))
     print(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nemo_like.bench.measured_step import cpu_events
 from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, cell, one_line, within
 from nemo_like.extras import require
-from nemo_like.options import MemoryBudget
+from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.outer import loss_of
@@ -140,7 +140,8 @@ def _step(model: nn.Module, sample: dict[str, Tensor]) -> None:
 def _planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]) -> SurveyedPlan:
     name = type(model).__name__
     try:
-        planner = Planner(model, sample, device=resolve_device("cpu"), setup=Setup(fsdp=None))
+        setup = Setup(step=StepSpec(keeps_output=False), fsdp=None)
+        planner = Planner(model, sample, device=resolve_device("cpu"), setup=setup)
         budget = _budget(planner)
         choices, _ = planner.choose(budget, str(budget))
         plan, predicted = planner.describe(choices, str(budget)), planner.peak(choices)

@@ -16,6 +16,7 @@ from nemo_like.options.parallel import (
     TensorParallel,
     parse_strategy,
 )
+from nemo_like.options.step_spec import OPTIMIZERS, StepSpec
 from nemo_like.options.words import (
     did_you_mean,
     dtype_word,
@@ -32,12 +33,14 @@ __all__ = [
     "FROZEN_SHARDING",
     "FSDP2",
     "LOSSES",
+    "OPTIMIZERS",
     "STRATEGIES",
     "CheckpointConfig",
     "ChunkedLoss",
     "MemoryBudget",
     "OffloadConfig",
     "Precision",
+    "StepSpec",
     "TensorParallel",
     "did_you_mean",
     "dtype_word",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,19 +33,24 @@ class BlockMemory:
     input_grad: int
     """Gradients of its inputs, at the end of its backward."""
     param_grad: int
-    """Gradients of its parameters, at the end of its backward."""
+    """Gradients of its parameters that its backward made, at its end: none where it added to those that were there."""
     trained: frozenset[str]
     """The parameters that get a gradient, by their names in the block."""
 
 
 def block_memory(
-    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int] | None = None
+    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int] | None = None, *, accumulate: bool = False
 ) -> BlockMemory:
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
 
-    `used`: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
-
     It is the engine itself that runs, so a table that the engine would refuse is refused here.
+
+    Args:
+        kind: the block, and how it is called.
+        policy: what its region keeps.
+        run: what fakes tensors.
+        used: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
+        accumulate: its parameters have gradients before, which are not counted, and backward adds to them.
 
     Raises:
         RegionError, PlanMismatchError: `policy` does not fit the block.
@@ -64,7 +69,8 @@ def block_memory(
     def call(*a: Any, **k: Any) -> Any:
         return torch.func.functional_call(kind.module, state, a, k)
 
-    meter = LiveBytes([*state.values(), *replaced.values()])
+    before = with_gradients(state.values(), run) if accumulate else []
+    meter = LiveBytes([*state.values(), *replaced.values(), *before])
     with run, meter, SumsInPlace():
         with run.casting():
             if policy is None:
@@ -93,8 +99,19 @@ def block_memory(
         backward_peak = meter.lap()
         input_grad = sum(t.grad.untyped_storage().nbytes() for t in replaced.values() if t.grad is not None)
         grads = {name: t.grad for name, t in state.items() if t.grad is not None}
-        param_grad = sum(grad.untyped_storage().nbytes() for grad in grads.values())
+        param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in grads.values())
     return BlockMemory(forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads))
+
+
+def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.Tensor]:
+    """Give each of `params` that trains a gradient, and return these."""
+    made = []
+    for param in params:
+        if param.requires_grad and param.is_leaf:
+            with run.fake:
+                param.grad = torch.empty_like(param)
+            made.append(param.grad)
+    return made
 
 
 class _OutputGradients(torch.autograd.Function):

@@ -16,7 +16,8 @@ from torch import nn
 
 from nemo_like.losses.model_loss import chunked_calls
 from nemo_like.module_tree import bare
-from nemo_like.options import ChunkedLoss
+from nemo_like.options import ChunkedLoss, StepSpec
+from nemo_like.planning.block_memory import with_gradients
 from nemo_like.planning.capture import Kind, ModelTrace, replaced_forwards
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.gradient_sums import SumsInPlace
@@ -50,9 +51,12 @@ class OuterMemory:
     tail: Stretch
     """After the first layer's backward."""
     param_grads: dict[str, int]
-    """Gradients of outer parameters by name, bytes; they are alive from `middle` on."""
+    """Gradients of outer parameters by name, bytes; they are alive from `middle` on (before, where backward adds to
+    gradients that were there: then the stretches do not count them)."""
     used: tuple[frozenset[int], ...]
     """For each kind of layer, the positions of those tensors of its output that get a gradient."""
+    kept: int = 0
+    """What stays of the model's output till the next one is there: in all stretches of backward, and in forward."""
     whole_logits: tuple[str, ...] = ()
     """Why logits were whole, where a chunked loss was asked for; empty: they were not."""
     in_chunks: bool = False
@@ -60,10 +64,13 @@ class OuterMemory:
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
-    """The number to run backward from: ``loss_fn(output)``, else a ``loss`` in the output, else the sum of its first
-    tensor that has a gradient."""
+    """The number to run backward from: ``loss_fn(output)``, else a ``loss`` in the output, else a cross entropy.
+
+    That is of its first tensor that has a gradient: in float32, shifted by one token, as most loops outside of a model
+    compute it, and no less than others hold.
+    """
     if loss_fn is not None:
-        return loss_fn(output)
+        return _told_loss(output, loss_fn)
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is not None:
         return loss
@@ -71,23 +78,45 @@ def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -
         return output
     first = next((t for t in tensors_in(output) if t.requires_grad), None)
     if first is None:
-        raise ValueError("The model's output has no loss and no tensor with a gradient; give a loss_fn.")
-    return first.float().sum()
+        raise ValueError("The model's output has no loss and no tensor with a gradient; give StepSpec(loss_fn=...).")
+    if first.dim() < 2:
+        return first.float().sum()
+    scores = (first[:, :-1] if first.dim() > 2 and first.shape[1] > 1 else first).float()
+    labels = torch.zeros(scores.shape[:-1].numel(), dtype=torch.long, device=scores.device)
+    return nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), labels)
+
+
+def _told_loss(output: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    try:
+        loss = loss_fn(output)
+    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"StepSpec.loss_fn failed on what the model returns ({type(output).__name__}, without values, on the CPU): "
+            f"{str(error).strip().splitlines()[0]}. It is called with the output alone; labels it uses must be on the CPU."
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
+        raise ValueError(f"StepSpec.loss_fn returned {loss!r}; it must return one number that has a gradient.")
+    return loss
 
 
 def outer_memory(
-    model: nn.Module, layers: Sequence[Any], traced: ModelTrace, loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    chunks: ChunkedLoss | None = None,
+    model: nn.Module, layers: Sequence[Any], traced: ModelTrace, step: StepSpec = StepSpec(),  # noqa: B008 - frozen
+    chunks: ChunkedLoss | None = None, *, accumulate: bool = False,
 ) -> OuterMemory:  # fmt: skip
     """Run the model's step around its layers on fake tensors and watch its memory.
 
-    chunks: compute the loss that the model computes in such chunks.
+    Args:
+        model, layers, traced: what runs, and how it was traced.
+        step: the loss of the loop, and whether it keeps the output.
+        chunks: compute the loss that the model computes in such chunks.
+        accumulate: parameters have gradients before, which are not counted, and backward adds to them.
     """
     state = {
         name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t
         for name, t in _untied(traced.state).items()
     }
-    meter = LiveBytes([*state.values(), *tensors_in((traced.args, traced.kwargs))])
+    before = with_gradients(state.values(), traced.run) if accumulate else []
+    meter = LiveBytes([*state.values(), *before, *tensors_in((traced.args, traced.kwargs))])
     forward: list[Stretch] = []
     backward: list[Stretch] = []
     used: list[set[int]] = [set() for _ in traced.kinds]
@@ -111,17 +140,20 @@ def outer_memory(
         with traced.run.casting():
             output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
         head = Stretch(meter.lap(), meter.live)
-        loss = loss_of(output, loss_fn)
-        del output  # as a training loop should: the logits would stay through backward
+        loss = loss_of(output, step.loss_fn)
+        if not step.keeps_output:
+            del output
         loss.backward()
         tail = Stretch(meter.lap(), meter.live)
+        output = None
+        kept = tail.left - meter.live
     grads = {name: t.grad.untyped_storage().nbytes() for name, t in state.items() if t.grad is not None}
     if len(backward) != len(forward):  # layers without gradients: a frozen tower has no backward
         backward = backward + [Stretch(tail.peak, tail.left)] * (len(forward) - len(backward))
     whole = tuple(whole_logits)
     return OuterMemory(
         tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads,
-        tuple(map(frozenset, used)), whole, chunks is not None and not whole,
+        tuple(map(frozenset, used)), kept, whole, chunks is not None and not whole,
     )  # fmt: skip
 
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nemo_like.planning.block_memory import BlockMemory
+from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory, Stretch
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
 PARTS = (
     "parameters", "optimizer state", "gradients", "gathered layers", "gathered root", "reduce buffers",
-    "held activations", "running layer", "outside of layers", "optimizer step",
+    "held activations", "running layer", "outside of layers", "kept output", "optimizer step",
 )  # fmt: skip
 
 
@@ -31,6 +32,8 @@ class LayerMemory:
     memory: BlockMemory
     unit: UnitBytes | None
     """Its FSDP2 unit; None where it belongs to the root."""
+    grads: int = 0
+    """Whole gradients of its parameters; used where they are freed while it runs (`Microbatch.frees`)."""
 
 
 @dataclass
@@ -70,21 +73,25 @@ class Peak:
 
 def step_peak(
     layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, optimizer: tuple[int, int],
-    tail_grads: int, root_grads: int,
+    tail_grads: int, root_grads: int, micro: Microbatch = Microbatch(),  # noqa: B008 - frozen
 ) -> Peak:  # fmt: skip
-    """Walk through forward, backward and optimizer step, and return the highest point.
+    """Walk through forward and backward of one microbatch and the optimizer step, and return the highest point.
 
     Args:
         layers: the layer calls in the order in which they run.
         outer: the model around them.
         sharding: units and prefetch depths.
         optimizer: bytes of state, and of the step's temporaries.
-        tail_grads, root_grads: whole gradients of the tail's and the root's parameters on one rank.
+        tail_grads, root_grads: whole gradients of the tail's and the root's parameters on one rank, where `outer` has
+            them among what is alive.
+        micro: which gradients are there already, and what becomes of those that are made.
     """
     walk = _Walk()
     now = walk.now
     now["parameters"], now["optimizer state"] = sharding.params, optimizer[0]
-    comm = _Comm(walk, sharding, [layer.unit for layer in layers])
+    now["gradients"] = micro.gradients
+    now["kept output"] = outer.kept  # the microbatch's before
+    comm = _Comm(walk, sharding, [layer.unit for layer in layers], micro)
     comm.start()
     for i, layer in enumerate(layers):
         _stretch(walk, outer.forward[i], f"before layer {i}, forward")
@@ -96,22 +103,25 @@ def step_peak(
     comm.before_tail()
     _stretch(walk, outer.head, "forward of the head")
     comm.after_model()
+    now["kept output"] = 0  # the output before is gone, and this one is among what is outside of layers
     held = sum(now.values()) - now["parameters"] - now["optimizer state"]
+    now["kept output"] = outer.kept
+    now["outside of layers"] -= outer.kept
     if outer.in_chunks:
         comm.before_tail_backward()
-    _stretch(walk, outer.middle, "backward of the head")
+    _stretch(walk, _less(outer.middle, outer.kept), "backward of the head")
     comm.after_tail_backward(tail_grads)
     for i in reversed(range(len(layers))):
-        layer, stretch = layers[i], _backward_stretch(outer, len(layers), i)
+        layer, stretch = layers[i], _less(_backward_stretch(outer, len(layers), i), outer.kept)
         comm.before_backward(i)
         now["held activations"] -= layer.held
         now["outside of layers"] = stretch.left - tail_grads - layer.memory.output_grad
         walk.look(f"backward of layer {i}", running_layer=layer.memory.backward_peak + layer.inputs)
         now["running layer"] = layer.memory.param_grad + layer.memory.input_grad
-        comm.after_backward(i, layer.memory.param_grad)
+        comm.after_backward(i, layer.memory.param_grad, layer.grads)
         now["running layer"] = 0
         after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
-        _stretch(walk, Stretch(after.peak - tail_grads, after.left - tail_grads), f"after layer {i}, backward")
+        _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}, backward")
     comm.finish(root_grads)
     now["outside of layers"] = 0
     walk.look("optimizer step", optimizer_step=optimizer[1])
@@ -124,6 +134,10 @@ def _stretch(walk: _Walk, stretch: Stretch, where: str) -> None:
     walk.now["outside of layers"] = stretch.left
 
 
+def _less(stretch: Stretch, size: int) -> Stretch:
+    return Stretch(stretch.peak - size, stretch.left - size)
+
+
 def _backward_stretch(outer: OuterMemory, count: int, i: int) -> Stretch:
     return outer.middle if i == count - 1 else outer.backward[count - 2 - i]
 
@@ -131,8 +145,8 @@ def _backward_stretch(outer: OuterMemory, count: int, i: int) -> Stretch:
 class _Comm:
     """What FSDP2 has gathered and is reducing, as `torch.distributed.fsdp` does it with synchronous gathers."""
 
-    def __init__(self, walk: _Walk, sharding: Sharding, units: Sequence[UnitBytes | None]) -> None:
-        self.walk, self.now, self.s, self.units = walk, walk.now, sharding, units
+    def __init__(self, walk: _Walk, sharding: Sharding, units: Sequence[UnitBytes | None], micro: Microbatch) -> None:
+        self.walk, self.now, self.s, self.units, self.micro = walk, walk.now, sharding, units, micro
         self.on = sharding.world > 1
         self.flat: dict[int, int] = {}
         """Units whose flat buffer is there: fetched, not yet copied out."""
@@ -209,7 +223,8 @@ class _Comm:
     def after_tail_backward(self, grads: int) -> None:
         """The tail is reduced before the last layer's backward."""
         if not self.on:
-            self.now["gradients"] += grads
+            freed = self.s.tail.grad if self.micro.frees and self.s.tail is not None else 0
+            self.now["gradients"] += grads - freed
             return
         if self.s.tail is not None:
             self.now["gathered layers"] -= self.s.tail.gathered if self.tail_open else 0
@@ -232,23 +247,29 @@ class _Comm:
             if j not in self.flat and j not in self.open and self._unit(j) is not None:
                 self._fetch(j)
 
-    def after_backward(self, i: int, grads: int) -> None:
+    def after_backward(self, i: int, grads: int, before: int) -> None:
+        """`grads`: made by this layer's backward; `before`: whole ones that were there."""
         unit = self._unit(i)
         if not self.on or unit is None:
-            self.now["gradients"] += grads
+            self.now["gradients"] += grads - (before if self.micro.frees else 0)
             return
         self.now["gathered layers"] -= self.open.pop(i, 0)
         self._reduce(unit, grads)
 
     def _reduce(self, unit: UnitBytes, grads: int) -> None:
         """Gradients are copied into the flat buffer, freed, reduced, and cast to the parameters' dtype."""
+        if not self.micro.reduces:
+            self.now["gradients"] += 0 if self.micro.adds else unit.whole_grad
+            self.now["running layer"] = max(0, self.now["running layer"] - grads)
+            return
         self.now["reduce buffers"] -= self.last_reduce
         self.now["reduce buffers"] += unit.reduce_input
         self.last_reduce = unit.reduce_input
         self.walk.look("copying gradients")
         running, self.now["running layer"] = self.now["running layer"], max(0, self.now["running layer"] - grads)
+        self.now["gradients"] -= unit.whole_grad if self.micro.frees else 0
         self.walk.look("reducing gradients", reduce_buffers=unit.reduce_output, gradients=self._cast(unit))
-        self.now["gradients"] += unit.grad
+        self.now["gradients"] += 0 if self.micro.adds else unit.grad
         self.now["running layer"] = max(0, running - grads)
 
     def _cast(self, unit: UnitBytes) -> int:

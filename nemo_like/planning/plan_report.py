@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, dtype_word
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, StepSpec, dtype_word
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import BudgetError, Planner, Setup
 
@@ -79,7 +79,7 @@ class PlanReport:
             "tp": setup.tp if setup.tp > 1 else None,
             "precision": _precision(setup.precision),
             "loss": None if setup.loss is None else _loss(setup.loss),
-            "optimizer": repr(setup.optimizer) if not mode and setup.optimizer != "adamw" else None,
+            **({} if mode else _step(setup.step)),
             "sample_input": sample if not mode and not self.special else None,
         }
         return f"model = parallelize(model, {', '.join(f'{k}={v}' for k, v in said.items() if v is not None)})"
@@ -136,7 +136,7 @@ def _gain(planner: Planner, limit: int) -> ChunkedGain | None:
 def _shown(options: Any) -> str:
     """A dataclass as one would write it: the fields that are not at their defaults."""
     changed = [
-        f"{field.name}={getattr(options, field.name)!r}"
+        f"{field.name}={_value(getattr(options, field.name))}"
         for field in fields(options)
         if getattr(options, field.name) != field.default
     ]
@@ -145,6 +145,17 @@ def _shown(options: Any) -> str:
 
 def _loss(loss: ChunkedLoss) -> str:
     return repr("chunked") if loss == ChunkedLoss() else _shown(loss)
+
+
+def _value(value: Any) -> str:
+    return getattr(value, "__name__", "...") if callable(value) else repr(value)
+
+
+def _step(step: StepSpec) -> dict[str, str]:
+    """The keyword that says `step`; none where it is the default."""
+    if step.changed.keys() == {"optimizer"}:
+        return {"optimizer": repr(step.optimizer)}
+    return {"step": _shown(step)} if step.changed else {}
 
 
 def _precision(precision: Precision) -> str | None:
@@ -250,6 +261,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
 
 def _setup_json(setup: Setup) -> dict[str, Any]:
     made = asdict(setup)
+    made["step"] = {name: _value(value) if callable(value) else value for name, value in made["step"].items()}
     made["precision"] = {name: dtype and str(dtype).removeprefix("torch.") for name, dtype in setup.precision.dtypes.items()}
     return made
 

@@ -21,18 +21,18 @@ from nemo_like.layers import find
 from nemo_like.log import say_once, warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.module_tree import bare, bare_modules
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, StepSpec
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
 from nemo_like.planning.capture import ModelTrace, trace_model
 from nemo_like.planning.devices import Device, device_at_hand, resolve_device
 from nemo_like.planning.meter import measured_seconds
+from nemo_like.planning.microbatch import Microbatch, microbatches
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan import BudgetError, LayerPlan, Plan, gib, layer_signature
 from nemo_like.planning.sharding import (
-    OPTIMIZERS,
     Sharding,
     axis,
     local_twin,
@@ -52,10 +52,13 @@ class Setup:
 
     shard_ranks: int = 1
     """Ranks that FSDP2 shards parameters over (``dp_shard`` x ``cp``); 1: none."""
-    optimizer: str = "adamw"
+    step: StepSpec = field(default_factory=StepSpec)
+    """How the loop goes through a step."""
     precision: Precision = field(default_factory=Precision)
     fsdp: FSDP2 | None = field(default_factory=FSDP2)
     """None: the model stays whole, and computes under autocast where `precision` lowers its dtype."""
+    ddp: bool = False
+    """`DistributedDataParallel` averages gradients, in buckets that stay."""
     tp: int = 1
     """Tensor-parallel ranks (see `nemo_like.planning.sharding`)."""
     loss: ChunkedLoss | None = None
@@ -67,13 +70,10 @@ class Planner:
 
     def __init__(
         self, model: nn.Module, sample_input: Any, *, device: Device, setup: Setup, layers: Any = None,
-        skip: bool | None = None, host: bool = False, loss_fn: Callable[[Any], torch.Tensor] | None = None,
-        measure: bool = False,
+        skip: bool | None = None, host: bool = False, measure: bool = False,
     ) -> None:  # fmt: skip
         """Trace `model`; see `plan_for` for the arguments."""
-        if setup.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer is {setup.optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
-        self.device, self.setup, self.host, self.loss_fn = device, setup, host, loss_fn
+        self.device, self.setup, self.host = device, setup, host
         dtype, lower = setup.precision.dtypes["param_dtype"], None
         if setup.fsdp is None:
             dtype, lower = None, None if dtype is torch.float32 else dtype
@@ -94,7 +94,8 @@ class Planner:
             BlockProblem(trace, device, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
         ]
-        self._memories: dict[tuple[int, Choice], BlockMemory] = {}
+        self._memories: dict[tuple[int, Choice, bool], BlockMemory] = {}
+        self._outers: dict[bool, OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
 
     # --- choices --------------------------------------------------------------------------------------------------
@@ -149,13 +150,15 @@ class Planner:
             return FullPolicy()
         return DecisionTable.from_json(self.problems[kind].rows(choice))
 
-    def memory(self, kind: int, choice: Choice) -> BlockMemory:
+    def memory(self, kind: int, choice: Choice, accumulate: bool = False) -> BlockMemory:
         """What the block needs while it runs under `choice`; the engine runs it on fake tensors."""
-        if (kind, choice) not in self._memories:
-            self._memories[kind, choice] = block_memory(
-                self.traced.kinds[kind], self.policy(kind, choice), self.traced.run, self.outer.used[kind]
+        key = (kind, choice, accumulate)
+        if key not in self._memories:
+            self._memories[key] = block_memory(
+                self.traced.kinds[kind], self.policy(kind, choice), self.traced.run, self.outer().used[kind],
+                accumulate=accumulate,
             )
-        return self._memories[kind, choice]
+        return self._memories[key]
 
     def proved(self, kind: int, choice: Choice) -> Choice:
         """`choice`, or where the engine refuses it, the same one without its skips (said once)."""
@@ -177,13 +180,16 @@ class Planner:
             words = tuple("recompute" if word == "skip" else word for word in choice.decisions)
             return _as_choice(self.problems[kind], words, choice.label)
 
-    @cached_property
-    def outer(self) -> OuterMemory:
-        """The model around its layers."""
-        outer = outer_memory(self.model, self.layers, self.traced, self.loss_fn, self.setup.loss)
-        for reason in outer.whole_logits:
-            say_whole_logits(self.whole, reason)
-        return outer
+    def outer(self, accumulate: bool = False) -> OuterMemory:
+        """The model around its layers; `accumulate`: where backward adds to gradients that are there."""
+        if accumulate not in self._outers:
+            made = outer_memory(
+                self.model, self.layers, self.traced, self.setup.step, self.setup.loss, accumulate=accumulate
+            )
+            for reason in made.whole_logits:
+                say_whole_logits(self.whole, reason)
+            self._outers[accumulate] = made
+        return self._outers[accumulate]
 
     def with_chunks(self, loss: ChunkedLoss) -> Planner | None:
         """This planner for a loss in chunks, with nothing traced again; None where the logits would be whole anyway."""
@@ -191,8 +197,9 @@ class Planner:
             return None
         other = copy.copy(self)
         other.setup = replace(self.setup, loss=loss)
-        other.__dict__["outer"] = outer_memory(self.model, self.layers, self.traced, self.loss_fn, loss)
-        return None if other.outer.whole_logits else other
+        made = outer_memory(self.model, self.layers, self.traced, self.setup.step, loss)
+        other._outers = {False: made}
+        return None if made.whole_logits else other
 
     @cached_property
     def sharding(self) -> Sharding:
@@ -208,7 +215,7 @@ class Planner:
     def trained(self) -> frozenset[int]:
         """Ids of the model's parameters that get a gradient in a step: others have no optimizer state."""
         ids = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
-        found = {ids[name] for name in self.outer.param_grads if name in ids}
+        found = {ids[name] for name in self.outer().param_grads if name in ids}
         for call in self.traced.calls:
             own = dict(call.module.named_parameters(remove_duplicate=False))
             memory = self.memory(call.kind, self.problems[call.kind].none())
@@ -217,23 +224,31 @@ class Planner:
 
     def peak(self, choices: Sequence[Choice]) -> Peak:
         """Predicted peak per rank of a whole step with these choices."""
+        setup = self.setup
+        cast = setup.precision.dtypes["param_dtype"] is not None
+        held_most = microbatches(setup.step, self.sharding, ddp=setup.ddp, cast=cast)
+        return max((self._peak_in(choices, micro) for micro in held_most), key=lambda peak: peak.total)
+
+    def _peak_in(self, choices: Sequence[Choice], micro: Microbatch) -> Peak:
+        sharding, setup = self.sharding, self.setup
+        units = dict(zip(sharding.modules, sharding.units))
         layers = []
-        units = dict(zip(self.sharding.modules, self.sharding.units))
         for call, choice in zip(self.traced.calls, choices):
-            trace = self.problems[call.kind].trace
+            trace, params = self.problems[call.kind].trace, self.traced.kinds[call.kind].state.values()
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-            memory = self.memory(call.kind, choice)
+            memory = self.memory(call.kind, choice, micro.accumulates)
             # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
             state = _RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
-            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, units.get(id(call.module))))
+            whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
+            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, units.get(id(call.module)), whole))
         names = {name: id(p) for name, p in self.model.named_parameters()}
-        grads = self.outer.param_grads
-        tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
-        trained = sum(unit.grad for unit in self.sharding.all)
+        grads = {} if micro.accumulates else self.outer().param_grads
+        tail = sum(size for name, size in grads.items() if names.get(name) in sharding.tail_params)
+        foreach = setup.fsdp is None and self.device.kind == "cuda"
         return step_peak(
-            layers, self.outer, self.sharding,
-            optimizer=optimizer_bytes(self.sharding, self.setup.optimizer, trained),
-            tail_grads=tail, root_grads=sum(grads.values()) - tail,
+            layers, self.outer(micro.accumulates), sharding,
+            optimizer=optimizer_bytes(sharding.trained, setup.step.optimizer, foreach=foreach),
+            tail_grads=tail, root_grads=sum(grads.values()) - tail, micro=micro,
         )  # fmt: skip
 
     # --- plans ----------------------------------------------------------------------------------------------------
@@ -367,14 +382,15 @@ def plan_for(
     mesh: Any = None,
     world_size: int | None = None,
     device: str | Device | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
+    step: StepSpec | None = None,
+    ddp: bool = False,
     layers: Any = None,
     precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = None,
     fsdp: FSDP2 | None = FSDP2(),  # noqa: B008 - frozen
     skip: bool | None = None,
     host: bool = False,
     loss: str | ChunkedLoss = "model",
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
     measure: bool = False,
 ) -> Plan:
     """The fastest way to run `model`'s layers within `budget`, with a predicted peak. Runs no kernel, needs no GPU.
@@ -387,7 +403,9 @@ def plan_for(
         mesh: a device mesh: its ``dp_shard`` and ``cp`` axes are what FSDP2 shards over. Or
         world_size: that number of ranks. Default: the process group's size, or 1.
         device: a name of `nemo_like.planning.devices.known_devices`, a file, or a `Device`. Default: the one at hand.
-        optimizer: see `nemo_like.planning.sharding.optimizer_bytes`.
+        step: how the loop goes through a step; default: `StepSpec()`, the plainest loop.
+        optimizer: short for ``StepSpec(optimizer=...)``.
+        ddp: `DistributedDataParallel` averages the gradients (with ``fsdp=None``).
         layers: as for `nemo_like.layers.find.find_layers`; where they are some of the layers that would be found, the
             others are left without checkpointing, and count in the peak.
         precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``). ``fsdp=None``: the
@@ -396,7 +414,6 @@ def plan_for(
             compute under autocast (else said once).
         host: also consider keeping outputs in host memory, over the device's link.
         loss: as `nemo_like.parallelize` will be called with: ``"chunked"`` where head and loss are computed in chunks.
-        loss_fn: the loss of the model's output; default: its ``loss``, or the sum of its output.
         measure: time each op of a block on the device at hand, instead of the roofline of `device`.
 
     Where a process group is up, rank 0 plans and the others receive its plan, so that all ranks run the same one.
@@ -416,14 +433,13 @@ def plan_for(
     asked = str(budget)
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(
-        shard_ranks=shard_ranks(mesh, world_size), optimizer=optimizer, precision=Precision.of(precision), fsdp=fsdp,
-        tp=axis(mesh, "tp"), loss=ChunkedLoss.of(loss),
+        shard_ranks=shard_ranks(mesh, world_size), step=StepSpec.of(step, optimizer), precision=Precision.of(precision),
+        fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), loss=ChunkedLoss.of(loss),
     )  # fmt: skip
 
     def make() -> Plan:
         planner = Planner(
-            model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host, loss_fn=loss_fn,
-            measure=measure,
+            model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host, measure=measure,
         )  # fmt: skip
         return planner.plan(parsed, asked)
 

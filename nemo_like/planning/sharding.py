@@ -20,8 +20,6 @@ from nemo_like.distributed.units import plan_units
 from nemo_like.module_tree import bare
 from nemo_like.options import FSDP2, Precision
 
-OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-fused", "adamw-8bit", "sgd", "sgd-momentum")
-
 
 @dataclass(frozen=True)
 class UnitBytes:
@@ -39,10 +37,11 @@ class UnitBytes:
     reduce_output: int
     grad: int
     """Its gradients once reduced, in the dtype of the parameters."""
+    whole_grad: int
+    """Its gradients before they are reduced, in the dtype of the reduction, as a microbatch that does not reduce keeps
+    them."""
     reshard: bool
     """Freed after forward."""
-    largest: int
-    """Its largest single shard: what an optimizer's temporary is sized by."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,8 @@ class Sharding:
     """Units fetched ahead in forward and in backward."""
     tail_params: frozenset[int]
     """Ids of the tail's parameters."""
+    trained: tuple[int, ...] = ()
+    """This rank's share of each parameter that trains, in the order of ``model.parameters()``, bytes."""
 
     @property
     def all(self) -> tuple[UnitBytes, ...]:
@@ -107,8 +108,14 @@ def sharding_of(
         root=root,
         replicated=sum(p.numel() * p.element_size() for p in plan.replicated),
         world=shard_ranks,
-        prefetch=(fsdp.forward_prefetch, fsdp.backward_prefetch),
+        # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
+        prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
+        trained=tuple(
+            _padded(p, shard_ranks) // shard_ranks * p.element_size()
+            for p in model.parameters()
+            if p.requires_grad and (trained is None or id(p) in trained)
+        ),
     )
 
 
@@ -130,14 +137,14 @@ def _unit(
         reduce_input=sum(n * size for n, size in reduce) * ranks,
         reduce_output=sum(n * size for n, size in reduce),
         grad=sum(n * p.element_size() for n, p in trained),
+        whole_grad=sum(p.numel() * (reduce_dtype or param_dtype or p.dtype).itemsize for _, p in trained),
         reshard=reshard,
-        largest=max((n * p.element_size() for n, p in trained), default=0),
     )
 
 
 def _join(a: UnitBytes, b: UnitBytes) -> UnitBytes:
-    numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard", "largest")}
-    return UnitBytes(kind=a.kind, reshard=a.reshard, largest=max(a.largest, b.largest), **numbers)
+    numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard")}
+    return UnitBytes(kind=a.kind, reshard=a.reshard, **numbers)
 
 
 def _padded(param: torch.Tensor, ranks: int) -> int:
@@ -146,28 +153,30 @@ def _padded(param: torch.Tensor, ranks: int) -> int:
     return math.ceil(param.shape[0] / ranks) * ranks * math.prod(param.shape[1:])
 
 
-def optimizer_bytes(sharding: Sharding, name: str, trainable_shard: int) -> tuple[int, int]:
+def optimizer_bytes(trained: Sequence[int], name: str, *, foreach: bool) -> tuple[int, int]:
     """State and step temporaries of an optimizer on one rank, bytes.
 
-    ``adamw`` and ``sgd`` loop over parameters (PyTorch's default for FSDP2's parameters); ``-foreach`` handles all at
-    once, with a temporary as large as all of them; ``-fused`` needs none. 8-bit states: one byte each and a float32
-    scale per 256 values (Dettmers et al., arXiv 2110.02861).
+    A loop over parameters holds two temporaries of one parameter, and, from the second on, the last one of the
+    parameter before; a ``foreach`` step one of all parameters; a fused one none. 8-bit states: one byte each and a
+    float32 scale per 256 values (Dettmers et al., arXiv 2110.02861).
 
-    Raises:
-        ValueError: an unknown name.
+    Args:
+        trained: bytes of each parameter on this rank, in the optimizer's order.
+        name: one of `nemo_like.options.OPTIMIZERS`.
+        foreach: whether torch steps with ``foreach`` where nobody says: whole parameters on CUDA.
     """
-    largest = max(unit.largest for unit in sharding.all)
-    table = {
-        "adamw": (2 * trainable_shard, 2 * largest),
-        "adamw-foreach": (2 * trainable_shard, trainable_shard),
-        "adamw-fused": (2 * trainable_shard, 0),
-        "adamw-8bit": (trainable_shard // 2 + trainable_shard // 128, 0),
+    total = sum(trained)
+    loop = max((before + 2 * size for before, size in zip((0, *trained), trained)), default=0)
+    if name == "adamw":
+        name = "adamw-foreach" if foreach else "adamw-loop"
+    return {
+        "adamw-loop": (2 * total, loop),
+        "adamw-foreach": (2 * total, total),
+        "adamw-fused": (2 * total, 0),
+        "adamw-8bit": (total // 2 + total // 128, 0),
         "sgd": (0, 0),
-        "sgd-momentum": (trainable_shard, 0),
-    }
-    if name not in table:
-        raise ValueError(f"optimizer is {name!r}; it must be one of {', '.join(OPTIMIZERS)}.")
-    return table[name]
+        "sgd-momentum": (total, 0),
+    }[name]
 
 
 T = TypeVar("T")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +40,18 @@ def next_byte_loss(model: nn.Module, tokens: torch.Tensor, reduction: str = "mea
 
     The model may return logits, (B, T, V), or an object that has them as ``.logits``.
     """
-    output = model(tokens[:, :-1])
+    return _cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction)
+
+
+def _cross_entropy(output: Any, target: torch.Tensor, reduction: str) -> torch.Tensor:
     logits = output if isinstance(output, torch.Tensor) else output.logits
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
+    return F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction=reduction)
+
+
+def planned_loss(output: Any) -> torch.Tensor:
+    """The loss of `next_byte_loss` for what the model returned, with targets of the right shape: what a budget counts."""
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return _cross_entropy(output, torch.zeros(logits.shape[:-1], dtype=torch.long), "mean")
 
 
 class LossLog:

@@ -20,14 +20,22 @@ from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.materialize import materialize
 from nemo_like.models import ModelSource, resolve_model
-from nemo_like.options import FSDP2, Precision, parse_dtype
+from nemo_like.options import FSDP2, Precision, StepSpec, parse_dtype
 from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import VOCABULARY, Sampler, TextData, load_text
 from nemo_like.recipes.interrupt import Interrupt
 from nemo_like.recipes.job_checkpoint import CheckpointStore
 from nemo_like.recipes.job_options import Options
-from nemo_like.recipes.loss import DivergedError, HeldOut, LossLog, check_own_loss, next_byte_loss, own_next_byte_loss
+from nemo_like.recipes.loss import (
+    DivergedError,
+    HeldOut,
+    LossLog,
+    check_own_loss,
+    next_byte_loss,
+    own_next_byte_loss,
+    planned_loss,
+)
 from nemo_like.recipes.progress import Progress
 from nemo_like.recipes.run_state import about_run, check_same_run, gather_state, make_optimizer
 from nemo_like.recipes.schedule import Schedule
@@ -266,6 +274,12 @@ def _parallelize(model: nn.Module, options: Options, ranks: Ranks) -> nn.Module:
         offload=None if options.offload == "none" else options.offload,
         tp=options.tp,
         sample_input=torch.zeros(samples, options.seq_len, dtype=torch.int64),  # the shapes of a microbatch
+        step=StepSpec(
+            microbatches=options.grad_accum,
+            sync="last",
+            keeps_output=False,
+            loss_fn=planned_loss if options.loss == "model" else None,
+        ),
         device=ranks.device,
     )
     if options.init == "sharded":

@@ -79,7 +79,7 @@ def test_plan_for_takes_what_parallelize_takes() -> None:
 def test_a_head_that_is_no_plain_linear_is_planned() -> None:
     model = wide()
     model.lm_head.register_forward_hook(lambda module, args, output: output)
-    assert _planner(model, loss=CHUNKS).outer.in_chunks
+    assert _planner(model, loss=CHUNKS).outer().in_chunks
 
 
 def test_logits_that_stay_whole_are_planned_whole_and_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like.options import MemoryBudget, Precision
+from nemo_like.options import MemoryBudget, Precision, StepSpec
 from nemo_like.planning import solver
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner, Setup
@@ -40,8 +40,8 @@ def _planner(name: str, **setup: Any) -> Planner:
         model = FAMILIES[name]().train()
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
     return Planner(
-        model, {"input_ids": ids}, device=resolve_device("h100-80gb"), setup=Setup(precision=Precision("bf16"), **setup),
-        loss_fn=lambda out: out[0].float().sum(),
+        model, {"input_ids": ids}, device=resolve_device("h100-80gb"),
+        setup=Setup(precision=Precision("bf16"), step=StepSpec(loss_fn=lambda out: out[0].float().sum()), **setup),
     )  # fmt: skip
 
 

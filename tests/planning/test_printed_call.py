@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import FSDP2, Plan, Precision, parallelize
+from nemo_like import FSDP2, Plan, Precision, StepSpec, parallelize
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.module_tree import bare_modules
 from nemo_like.planning.devices import resolve_device
@@ -56,7 +56,9 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
     [
         (Setup(shard_ranks=2), {}, "strategy='fsdp2', ac='50%', sample_input=batch"),
         (Setup(shard_ranks=2), {"dp_replicate": 4}, "dp_replicate=4"),
-        (Setup(shard_ranks=2, optimizer="sgd"), {}, "optimizer='sgd'"),
+        (Setup(shard_ranks=2, step=StepSpec(optimizer="sgd")), {}, ", optimizer='sgd', sample_input=batch"),
+        (Setup(shard_ranks=2, step=StepSpec(microbatches=4, keeps_output=False)), {},
+         ", step=StepSpec(microbatches=4, keeps_output=False), sample_input=batch"),
         (Setup(shard_ranks=2, precision=Precision("bf16", "bf16")), {}, "param_dtype='bf16', reduce_dtype='bf16'"),
         (Setup(shard_ranks=2, fsdp=FSDP2(False, 2, 2)), {},
          "strategy=FSDP2(reshard_after_forward=False, forward_prefetch=2, backward_prefetch=2)"),

@@ -1,0 +1,74 @@
+"""Bytes that the CPU allocator says a training step peaks at, for a loop written as somebody might write it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from nemo_like.tensors import tensors_in
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tensors)}
+    return sum(storages.values())
+
+
+def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Any = ()) -> int:
+    """What is alive between two steps: parameters, optimizer state, gradients, DDP's buckets, and `held`."""
+    params = list(model.parameters())
+    state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+    grads = [p.grad for p in params if p.grad is not None]
+    if isinstance(model, DistributedDataParallel):  # its buckets stay, and a gradient that is there is a view of one
+        buckets, grads = bytes_of(p for p in params if p.requires_grad), []
+    else:
+        buckets = 0
+    return bytes_of([*params, *state, *grads, *tensors_in(held)]) + buckets
+
+
+def step_peak_bytes(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], Any], kept: Callable[[], Any] = tuple
+) -> int:
+    """The most bytes alive during a `step`, after which gradients are zeroed: what was alive before it, and the running
+    sum of the allocator's events. `kept`: what else stays between steps.
+
+    The profiler sees this thread alone. Now and then a thread of gloo is the last to drop a buffer, and that is missing
+    from the sum; or Python frees the model of an earlier case within the step, which is too much in it. After a step
+    whose events are complete nothing more is left than before it. Steps are taken until each rank has seen such a one.
+    """
+    gc.collect()  # the models of earlier cases, which FSDP2 leaves in cycles
+    found = None
+    for _ in range(50):
+        before = state_bytes(model, optimizer, kept())
+        peak, left = _events(step)
+        if found is None and left == state_bytes(model, optimizer, kept()) - before:
+            found = before + peak
+        ready = torch.tensor(float(found is not None))
+        if dist.is_initialized():
+            dist.all_reduce(ready, dist.ReduceOp.MIN)
+        if ready and found is not None:
+            return found
+    raise AssertionError(f"no step's events were complete: {left} bytes are left of the last")
+
+
+def _events(run: Callable[[], Any]) -> tuple[int, int]:
+    """The highest running sum of the allocator's events while `run` runs, and the last."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, live

@@ -1,0 +1,162 @@
+"""Predicted peaks of steps as people write them, against the CPU allocator's events: FSDP2, DDP and one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import FSDP2, StepSpec, parallelize
+from nemo_like.distributed.accumulate import set_gradient_sync
+from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.planning import Planner, Setup
+from nemo_like.planning.devices import resolve_device
+from tests_distributed.allocated import step_peak_bytes
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+VOCAB = 512
+
+
+def _model(layers: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=48, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=64, use_cache=False,
+        )
+    ).train()  # fmt: skip
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _outside(output) -> torch.Tensor:
+    return _cross_entropy(output.logits, torch.zeros(output.logits.shape[:2], dtype=torch.long))
+
+
+SPECS = {
+    "default": StepSpec(),
+    "dropped": StepSpec(keeps_output=False),
+    "outside": StepSpec(loss_fn=_outside),
+    "outside, unsaid": StepSpec(),
+    "accumulated": StepSpec(microbatches=4),
+    "summed in the last": StepSpec(microbatches=2, sync="last", keeps_output=False),
+    "summed in the last of four": StepSpec(microbatches=4, sync="last"),
+    "summed in the last, zeroed": StepSpec(microbatches=2, sync="last", zero_grad="zero"),
+    "zeroed": StepSpec(zero_grad="zero", optimizer="sgd", keeps_output=False),
+    "sgd": StepSpec(optimizer="sgd"),
+    "momentum": StepSpec(optimizer="sgd-momentum"),
+    "loop": StepSpec(optimizer="adamw-loop"),
+    "foreach": StepSpec(optimizer="adamw-foreach"),
+    "fused": StepSpec(optimizer="adamw-fused"),
+}
+
+
+def _optimizer(word: str, model: nn.Module) -> torch.optim.Optimizer:
+    name, _, form = word.partition("-")
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9 if form else 0.0)
+    forms = {"": {}, "loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, **forms[form])
+
+
+class Loop:
+    """A training loop that does what `spec` says."""
+
+    def __init__(self, model: nn.Module, spec: StepSpec, batch: dict[str, torch.Tensor], outside: bool) -> None:
+        self.model, self.spec, self.batch, self.outside = model, spec, batch, outside
+        self.optimizer = _optimizer(spec.optimizer, model)
+        self.kept = None
+
+    def step(self) -> None:
+        for turn in range(self.spec.microbatches):
+            if self.spec.sync == "last":
+                set_gradient_sync(self.model, turn == self.spec.microbatches - 1)
+            self._loss().backward()
+        clip_grad_norm_(self.model, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=self.spec.zero_grad == "free")
+
+    def _loss(self) -> torch.Tensor:
+        ids, labels = self.batch["input_ids"], self.batch["labels"]
+        out = self.model(input_ids=ids) if self.outside else self.model(**self.batch)
+        if self.spec.keeps_output:
+            self.kept = out
+        return _cross_entropy(out.logits, labels) if self.outside else out.loss
+
+    def peak(self) -> int:
+        """Of a step after the second."""
+        self.step()
+        self.step()
+        return step_peak_bytes(self.model, self.optimizer, self.step, lambda: self.kept)
+
+
+def _case(rank, world_size, strategy, ac, name, layers, shape):
+    torch.manual_seed(rank)
+    spec, outside = SPECS[name], name.startswith("outside")
+    ids = torch.randint(VOCAB, shape)
+    batch = {"input_ids": ids, "labels": ids}
+    model = _model(layers)
+    fsdp = isinstance(strategy, FSDP2) and world_size > 1
+    planner = Planner(
+        model, {"input_ids": ids} if outside else batch, device=resolve_device("cpu"),
+        setup=Setup(
+            shard_ranks=world_size if fsdp else 1, step=spec, fsdp=strategy if fsdp else None, ddp=strategy == "ddp"
+        ),
+    )  # fmt: skip
+    plan = planner.describe(planner.uniform(ac), ac)
+    model = parallelize(model, strategy, ac, device="cpu")
+    return name, ac, plan.peak_bytes, Loop(model, spec, batch, outside).peak(), plan.peak_at, dict(plan.peak)
+
+
+def _cases(rank, world_size, strategy, names, acs=("full",), layers=3, shape=(4, 64)):
+    return [_case(rank, world_size, strategy, ac, name, layers, shape) for ac in acs for name in names]
+
+
+def _check(rows):
+    for name, ac, predicted, measured, where, parts in rows:
+        assert abs(predicted - measured) <= 0.01 * measured, (name, ac, predicted, measured, where, parts)
+
+
+def test_one_device():
+    _check(_cases(0, 1, "single", list(SPECS), ("full", "none")))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fsdp2(ranks):
+    names = [name for name in SPECS if name not in ("outside, unsaid", "sgd", "momentum")]
+    names = names if ranks == 2 else ["default", "summed in the last"]
+    for rows in run_ranks(ranks, _cases, FSDP2(), names, timeout=280):
+        _check(rows)
+
+
+def test_fsdp2_without_prefetch_fetches_one_unit_ahead_in_backward():
+    for rows in run_ranks(2, _cases, FSDP2(forward_prefetch=0, backward_prefetch=0), ["dropped"], timeout=120):
+        _check(rows)
+
+
+def test_ddp():
+    names = [
+        "default",
+        "outside",
+        "accumulated",
+        "summed in the last",
+        "summed in the last of four",
+        "zeroed",
+        "foreach",
+    ]
+    for rows in run_ranks(2, _cases, "ddp", names, timeout=280):
+        _check(rows)
+
+
+@pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
+def test_the_optimizer_step_as_the_peak(form):
+    """With a batch of next to nothing, AdamW's temporaries are what the step peaks at."""
+    rows = _cases(0, 1, "single", [form], ("full",), 6, (1, 4))
+    _check(rows)
+    assert rows[0][4] == "optimizer step" or form == "fused"
