@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 from typing import Any
 
@@ -50,14 +51,19 @@ def build_tiny(name: str, without: tuple[str, ...] = ()) -> nn.Module:
     transformers = require("transformers", "hf", "to build its models")
     transformers.logging.set_verbosity_error()
     cls = getattr(transformers, name)
+    initialization = require("transformers.initialization", "hf", "to build its models")
     config = cls.config_class(**_small(cls.config_class, without))
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = _SIZES["decoder_start_token_id"]  # generation configs have it since some release
+    with torch.device("meta"), initialization.no_init_weights():
+        size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
+    if size > 30_000_000:
+        raise ValueError("its default sizes are not made small by the names that are known")
     torch.manual_seed(0)
     model = cls(config).float().train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    if sum(parameter.numel() for parameter in model.parameters()) > 30_000_000:
-        raise ValueError("its default sizes are not made small by the names that are known")
     return model
 
 
@@ -85,21 +91,21 @@ def _small(config_class: Any, without: tuple[str, ...]) -> dict[str, Any]:
 
 
 class within:
-    """Raise TimeoutError after so many seconds (main thread, POSIX)."""
+    """Raise TimeoutError after so many seconds of this process's CPU time (main thread, POSIX)."""
 
     def __init__(self, seconds: int) -> None:
         self.seconds = seconds
 
     def __enter__(self) -> None:
-        self._handler = signal.signal(signal.SIGALRM, self._ring)
-        self._timer = signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        self._handler = signal.signal(signal.SIGPROF, self._ring)
+        self._timer = signal.setitimer(signal.ITIMER_PROF, self.seconds)
 
     def __exit__(self, *error: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, *self._timer)  # somebody else's (a test runner's), if there was one
-        signal.signal(signal.SIGALRM, self._handler)
+        signal.setitimer(signal.ITIMER_PROF, *self._timer)  # somebody else's (a test runner's), if there was one
+        signal.signal(signal.SIGPROF, self._handler)
 
     def _ring(self, *_: object) -> None:
-        raise TimeoutError(f"not built and run within {self.seconds} s")
+        raise TimeoutError(f"not built and run within {self.seconds} s of CPU time")
 
 
 def one_line(error: BaseException) -> str:

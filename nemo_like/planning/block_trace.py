@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nemo_like.activation_checkpointing import ops
+from nemo_like.op_lookup import argument, packet_name
 from nemo_like.planning.fake import FakeRun
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import OpOverload, TorchDispatchMode
@@ -74,6 +75,8 @@ class BlockTrace:
     last_pack: int
     """Ops from this index on come after the last tensor that autograd keeps: replay stops before them."""
     param_bytes: int
+    state_bytes: int
+    """Its buffers that forward changes (running statistics): a region keeps a copy of them, as they were before."""
     draws: bool
     """Any op draws random numbers, so that a region keeps the generator's state."""
 
@@ -139,6 +142,8 @@ class Recorder(TorchDispatchMode):
         self.packs: list[tuple[int, int]] = []
         self._asked: list[tuple[int, int]] = []
         self.storages = _Storages()
+        self.changed: set[int] = set()
+        """Keys of the storages that ops changed in place."""
         self._count: dict[OpOverload, int] = {}
 
     def declare(self, origin: str, tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> None:
@@ -176,6 +181,7 @@ class Recorder(TorchDispatchMode):
         read = {s.key(t) for t in inputs}
         new = {s.key(t) for t in outputs if not s.known(t)}
         changed = {s.key(t) for t in ops.written_tensors(func, args, kwargs)}
+        self.changed |= changed | {s.key(t) for t in _statistics(func, args, kwargs)}
         reads = sorted({w for key in read for w in s.writers.get(key, ())})
         writes = sorted({w for key in changed for w in s.writers.get(key, ())})
         view = not new and not changed
@@ -201,6 +207,16 @@ class Recorder(TorchDispatchMode):
                 if writer < position:
                     ops[writer] = replace(ops[writer], needed=True)
         return tuple(ops)
+
+
+def _statistics(func: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """Running statistics that a batch norm moves, which its schema does not say."""
+    if packet_name(func) not in _BATCH_NORMS or not argument(func, args, kwargs, "training", "train"):
+        return []
+    return tensors_in([argument(func, args, kwargs, "running_mean"), argument(func, args, kwargs, "running_var")])
+
+
+_BATCH_NORMS = ("aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
 
 
 class _Asking(TorchFunctionMode):
@@ -261,6 +277,7 @@ def record(
         output_bytes=sum(s.size[key] for key in made),
         last_pack=max((position for position, _ in recorder.packs), default=0),
         param_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "param"),
+        state_bytes=sum(s.size[key] for key in recorder.changed if origin.get(key) == "param"),
         draws=any(op.random for op in ops),
     )
     return trace, out

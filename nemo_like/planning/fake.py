@@ -32,10 +32,10 @@ class FakeRun(TorchDispatchMode):
 
     Models decide by values of small tensors: whether position ids restart (packed sequences), whether a padding mask,
     of integers or of ``torch.ones``, masks anything. Under a plain fake mode such a look either fails or takes the
-    exporter's branch, and the block would be called with another mask than in training. Up to `SMALL` elements, integers
-    and booleans (token ids, positions) and numbers made of constants alone (masks) are therefore real here; whatever
-    touches a weight or is large is fake. A single random number is 1: models draw one to leave out a layer now and then
-    (layer drop), and what is planned for is a step that runs them all.
+    exporter's branch, and the block would be called with another mask than in training. Up to `SMALL` elements,
+    integers and booleans (token ids, positions) and numbers made of these and of constants alone (masks) are therefore
+    real here; whatever touches a weight or is large is fake. A single random number is 1: models draw one to leave out
+    a layer now and then (layer drop), and what is planned for is a step that runs them all.
     """
 
     def __init__(self, autocast: torch.dtype | None = None) -> None:
@@ -74,8 +74,8 @@ class FakeRun(TorchDispatchMode):
             return func(*args, **kwargs)
         if not inputs and func in _DRAWS:
             return torch.ones(shaped.shape, dtype=shaped.dtype) if shaped.numel() == 1 else shaped
-        constants = func in _CONSTANTS if not inputs else any(not _integer(t) for t in inputs)
-        return func(*args, **kwargs) if constants and not (random or _allocates(func)) else shaped
+        known = bool(inputs) or func in _CONSTANTS
+        return func(*args, **kwargs) if known and not (random or _allocates(func)) else shaped
 
     def _beside_unknown(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An op on real tensors with values that mean nothing: views of them share their storage, all else is fake."""

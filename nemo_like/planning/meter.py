@@ -12,6 +12,7 @@ import torch
 
 from nemo_like.planning.block_trace import TraceMismatchError
 from nemo_like.planning.capture import Kind
+from nemo_like.planning.scratch import scratch_bytes
 from nemo_like.tensors import map_tensors
 from nemo_like.torch_compat import TorchDispatchMode, tree_flatten
 
@@ -20,7 +21,7 @@ class LiveBytes(TorchDispatchMode):
     """Bytes of the storages made inside it that are alive, and their peak. For real and for fake tensors.
 
     A storage counts from the op that makes it to the moment its memory would be returned. Memory that a kernel takes
-    and gives back within one op is not seen.
+    and gives back within one op is not seen; the peak has what `scratch_bytes` says of it.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -41,6 +42,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_flatten(out)[0]:
             if isinstance(tensor, torch.Tensor):
                 self.count(tensor)
+        self.peak = max(self.peak, self.live + scratch_bytes(func, args, kwargs or {}, out))
         return out
 
     def count(self, tensor: torch.Tensor) -> None:

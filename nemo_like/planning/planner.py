@@ -239,6 +239,7 @@ class Planner:
             memory = self.memory(call.kind, choice, micro.accumulates)
             # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
             state = _RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
+            state += trace.state_bytes if choice.decisions else 0
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
             layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, units.get(id(call.module)), whole))
         names = {name: id(p) for name, p in self.model.named_parameters()}
