@@ -17,10 +17,8 @@ from nemo_like.layers import find_layers
 from nemo_like.log import warn_once
 from nemo_like.module_tree import bare
 from nemo_like.offload import OffloadWrapper
-from nemo_like.options import did_you_mean, normalise
+from nemo_like.options import COMPILE_BACKENDS, did_you_mean, normalise
 from nemo_like.torch_compat import wrapped_module
-
-COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
 
 
 def parse_compile(compile: Any) -> str | None:

@@ -7,6 +7,7 @@ compile → `fully_shard` on each layer, then on the root. Everything is checked
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ def parallelize(
         )  # fmt: skip
     apply_specs(model, specs, compile=backend is not None)
     if in_chunks is not None:
-        chunk_model_loss(model, in_chunks)
+        chunk_model_loss(model, in_chunks if in_chunks.compile else replace(in_chunks, compile=backend))
     if backend is not None:
         compile_layers(model, backend, [layer.module for layer in find_layers(model, names)])
     if shard_mesh is not None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import logging
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import parallelize
-from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
+from nemo_like.losses import chunked_cross_entropy, chunked_kl, chunked_log_probs
+from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import FSDP2, ChunkedLoss, Precision, TensorParallel
 from tests.models.decoders import batch, build
 from tests_distributed.spawn import run_ranks
@@ -41,11 +46,13 @@ def undropped(name):
     return model
 
 
-def step(model, ids):
+def step(model, ids, chunked=False):
     """Two steps of accumulation; the loss of the first."""
     losses = []
     for part in (ids, ids.flip(1)):
-        loss = model(input_ids=part, labels=part).loss
+        output = model(input_ids=part, labels=part)
+        assert (output.logits is None) == chunked
+        loss = output.loss
         (loss / 2).backward()
         losses.append(loss.item())
     return losses[0]
@@ -62,7 +69,7 @@ def _train(rank, world_size, name, loss, arguments, tp):
     model = parallelize(undropped(name), loss=loss, **arguments)
     mine = batch(4)[2 * (rank // tp) : 2 * (rank // tp) + 2]
     with Collectives() as counted:
-        first = step(model, mine)
+        first = step(model, mine, loss != "model")
     return first, gradients(model), (counted.gathers, counted.scatters)
 
 
@@ -105,8 +112,8 @@ def test_two_by_two_with_tensor_parallel(loss_parallel):
     check(run_ranks(4, _train, "llama", CHUNKS, arguments, 2, timeout=150), "llama", tp=2)
 
 
-def test_sequence_parallel_takes_whole_logits():
-    arguments = dict(ac="none", tp=TensorParallel(2, sequence_parallel=True))
+def test_sequence_parallel_with_a_cut_vocabulary():
+    arguments = dict(ac="none", tp=TensorParallel(2, sequence_parallel=True, loss_parallel=True))
     check(run_ranks(4, _train, "llama", CHUNKS, arguments, 2, timeout=150), "llama", tp=2)
 
 
@@ -120,10 +127,7 @@ def _two_reductions_per_chunk(rank, world_size):
     torch.manual_seed(0)
     whole, hidden, labels = nn.Linear(6, 7), torch.randn(9, 6, requires_grad=True), torch.arange(9) % 7
     labels[4] = -100
-    cut = nn.Linear(6, 7)
-    cut.load_state_dict(whole.state_dict())
-    style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
-    parallelize_module(cut, mesh, style)
+    cut = _cut_heads(mesh, whole)
     found = []
     for head in (whole, cut):
         with Reductions() as counted:
@@ -134,6 +138,75 @@ def _two_reductions_per_chunk(rank, world_size):
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     return counted.count
+
+
+def _cut_heads(mesh, whole):
+    """`whole`, cut by vocabulary over the ranks of `mesh`."""
+    cut = copy.deepcopy(whole)
+    style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(cut, mesh, style)
+    return cut
+
+
+def _distilled(rank, world_size):
+    """A student's vocabulary over both ranks, cut unevenly; its teacher's logits whole, and of a head cut alike."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole, hidden, states = nn.Linear(6, 7), torch.randn(9, 6, requires_grad=True), torch.randn(9, 5)
+    teacher_head, mask = nn.Linear(5, 7), torch.arange(9) != 4
+    with torch.no_grad():
+        teacher_head.bias[4:] = float("-inf")  # nothing is left of the second rank's part
+        teacher = teacher_head(states)
+    cut, cut_teacher = _cut_heads(mesh, whole), _cut_heads(mesh, teacher_head)
+    options = dict(chunk_tokens=3, temperature=2.0, mask=mask, logit_softcap=2.0)
+    expected = chunked_kl(hidden, whole, teacher, **options)
+    wanted = torch.autograd.grad(expected, [hidden, *whole.parameters()])
+    for given, more in (
+        (teacher, {}), (states, dict(teacher_head=teacher_head)), (states, dict(teacher_head=cut_teacher)),
+        (distribute_tensor(teacher, mesh, [Shard(-1)]), {}),
+    ):  # fmt: skip
+        with Reductions() as counted:
+            loss = chunked_kl(hidden, cut, given, **options, **more)
+        assert counted.count == 3 * 2  # for each chunk
+        grads = torch.autograd.grad(loss, [hidden, *cut.parameters()])
+        grads = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+        for one, other in zip([loss, *grads], [expected, *wanted], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"columns 0 to 4|columns 4 to 7"):
+        chunked_kl(hidden, whole, states, teacher_head=cut_teacher)
+
+
+def test_a_student_with_a_vocabulary_over_two_ranks():
+    run_ranks(2, _distilled)
+
+
+class _SequenceCut(nn.Module):
+    """A model whose own plan leaves a part of the sequence with each rank when its head is called."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh, self.embed, self.head = mesh, nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+        style = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        parallelize_module(self.head, mesh, style)
+
+    def forward(self, ids, labels):
+        hidden = DTensor.from_local(self.embed(ids), self.mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def _hidden_in_parts(rank, world_size):
+    torch.manual_seed(0)
+    model = _SequenceCut(init_device_mesh("cpu", (2,)))
+    ids = torch.arange(14).view(2, 7)[:, :6] % 7
+    plain = model(ids, labels=ids)
+    said = io.StringIO()
+    logging.getLogger("nemo_like").addHandler(logging.StreamHandler(said))
+    assert torch.equal(chunk_model_loss(model, CHUNKS)(ids, labels=ids), plain)
+    return said.getvalue()
+
+
+def test_hidden_states_in_parts_take_whole_logits():
+    assert "because its hidden states are cut over ranks" in run_ranks(2, _hidden_in_parts)[0]
 
 
 class Reductions(TorchDispatchMode):

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like.losses.heads import Head, autocast_dtype, trained_tensors
-from nemo_like.losses.rows import CrossEntropyRows, RowLoss, Shape
+from nemo_like.losses.label_rows import CrossEntropyRows
+from nemo_like.losses.rows import RowLoss, Shape
 from nemo_like.losses.runner import Job, LossesInBackward, LossInForward
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import call_in_fsdp_unit
@@ -81,7 +82,9 @@ def chunked_cross_entropy(
     if shift:
         labels = shifted(labels, ignore_index)
     shape = shape_of(logit_scale, logit_softcap)
-    rows = CrossEntropyRows(labels.reshape(-1), ignore_index, label_smoothing, checked_z_loss(z_loss), shape)
+    rows = CrossEntropyRows(
+        labels.reshape(-1), ignore_index, label_smoothing, checked_z_loss(z_loss), shape, options.compile
+    )
     if reduction == "none":
         return losses_per_token(hidden, head, rows, options, parameters).view(labels.shape)
     if num_items is None:
@@ -126,10 +129,12 @@ def chunked_log_probs(
     if shift:
         labels = shifted(labels, ignore_index)
     shape = shape_of(logit_scale, logit_softcap, temperature)
-    rows = CrossEntropyRows(labels.reshape(-1), ignore_index, 0.0, 0.0, shape)
+    rows = CrossEntropyRows(labels.reshape(-1), ignore_index, 0.0, 0.0, shape, options.compile)
     return -losses_per_token(hidden, head, rows, options, parameters).view(labels.shape)
 
 
+# Dynamo would unroll the chunks, and make a graph of every other number of tokens.
+@torch.compiler.disable
 def reduced(
     hidden: Tensor, head: Head, rows: RowLoss, counts: Tensor, num_items: int | float | Tensor,
     options: ChunkedLoss, parameters: tuple[Tensor, ...] | None, unit: Head | None = None,
@@ -156,6 +161,7 @@ def reduced(
     return call_in_fsdp_unit(unit, inside, hidden)
 
 
+@torch.compiler.disable  # see `reduced`
 def losses_per_token(
     hidden: Tensor, head: Head, rows: RowLoss, options: ChunkedLoss, parameters: tuple[Tensor, ...] | None,
     unit: Head | None = None,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_like.losses.cross_entropy import check_hidden, chosen, reduced, shape_of, whole
 from nemo_like.losses.heads import Head, unwrap_logits
-from nemo_like.losses.rows import Shape, blocks, in_place, new_losses
+from nemo_like.losses.rows import Apart, Shape, blocks, in_place, kernel, new_losses
 from nemo_like.losses.vocabulary import Vocabulary
 from nemo_like.options import ChunkedLoss
 
@@ -44,7 +44,8 @@ def chunked_kl(
     Args:
         hidden, head, chunk_tokens, logit_softcap, logit_scale, options, parameters: the student's; as for
             `chunked_cross_entropy`.
-        teacher: the teacher's logits, (..., V); with `teacher_head`, its hidden states, (..., its width).
+        teacher: the teacher's logits, (..., V); with `teacher_head`, its hidden states, (..., its width). Beside a head
+            that is cut by vocabulary, the teacher's logits may be whole or cut over the same ranks.
         teacher_head: from the teacher's hidden states to logits, called on the same chunks (whose logits are the second
             chunk that then exists). The student's soft cap and scale are not applied to it.
         mask: (...) bool: the tokens that count; default: all.
@@ -56,8 +57,8 @@ def chunked_kl(
         A number, float32 or, for such a head, float64.
 
     Raises:
-        ValueError, TypeError: any bad argument; a teacher of other tokens or another vocabulary; logits that are cut by
-            vocabulary over ranks.
+        ValueError, TypeError: any bad argument; a teacher of other tokens or another vocabulary, or whose logits are cut
+            in another way than the student's.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
@@ -66,7 +67,8 @@ def chunked_kl(
     options = chosen(options, chunk_tokens)
     for tensor in (hidden, teacher):
         check_hidden(tensor)
-    hidden, teacher = whole(hidden), whole(teacher).detach()
+    hidden = whole(hidden)
+    teacher = teacher.detach() if teacher_head is None else whole(teacher).detach()
     if teacher.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(
             f"teacher has shape {tuple(teacher.shape)} and hidden {tuple(hidden.shape)}; both must have the same tokens: "
@@ -80,7 +82,7 @@ def chunked_kl(
         )
     shape = shape_of(logit_scale, logit_softcap, temperature)
     counts = mask.reshape(-1)
-    rows = KLRows(teacher.flatten(0, -2), teacher_head, counts, shape, 1 / temperature)
+    rows = KLRows(teacher.flatten(0, -2), teacher_head, counts, shape, 1 / temperature, options.compile)
     if num_items is None:
         num_items = counts.sum() if reduction == "mean" else 1
     return reduced(hidden, head, rows, counts, num_items, options, parameters)
@@ -91,15 +93,13 @@ class KLRows:
     """``sum(p * (log p - log q))`` over the vocabulary; p is the teacher's softmax, q the student's."""
 
     teacher: Tensor
-    """(tokens, V), or with `head` (tokens, the teacher's width)."""
+    """(tokens, V), or with `head` (tokens, the teacher's width). A DTensor where it is cut by vocabulary."""
     head: Head | None
     counts: Tensor
     shape: Shape
     factor: float
-
-    def __post_init__(self) -> None:
-        self._chunk: tuple[slice, Tensor] | None = None
-        self._lse: list[Tensor] = []
+    backend: str | None = None
+    """The compiler of what is done with a block; None: none."""
 
     def check(self, vocabulary: int) -> None:
         with torch.no_grad():
@@ -107,47 +107,106 @@ class KLRows:
         if width != vocabulary:
             raise ValueError(f"The teacher has {width} logits per token, and the head makes {vocabulary}: give equal ones.")
 
-    def losses(self, logits: Tensor, rows: slice, vocabulary: Vocabulary) -> Tensor:
+    def step(
+        self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor | None, apart: bool
+    ) -> tuple[Tensor, Apart | None]:
+        teacher, counts = self._teacher(rows, vocabulary), self.counts[rows]
+        weights = None if weights is None else weights.masked_fill(~counts, 0)
         if vocabulary.group is not None:
-            raise ValueError("chunked_kl needs whole logits, and the head's are cut by vocabulary over ranks.")
-        teacher = self._teacher(rows)
+            return self._cut(logits, teacher, vocabulary, counts, weights), None
         losses = new_losses(logits)
-        self._lse = []
+        run = kernel(_whole_rows, self.backend, logits)
         for block in blocks(logits):
-            student = self.shape.apply(logits[block])
-            lse = student.logsumexp(1)
-            self._lse.append(lse)
-            log_p = self._log_p(teacher[block], student.dtype)
-            p = log_p.exp()
-            # Where p is 0, its logarithm may be -inf: such a token adds nothing.
-            losses[block] = torch.where(p > 0, log_p.sub_(student).mul_(p), 0).sum(1) + lse
-        return losses.masked_fill(~self.counts[rows], 0)
+            mine = None if weights is None else weights[block]
+            losses[block] = run(logits[block], teacher[block], counts[block], mine, self.factor, self.shape)
+        return losses, None
 
-    def gradient_(self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor) -> None:
-        teacher = self._teacher(rows)
-        for block, lse in zip(blocks(logits), self._lse, strict=True):
-            raw = logits[block]
-            values = raw if in_place(raw) else self.shape.apply(raw)
-            shaped = values.clone() if self.shape.cap is not None else None
-            gradient = values.sub_(lse[:, None]).exp_().sub_(self._log_p(teacher[block], values.dtype).exp_())
-            gradient.mul_(weights[block, None]).masked_fill_(~self.counts[rows][block, None], 0)
-            self.shape.chain_(gradient, shaped)
-            if gradient is not raw:
-                raw.copy_(gradient)
-        self._chunk = None
+    def _cut(
+        self, logits: Tensor, teacher: Tensor, vocabulary: Vocabulary, counts: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """Two walks over the blocks, because the other shards' sums come between them, once for all blocks."""
+        parts = new_losses(logits, 3)  # the teacher's lse, the student's, and the mean of the teacher's less the student's
+        run = kernel(_cut_sums, self.backend, logits)
+        for block in blocks(logits):
+            parts[:, block] = run(logits[block], teacher[block], self.factor, self.shape)
+        (of_teacher, of_student), _, (mean,) = vocabulary.combine(parts[:2], parts[:0], parts[2:])
+        if weights is not None:
+            run = kernel(_cut_gradient_, self.backend, logits)
+            for block in blocks(logits):
+                run(logits[block], teacher[block], counts[block], of_teacher[block], of_student[block], weights[block],
+                    self.factor, self.shape)  # fmt: skip
+        return (mean - of_teacher + of_student).masked_fill(~counts, 0)
 
-    def _teacher(self, rows: slice) -> Tensor:
-        """The teacher's logits of one chunk, kept from its losses to its gradient."""
-        if self.head is None:
-            return self.teacher[rows]
-        if self._chunk is None or self._chunk[0] != rows:
-            self._chunk = None
+    def _teacher(self, rows: slice, vocabulary: Vocabulary) -> Tensor:
+        """The teacher's logits of one chunk, in the columns that this rank has of the student's."""
+        output = self.teacher[rows]
+        if self.head is not None:
             with torch.no_grad():
-                output = self.head(self.teacher[rows])
-            self._chunk = rows, unwrap_logits(output, len(output))[0]
-        return self._chunk[1]
+                output = self.head(output)
+        local, its = unwrap_logits(output, len(output))
+        if its.group is None:
+            return local[:, vocabulary.start : vocabulary.start + vocabulary.width]
+        if (its.start, its.width) != (vocabulary.start, vocabulary.width):
+            raise ValueError(
+                f"The teacher's logits are cut by vocabulary, this rank having columns {its.start} to "
+                f"{its.start + its.width}, and of the student's {vocabulary.start} to "
+                f"{vocabulary.start + vocabulary.width}: cut both over the same ranks, or leave the teacher's whole."
+            )
+        return local
 
-    def _log_p(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
-        """The teacher's log-probabilities in a tensor of their own."""
-        values = logits.to(dtype, copy=True).mul_(self.factor)
-        return values.sub_(values.logsumexp(1, keepdim=True))
+
+def _log_p(logits: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The teacher's log-probabilities over these columns, in a tensor of their own, and their lse, (rows, 1)."""
+    values = logits.to(dtype, copy=True).mul_(factor)
+    lse = values.logsumexp(1, keepdim=True)
+    return values.sub_(lse), lse
+
+
+def _whole_rows(
+    raw: Tensor, teacher: Tensor, counts: Tensor, weights: Tensor | None, factor: float, shape: Shape
+) -> Tensor:
+    """Losses of one block, (rows,); with `weights`, `raw`, (rows, V), becomes the gradient."""
+    student = shape.apply(raw)
+    lse = student.logsumexp(1)
+    log_p, _ = _log_p(teacher, factor, student.dtype)
+    p = log_p.exp()
+    # Where p is 0, its logarithm may be -inf: such a token adds nothing.
+    losses = torch.where(p > 0, log_p.sub_(student).mul_(p), 0).sum(1) + lse
+    if weights is not None:
+        _gradient_(raw, student, p, counts, lse, weights, shape)
+    return losses.masked_fill(~counts, 0)
+
+
+def _cut_sums(raw: Tensor, teacher: Tensor, factor: float, shape: Shape) -> Tensor:
+    """(3, rows): the teacher's lse, the student's, and the mean under the teacher's softmax of its logits less the
+    student's; all over this shard. Logits that are worked on in place get shaped."""
+    if not raw.shape[1]:
+        nothing = raw.new_zeros(len(raw), dtype=raw.dtype if in_place(raw) else torch.float32)
+        return torch.stack([nothing.log(), nothing.log(), nothing])
+    student = shape.apply(raw)
+    log_p, lse = _log_p(teacher, factor, student.dtype)
+    p = log_p.exp()
+    mean = torch.where(p > 0, log_p.sub_(student).mul_(p), 0).sum(1) + lse[:, 0]
+    # A shard of which the teacher excludes every token has no mean, and no weight either.
+    return torch.stack([lse[:, 0], student.logsumexp(1), torch.where(lse[:, 0] == -torch.inf, 0, mean)])
+
+
+def _cut_gradient_(
+    raw: Tensor, teacher: Tensor, counts: Tensor, of_teacher: Tensor, of_student: Tensor, weights: Tensor,
+    factor: float, shape: Shape,
+) -> None:  # fmt: skip
+    """`raw`, as `_cut_sums` left it, becomes the gradient; the two lse are those of the whole vocabulary."""
+    student = raw if in_place(raw) else shape.apply(raw)
+    p = teacher.to(student.dtype, copy=True).mul_(factor).sub_(of_teacher[:, None]).exp_()
+    _gradient_(raw, student, p, counts, of_student, weights, shape)
+
+
+def _gradient_(
+    raw: Tensor, student: Tensor, p: Tensor, counts: Tensor, lse: Tensor, weights: Tensor, shape: Shape
+) -> None:
+    shaped = student.clone() if shape.cap is not None else None
+    gradient = student.sub_(lse[:, None]).exp_().sub_(p)
+    gradient.mul_(weights[:, None]).masked_fill_(~counts[:, None], 0)
+    shape.chain_(gradient, shaped)
+    if gradient is not raw:
+        raw.copy_(gradient)

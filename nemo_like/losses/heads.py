@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from nemo_like.losses.rows import pieces
+from nemo_like.losses.rows import Apart, pieces
 from nemo_like.losses.vocabulary import Vocabulary
 from nemo_like.torch_compat import has_hooks_but_fsdp, is_fake
 
@@ -69,9 +69,11 @@ class AutogradHead:
         # at the logits again, and in-place changes need not be known to autograd (which refuses them for views).
         return output.detach().clone() if _storage(output) in seen else output.data
 
-    def backward(self, gradient: Tensor, hidden: Tensor, into: Tensor | None, sums: GradientSums) -> None:
+    def backward(
+        self, gradient: Tensor, apart: Apart | None, hidden: Tensor, into: Tensor | None, sums: GradientSums
+    ) -> None:
         """Write the gradient of the chunk's `hidden` to `into`; add those of the parameters to `sums`."""
-        assert self._graph is not None
+        assert self._graph is not None and apart is None
         leaf, output = self._graph
         self._graph = None
         if not output.requires_grad:
@@ -103,24 +105,39 @@ class LinearHead:
         # By identity: which of the head's own tensors train.
         self._of_weight, self._of_bias = (_index(params, own) for own in (head.weight, head.bias))
 
+        self.width = len(self._weight)
+        self.bytes_per_token = self.width * self._weight.element_size()
+
     def logits(self, hidden: Tensor, with_gradient: bool) -> Tensor:
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.detach()
             return F.linear(hidden.to(self._weight.dtype) if self._cast else hidden, self._weight, self._bias)
 
-    def backward(self, gradient: Tensor, hidden: Tensor, into: Tensor | None, sums: GradientSums) -> None:
-        """As `AutogradHead.backward`."""
+    def backward(
+        self, gradient: Tensor, apart: Apart | None, hidden: Tensor, into: Tensor | None, sums: GradientSums
+    ) -> None:
+        """As `AutogradHead.backward`; `apart`: entries that `gradient` lacks."""
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             if into is not None:
                 if into.dtype == gradient.dtype:
                     torch.mm(gradient, self._weight, out=into)
                 else:
                     into.copy_(gradient @ self._weight)
+                if apart is not None:
+                    into.add_(self._weight[apart.column] * apart.value[:, None])
             if self._of_weight is not None:
-                self._add_outer(sums.zeros(self._of_weight), gradient, hidden.detach().to(gradient.dtype))
+                states = hidden.detach().to(gradient.dtype)
+                if sums.sums[self._of_weight] is None and sums.dtype(self._of_weight) == gradient.dtype:
+                    sums.sums[self._of_weight] = torch.mm(gradient.t(), states)  # no pass to write zeros, none to read them
+                else:
+                    self._add_outer(sums.zeros(self._of_weight), gradient, states)
+                if apart is not None:
+                    _add_rows(sums.zeros(self._of_weight), apart.column, states * apart.value[:, None])
             if self._of_bias is not None:
                 total = sums.zeros(self._of_bias)
                 total.add_(gradient.sum(0, dtype=total.dtype))
+                if apart is not None:
+                    _add_rows(total, apart.column, apart.value)
 
     def _add_outer(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         """``total += gradient.T @ hidden``, (V, D), without rounding a chunk's product to less than `total` has."""
@@ -137,6 +154,14 @@ class LinearHead:
             else:
                 wide = hidden.to(total.dtype) if wide is None else wide
                 total[some].addmm_(part.to(total.dtype), wide)
+
+
+def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add `values` to those rows of `total`, several to one in the same order each time."""
+    if total.device.type == "cpu":
+        total.index_add_(0, rows, values.to(total.dtype))
+    else:
+        total.index_put_((rows,), values.to(total.dtype), accumulate=True)  # sorts; index_add_ adds as threads come
 
 
 def open_head(head: Head, params: Sequence[Tensor], block_bytes: int) -> AutogradHead | LinearHead:

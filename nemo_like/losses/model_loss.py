@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nemo_like.log import warn_once
 from nemo_like.losses.heads import autocast_dtype
@@ -164,11 +165,18 @@ class _LossHooks:
                     return self._head(*args, **kwargs)
             call = HeadCall(self._head, args[0], self._options)
             calls.append(call)
+            if _is_cut(args[0]):
+                return call.whole("its hidden states are cut over ranks")
             width = _width(self._head)
             assert width is not None
             return StandIn.of(Recipe(call, args[0]), width, autocast_dtype(args[0]))
 
         return answer
+
+
+def _is_cut(hidden: Tensor) -> bool:
+    """Whether a rank has a part of the hidden states, as a plan's own styles may leave them (along the sequence)."""
+    return isinstance(hidden, DTensor) and not all(placement.is_replicate() for placement in hidden.placements)
 
 
 def _has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

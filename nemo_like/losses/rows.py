@@ -1,13 +1,15 @@
-"""What is computed from the logits of one chunk: a loss per token in float32, and then its gradient, over the logits.
+"""What is computed from the logits of one chunk: a loss per token in float32, and its gradient, over the logits.
 
-A chunk is worked on in blocks of rows, so that the float32 temporaries are a small part of the chunk itself.
+A chunk is worked on in blocks of rows, so that temporaries are a small part of the chunk itself, and that what one operator
+has written is in the cache when the next one reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +18,10 @@ from nemo_like.losses.vocabulary import Vocabulary
 from nemo_like.torch_compat import is_fake
 
 _BLOCKS, _BLOCKS_COPIED = 40, 128
-"""Blocks per chunk, where the logits are worked on as they are, and where each block is copied to float32 first: its
+"""Fewest blocks per chunk, where the logits are worked on as they are, and where each block is copied to float32 first: its
 temporaries, at most two and four float32 copies of a block, are then 1/20 of a float32 chunk and 1/16 of a bfloat16 one."""
+_CACHED_ELEMENTS = 1 << 17
+"""Elements of a block that is worked on in place, with no temporary of its size, on the CPU: half a MiB of float32."""
 _LAUNCH_ELEMENTS = 1 << 22
 """Elements of the smallest block on an accelerator: smaller ones take longer to launch than to compute."""
 
@@ -28,20 +32,35 @@ class RowLoss(Protocol):
     def check(self, vocabulary: int) -> None:
         """Raise ValueError where the loss does not fit a head with so many outputs."""
 
-    def losses(self, logits: Tensor, rows: slice, vocabulary: Vocabulary) -> Tensor:
-        """Float32 losses of the tokens `rows`, whose logits, (tokens, vocabulary), are given. Changes the logits
-        only in a way that `gradient_` knows of."""
+    def step(
+        self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor | None, apart: bool
+    ) -> tuple[Tensor, Apart | None]:
+        """Losses of the tokens `rows`, (tokens,), float32 or, for such logits, float64.
 
-    def gradient_(self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor) -> None:
-        """Replace `logits`, as `losses` left them, by the gradient of ``(weights * losses).sum()``."""
+        logits: (tokens, this shard's part of the vocabulary). With `weights`, (tokens,), they become the gradient of
+        ``(weights * losses).sum()``; without, nobody reads them again. apart: one entry per token may be left out of
+        the gradient, and returned.
+        """
 
 
-def blocks(logits: Tensor) -> Iterator[slice]:
-    """The rows of a chunk of logits, (tokens, V), in blocks."""
+class Apart(NamedTuple):
+    """Entries of a gradient that are to be added to it, one per token. Beside the label's, which is as large as all others
+    together, the others would lose bits in every sum over tokens or tokens of the vocabulary, and in bfloat16 itself."""
+
+    column: Tensor
+    """(tokens,) int64"""
+    value: Tensor
+    """(tokens,) float32 or float64"""
+
+
+def blocks(logits: Tensor, copies: bool = True) -> Iterator[slice]:
+    """The rows of a chunk of logits, (tokens, V), in blocks. copies: temporaries of a block's size are made of each."""
     count, width = logits.shape
     size = max(1, -(-count // (_BLOCKS if in_place(logits) else _BLOCKS_COPIED)))
     if logits.device.type != "cpu":
         size = max(size, _LAUNCH_ELEMENTS // max(1, width))
+    elif not copies:
+        size = max(1, _CACHED_ELEMENTS // max(1, width))
     yield from pieces(count, size, logits)
 
 
@@ -59,6 +78,16 @@ def new_losses(logits: Tensor, *kinds: int) -> Tensor:
 def in_place(logits: Tensor) -> bool:
     """Whether logits are computed with as they are; lower precision is copied to float32, a block at a time."""
     return logits.dtype in (torch.float32, torch.float64)
+
+
+def kernel(function: Callable[..., Any], backend: str | None, logits: Tensor) -> Callable[..., Any]:
+    """`function` of one block, compiled for every number of rows at once where a compiler is asked for."""
+    return function if backend is None or is_fake(logits) else _compiled(function, backend)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -88,76 +117,3 @@ class Shape:
             gradient.mul_(self.factor)
         if self.scale is not None:
             gradient.mul_(self.scale)
-
-
-class CrossEntropyRows:
-    """Cross entropy with label smoothing and z-loss.
-
-    ``(1 - smoothing) * (lse - logit of the label) + smoothing * (lse - mean logit) + z_loss * lse ** 2``, zero where the
-    label is `ignore_index`; lse is the logarithm of the sum of the exponentials.
-    """
-
-    def __init__(self, labels: Tensor, ignore_index: int, smoothing: float, z_loss: float, shape: Shape) -> None:
-        """labels: (tokens,) int64."""
-        self.labels = labels
-        self.counts = labels != ignore_index
-        self._smoothing = smoothing
-        self._z_loss = z_loss
-        self._shape = shape
-        self._lse: Tensor | None = None
-
-    def check(self, vocabulary: int) -> None:
-        """Raise ValueError for a label that is no token. On the CPU; on an accelerator, where looking would stop the
-        host until the device has caught up, `gather` stops the program instead."""
-        if self.labels.device.type != "cpu" or is_fake(self.labels):
-            return
-        wrong = self.counts & ((self.labels < 0) | (self.labels >= vocabulary))
-        if wrong.any():
-            first = self.labels[wrong][0].item()
-            raise ValueError(
-                f"labels has {first}, and the head makes {vocabulary} logits per token: labels must be in "
-                f"0 ... {vocabulary - 1}, or ignore_index where a token does not count."
-            )
-
-    def losses(self, logits: Tensor, rows: slice, vocabulary: Vocabulary) -> Tensor:
-        labels, counts = self.labels[rows], self.counts[rows]
-        local, here = vocabulary.local(labels)
-        here = here & counts
-        parts = new_losses(logits, 3)  # lse, the label's logit, sum of the logits
-        for block in blocks(logits):
-            values = self._shape.apply(logits[block])
-            index = torch.where(here[block], local[block], 0)[:, None]
-            target = values.gather(1, index)[:, 0].masked_fill_(~here[block], 0)
-            sums = values.sum(1) if self._smoothing else target
-            torch.stack([values.logsumexp(1), target, sums], out=parts[:, block])
-        lse, target, sums = vocabulary.combine(parts)
-        self._lse = lse
-        losses = lse - target
-        if self._smoothing:
-            losses = (1 - self._smoothing) * losses + self._smoothing * (lse - sums / vocabulary.size)
-        if self._z_loss:
-            losses = losses + self._z_loss * lse.square()
-        return losses.masked_fill(~counts, 0)
-
-    def gradient_(self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor) -> None:
-        assert self._lse is not None
-        labels, counts = self.labels[rows], self.counts[rows]
-        weights = weights.masked_fill(~counts, 0)
-        local, here = vocabulary.local(labels)
-        here = here & counts
-        in_softmax = weights * (1 + 2 * self._z_loss * self._lse)
-        for block in blocks(logits):
-            raw = logits[block]
-            values = raw if in_place(raw) else self._shape.apply(raw)  # `losses` shaped it in place
-            shaped = values.clone() if self._shape.cap is not None else None
-            gradient = values.sub_(self._lse[block, None]).exp_().mul_(in_softmax[block, None])
-            if self._smoothing:
-                gradient.sub_(weights[block, None] * (self._smoothing / vocabulary.size))
-            index = torch.where(here[block], local[block], 0)[:, None]
-            at_label = torch.where(here[block], weights[block] * (1 - self._smoothing), 0)[:, None]
-            gradient.scatter_add_(1, index, -at_label.to(gradient.dtype))
-            # Weight 0 is no gradient at all, also where the logits are not finite.
-            gradient.masked_fill_(~counts[block, None], 0)
-            self._shape.chain_(gradient, shaped)
-            if gradient is not raw:
-                raw.copy_(gradient)

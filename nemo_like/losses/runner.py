@@ -32,13 +32,16 @@ class Job:
     """The module whose FSDP2 hooks have gathered the head's parameters: the head, or what `head` calls."""
 
     def open(self, hidden: Tensor, params: Sequence[Tensor]) -> tuple[AutogradHead | LinearHead, int]:
-        """The head and the tokens of one chunk, found by running one token."""
-        probe = hidden.detach()[:1]
+        """The head and the tokens of one chunk; where its width is not known, it runs one token."""
         head = open_head(self.head, params, 0)
-        with _same_random_numbers(hidden, not isinstance(head, LinearHead)):
-            logits, vocabulary = unwrap_logits(head.logits(probe, False), len(probe))
-        self.rows.check(vocabulary.size)
-        per_token = logits.shape[1] * logits.element_size()
+        if isinstance(head, LinearHead):
+            size, per_token = head.width, head.bytes_per_token
+        else:
+            probe = hidden.detach()[:1]
+            with _RandomState.now(hidden).again():
+                logits, vocabulary = unwrap_logits(head.logits(probe, False), len(probe))
+            size, per_token = vocabulary.size, logits.shape[1] * logits.element_size()
+        self.rows.check(size)
         tokens = min(self.options.tokens(per_token), max(1, len(hidden)))
         if isinstance(head, LinearHead):
             head.block_bytes = max(1, tokens * per_token // 64)
@@ -71,13 +74,13 @@ def walk(job: Job, hidden: Tensor, params: Sequence[Tensor], weights: Tensor | N
         chunk = hidden[rows]
         output = head.logits(chunk, with_gradient)
         logits, vocabulary = unwrap_logits(output, len(chunk))
-        losses = job.rows.losses(logits, rows, vocabulary)
+        mine = weights[rows] if with_gradient and weights is not None else None
+        losses, apart = job.rows.step(logits, rows, vocabulary, mine, isinstance(head, LinearHead))
         total = total.to(losses.dtype)  # float64 stays
         total[rows] = losses
         if with_gradient:
-            assert weights is not None
-            job.rows.gradient_(logits, rows, vocabulary, weights[rows])
-            head.backward(like_logits(logits, output), chunk, None if to_hidden is None else to_hidden[rows], sums)
+            into = None if to_hidden is None else to_hidden[rows]
+            head.backward(like_logits(logits, output), apart, chunk, into, sums)
         del output, logits  # before the next chunk's are made
     return Outcome(total, to_hidden, sums.sums)
 
@@ -96,7 +99,9 @@ class LossInForward(torch.autograd.Function):
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *params)]
         ctx.inputs = len(params) + 1
         ctx.save_for_backward(scale, *(grads[index] for index in ctx.kept))
-        return found.losses.sum() / items
+        # In float64, and rounded once: a sum of many tokens in float32 ends some units off in the last place.
+        wide = torch.float32 if found.losses.device.type == "mps" else torch.float64
+        return (found.losses.sum(dtype=wide) / items).to(found.losses.dtype)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,9 +185,3 @@ class _RandomState:
             if ids:
                 set_device_states(ids, states, device_type=self.kind)
             yield
-
-
-def _same_random_numbers(hidden: Tensor, needed: bool) -> contextlib.AbstractContextManager[Any]:
-    """Within it, numbers may be drawn that are drawn again afterwards."""
-    return _RandomState.now(hidden).again() if needed else contextlib.nullcontext()
-

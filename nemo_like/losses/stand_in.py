@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from nemo_like.losses.cross_entropy import losses_per_token, reduced, whole
 from nemo_like.losses.heads import Head
-from nemo_like.losses.rows import CrossEntropyRows, Shape
+from nemo_like.losses.label_rows import CrossEntropyRows
+from nemo_like.losses.rows import Shape
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import answering_calls, shape_only
 
@@ -283,7 +284,7 @@ def _CROSS_ENTROPY(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     recipe.call.losses += 1
     head, shape = _shaped_head(recipe)
     ignore_index, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
-    rows = CrossEntropyRows(labels, ignore_index, smoothing, 0.0, shape)
+    rows = CrossEntropyRows(labels, ignore_index, smoothing, 0.0, shape, recipe.call.options.compile)
     with answering_calls(recipe.call.head, None):
         return _loss(recipe, head, rows, given.get("reduction", "mean"))
 

@@ -27,12 +27,21 @@ class Vocabulary:
         local = labels - self.start
         return local, (local >= 0) & (local < self.width)
 
-    def combine(self, parts: Tensor) -> Tensor:
-        """From each shard's (logsumexp, sums, ...), (k, tokens), to those of the whole vocabulary: two reductions."""
+    def combine(self, lse: Tensor, sums: Tensor, means: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """From those of each shard to those of the whole vocabulary, in two reductions.
+
+        Args:
+            lse: (k, tokens), logarithms of sums of exponentials.
+            sums: (j, tokens).
+            means: (m, tokens), of values that are weighted by the exponentials that ``lse[0]`` is the sum of.
+        """
+        means = lse[:0] if means is None else means
         if self.group is None:
-            return parts
-        largest = parts[0].clone()
+            return lse, sums, means
+        largest = lse.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
-        sums = torch.cat([(parts[:1] - largest).exp(), parts[1:]])
-        dist.all_reduce(sums, dist.ReduceOp.SUM, self.group)
-        return torch.cat([sums[:1].log() + largest, sums[1:]])
+        own = (lse - largest).exp()
+        all_sums = torch.cat([own, sums, means * own[:1]])
+        dist.all_reduce(all_sums, dist.ReduceOp.SUM, self.group)
+        total, sums, means = all_sums.split([len(lse), len(sums), len(means)])
+        return total.log() + largest, sums, means / total[:1]

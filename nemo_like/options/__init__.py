@@ -5,7 +5,7 @@ the value, the reason and what is accepted. A default stands here and nowhere el
 """
 
 from nemo_like.options.checkpointing import AC_STRATEGIES, CheckpointConfig, MemoryBudget, parse_ac
-from nemo_like.options.chunked_loss import LOSSES, ChunkedLoss
+from nemo_like.options.chunked_loss import COMPILE_BACKENDS, LOSSES, ChunkedLoss
 from nemo_like.options.parallel import (
     DDP,
     FROZEN_SHARDING,
@@ -29,6 +29,7 @@ from nemo_like.options.words import (
 
 __all__ = [
     "AC_STRATEGIES",
+    "COMPILE_BACKENDS",
     "DDP",
     "FROZEN_SHARDING",
     "FSDP2",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from nemo_like.options.words import did_you_mean, normalise, parse_bytes
 
 LOSSES: tuple[str, ...] = ("model", "chunked")
+COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class ChunkedLoss:
     grads_in_float32: bool = True
     """Sum the head's gradients over the chunks in float32. False: in the parameters' dtype, which for a bfloat16 head
     saves 2 bytes per weight between forward and backward, and loses low bits of the sum with every chunk."""
+    compile: str | None = None
+    """Compile what is done with the logits of a chunk, once for all chunks: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
+    None: as the layers are compiled in `parallelize`; elsewhere not."""
 
     def __post_init__(self) -> None:
         tokens = self.chunk_tokens
@@ -37,6 +41,8 @@ class ChunkedLoss:
             raise ValueError(f"chunk_bytes is {size!r}; a chunk must hold at least one byte.")
         if not isinstance(self.grads_in_float32, bool):
             raise TypeError(f"grads_in_float32 is {self.grads_in_float32!r}; it must be True or False.")
+        if self.compile is not None and self.compile not in COMPILE_BACKENDS:
+            raise ValueError(f"compile is {self.compile!r}; it must be None or one of {', '.join(COMPILE_BACKENDS)}.")
 
     @property
     def bytes(self) -> int:

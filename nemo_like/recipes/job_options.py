@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from nemo_like.options import LOSSES, STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
+from nemo_like.options import COMPILE_BACKENDS, LOSSES, STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
 from nemo_like.recipes.schedule import SCHEDULES
 
-COMPILE_BACKENDS = ("none", "inductor", "aot_eager", "eager")
+COMPILERS = ("none", *COMPILE_BACKENDS)
 RESUME = ("no", "must", "auto")
 OFFLOADS = ("none", "boundary", "saved", "all")
 INITS = ("host", "sharded")
@@ -45,7 +45,7 @@ class Options:
     )
     scope: str = _option("all", "layers to checkpoint: all | language | vision | audio; several with commas")
     loss: str = _option("model", f"{' | '.join(LOSSES)}: head and loss of a few tokens at a time, never the whole logits")
-    compile: str = _option("none", f"compile each layer: {' | '.join(COMPILE_BACKENDS)}")
+    compile: str = _option("none", f"compile each layer: {' | '.join(COMPILERS)}")
     dtype: str = _option("float32", "dtype to compute in: float32 | bfloat16; weights and gradient sums stay float32")
     device: str = _option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one")
     init: str = _option(
@@ -131,7 +131,7 @@ class Options:
 _CHOICES: Mapping[str, Sequence[str]] = {
     "strategy": STRATEGIES,
     "loss": LOSSES,
-    "compile": COMPILE_BACKENDS,
+    "compile": COMPILERS,
     "device": DEVICES,
     "schedule": SCHEDULES,
     "resume": RESUME,
