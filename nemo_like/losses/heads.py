@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,16 +123,16 @@ class LinearHead:
                     torch.mm(gradient, self._weight, out=into)
                 else:
                     into.copy_(gradient @ self._weight)
-                if apart is not None:
-                    into.add_(self._weight[apart.column] * apart.value[:, None])
+                for rows, column, value in _few(apart):
+                    into[rows].add_(self._weight[column] * value[:, None])  # in float32
             if self._of_weight is not None:
                 states = hidden.detach().to(gradient.dtype)
                 if sums.sums[self._of_weight] is None and sums.dtype(self._of_weight) == gradient.dtype:
                     sums.sums[self._of_weight] = torch.mm(gradient.t(), states)  # no pass to write zeros, none to read them
                 else:
                     self._add_outer(sums.zeros(self._of_weight), gradient, states)
-                if apart is not None:
-                    _add_rows(sums.zeros(self._of_weight), apart.column, states * apart.value[:, None])
+                for rows, column, value in _few(apart):
+                    _add_rows(sums.zeros(self._of_weight), column, states[rows] * value[:, None])
             if self._of_bias is not None:
                 total = sums.zeros(self._of_bias)
                 total.add_(gradient.sum(0, dtype=total.dtype))
@@ -154,6 +154,13 @@ class LinearHead:
             else:
                 wide = hidden.to(total.dtype) if wide is None else wide
                 total[some].addmm_(part.to(total.dtype), wide)
+
+
+def _few(apart: Apart | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The entries in eight parts, (tokens of the chunk, columns, values): a row of the weight for each is a temporary."""
+    if apart is not None:
+        for rows in pieces(len(apart.value), -(-len(apart.value) // 8), apart.value):
+            yield rows, apart.column[rows], apart.value[rows]
 
 
 def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:

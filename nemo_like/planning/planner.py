@@ -95,7 +95,7 @@ class Planner:
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
         ]
         self._memories: dict[tuple[int, Choice, bool], BlockMemory] = {}
-        self._outers: dict[bool, OuterMemory] = {}
+        self.outers: dict[bool, OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
 
     # --- choices --------------------------------------------------------------------------------------------------
@@ -182,14 +182,14 @@ class Planner:
 
     def outer(self, accumulate: bool = False) -> OuterMemory:
         """The model around its layers; `accumulate`: where backward adds to gradients that are there."""
-        if accumulate not in self._outers:
+        if accumulate not in self.outers:
             made = outer_memory(
                 self.model, self.layers, self.traced, self.setup.step, self.setup.loss, accumulate=accumulate
             )
             for reason in made.whole_logits:
                 say_whole_logits(self.whole, reason)
-            self._outers[accumulate] = made
-        return self._outers[accumulate]
+            self.outers[accumulate] = made
+        return self.outers[accumulate]
 
     def with_chunks(self, loss: ChunkedLoss) -> Planner | None:
         """This planner for a loss in chunks, with nothing traced again; None where the logits would be whole anyway."""
@@ -198,7 +198,7 @@ class Planner:
         other = copy.copy(self)
         other.setup = replace(self.setup, loss=loss)
         made = outer_memory(self.model, self.layers, self.traced, self.setup.step, loss)
-        other._outers = {False: made}
+        other.outers = {False: made}
         return None if made.whole_logits else other
 
     @cached_property
