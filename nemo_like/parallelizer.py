@@ -26,7 +26,7 @@ from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.layers import find_layers
-from nemo_like.log import say_once, warn_once
+from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
 from nemo_like.options import (
     DDP,
@@ -39,8 +39,10 @@ from nemo_like.options import (
     TensorParallel,
     parse_strategy,
 )
+from nemo_like.planning.first_step import watch_first_step
+from nemo_like.planning.plan import Plan
 from nemo_like.precision import autocast_forward, check_autocast
-from nemo_like.resolve import Asked, layers_for, read_ac, resolve
+from nemo_like.resolve import Asked, layers_for, planned, read_ac, resolve
 
 _MARK = "_nemo_like_parallelized"
 
@@ -79,7 +81,9 @@ def apply_activation_checkpointing(
         check_head(model)
     planning: dict[str, Any] = {} if autocast is None else {"precision": Precision.of(autocast), "fsdp": None}
     planning["loss"] = loss
-    specs = resolve(model, asked, found, chosen, sample_input=sample_input, compile=compiled, planning=planning)
+    if isinstance(asked, MemoryBudget):
+        asked = planned(model, asked, chosen, sample_input, planning)
+    specs = resolve(model, asked, found, chosen, sample_input=sample_input, compile=compiled)
     apply_specs(model, specs, compile=compiled)
     return model if in_chunks is None else chunk_model_loss(model, in_chunks)
 
@@ -174,10 +178,14 @@ def parallelize(
         check_sharding(model, found, shard_mesh, options=fsdp)
     else:
         _check_whole_model(model, mesh, cast)
+    if isinstance(asked, MemoryBudget):
+        ddp_ranks = mesh is not None and word == "ddp"
+        asked = planned(
+            model, asked, chosen, sample_input, _planning(shard_mesh, loop, cast, fsdp, loss, ddp=ddp_ranks)
+        )
     specs = resolve(
-        model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None,
-        planning=_planning(shard_mesh, loop, cast, fsdp, loss, ddp=mesh is not None and word == "ddp"),
-    )  # fmt: skip
+        model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None
+    )
     check_specs(model, specs, compile=backend is not None)
 
     # Nothing has been changed up to here.
@@ -198,6 +206,8 @@ def parallelize(
     else:
         model = _replicate(model, mesh, cast, target, ddp)
     setattr(model, _MARK, True)
+    if isinstance(asked, Plan) and is_rank_zero() and not (fsdp.cpu_offload or place.mode != "none"):
+        watch_first_step(model, asked, target)
     return model
 
 

@@ -65,40 +65,73 @@ def layers_for(
 
 def resolve(
     model: nn.Module,
-    asked: Asked,
+    asked: CheckpointConfig | Plan,
     found: Sequence[Layer],
     chosen: Sequence[Layer],
     *,
     sample_input: Any = None,
     offload: OffloadConfig | None = None,
     compile: bool = False,
-    planning: Mapping[str, Any] | None = None,
 ) -> list[CheckpointSpec]:
-    """The regions that `asked` means on `model`, which is not changed; a budget is planned here, a profile measured.
+    """The regions that `asked` means on `model`, which is not changed; a profile is measured here.
 
     Args:
         model: the bare model.
-        asked: from `read_ac`.
+        asked: from `read_ac`, a budget as its plan (`planned`).
         found, chosen: from `layers_for`; all of `found` are offloaded, `chosen` are checkpointed.
-        sample_input: one batch, for a budget and for a config that measures first.
+        sample_input: one batch, for a config that measures first.
         offload: what waits in host memory; None: nothing.
         compile: the layers will be compiled.
-        planning: what else `plan_for` is to know.
 
     Raises:
-        ValueError, TypeError: a budget without a sample input or one that cannot be met (`BudgetError`), a plan for
-            another model, layers that share keys and values where a plan can't, a config that does not fit the model.
+        ValueError, TypeError: a plan for another model, layers that share keys and values where a plan can't, a config that
+            does not fit the model.
     """
-    if isinstance(asked, MemoryBudget | Plan):
+    if isinstance(asked, Plan):
         _refuse_plan_through_cache(model, asked)
-        plan = asked if isinstance(asked, Plan) else _planned(model, asked, chosen, sample_input, planning or {})
-        specs = plan_specs(model, plan)
-        _refuse_partial(plan, chosen)
+        specs = plan_specs(model, asked)
+        _refuse_partial(asked, chosen)
     else:
         specs = config_specs(model, chosen, asked, _measured_bytes(model, asked, sample_input))
     if offload is None or offload.mode == "none":
         return specs
     return placed_on_host(specs, [layer.fqn for layer in found], offload, compile=compile)
+
+
+def planned(
+    model: nn.Module, budget: MemoryBudget, chosen: Sequence[Layer], sample_input: Any, planning: Mapping[str, Any]
+) -> Plan:
+    """The plan that a budget means on `model`, which is not changed.
+
+    Args:
+        model: the bare model.
+        budget: from `read_ac`.
+        chosen: from `layers_for`.
+        sample_input: one batch.
+        planning: what else `plan_for` is to know.
+
+    Raises:
+        ValueError: no sample input, a budget that cannot be met (`BudgetError`), layers that share keys and values where
+            a plan can't, a model that is sharded.
+    """
+    _refuse_plan_through_cache(model, budget)
+    if sample_input is None:
+        raise ValueError(
+            f"ac is {budget}, a memory budget: bytes depend on batch and sequence. Pass sample_input=, what one step of "
+            "one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
+        )
+    if (sharded := _sharded(model)) is not None:
+        raise ValueError(
+            f"ac is {budget}, and {sharded} is sharded by fully_shard already: a plan is traced on whole weights. Use a "
+            "mode such as 'selective', or a plan that was made before that part was sharded."
+        )
+    plan = plan_for(model, budget, sample_input, layers=[layer.fqn for layer in chosen], **planning)
+    if is_rank_zero():
+        logger.info(
+            f"ac={plan.budget!r}: predicted peak {plan.peak_bytes / 2**30:.2f} GiB per rank, replay "
+            f"{plan.replay_share:.0%} of a forward pass."
+        )
+    return plan
 
 
 def config_specs(
@@ -213,28 +246,6 @@ def _refuse_partial(plan: Plan, chosen: Sequence[Layer]) -> None:
             f"The plan has {len(planned)} layers, and this model has {', '.join(missing[:4])}{more} besides, which nobody "
             "planned. Make the plan again for this model, or pass layers= with the planned ones to leave the others alone."
         )
-
-
-def _planned(
-    model: nn.Module, budget: MemoryBudget, chosen: Sequence[Layer], sample_input: Any, planning: Mapping[str, Any]
-) -> Plan:
-    if sample_input is None:
-        raise ValueError(
-            f"ac is {budget}, a memory budget: bytes depend on batch and sequence. Pass sample_input=, what one step of "
-            "one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
-        )
-    if (sharded := _sharded(model)) is not None:
-        raise ValueError(
-            f"ac is {budget}, and {sharded} is sharded by fully_shard already: a plan is traced on whole weights. Use a "
-            "mode such as 'selective', or a plan that was made before that part was sharded."
-        )
-    plan = plan_for(model, budget, sample_input, layers=[layer.fqn for layer in chosen], **planning)
-    if is_rank_zero():
-        logger.info(
-            f"ac={plan.budget!r}: predicted peak {plan.peak_bytes / 2**30:.2f} GiB per rank, replay "
-            f"{plan.replay_share:.0%} of a forward pass."
-        )
-    return plan
 
 
 def _sharded(model: nn.Module) -> str | None:

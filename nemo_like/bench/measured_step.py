@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nemo_like.distributed.launch import world_size
 from nemo_like.module_tree import bare_name
 from nemo_like.profiling.layer_trace import run_model
+from nemo_like.profiling.meters import AllocatorEvents, quiet_profiler
 from nemo_like.tensors import tensors_in
 
 
@@ -87,60 +83,25 @@ def count_operators(model: nn.Module, sample: Any) -> int:
     """Operators of the next step, those that no dispatch mode sees among them."""
     zero_gradients(model)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
-    with _quiet_start_and_stop():
+    with quiet_profiler():
         profiler.start()
     try:
         step_loss(model, sample).backward()
     finally:
-        with _quiet_start_and_stop():
+        with quiet_profiler():
             profiler.stop()
     return sum(event.name.startswith("aten::") for event in profiler.events() or ())
 
 
 def cpu_events(run: Callable[[], Any]) -> list[int]:
     """Bytes allocated since `run` began, after each allocation or release of PyTorch's CPU allocator."""
-    profiler = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    )
-    with _quiet_start_and_stop():
-        profiler.start()
+    events = AllocatorEvents()
+    events.start()
     try:
         run()
     finally:
-        with _quiet_start_and_stop():
-            profiler.stop()
-    handle, path = tempfile.mkstemp(suffix=".json")
-    os.close(handle)
-    try:
-        profiler.export_chrome_trace(path)
-        with open(path, encoding="utf-8") as file:
-            events = json.load(file)["traceEvents"]
-    finally:
-        os.unlink(path)
-    sizes = [
-        (event["ts"], event["args"].get("Ev Idx", 0), event["args"]["Bytes"])
-        for event in events
-        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
-    ]
-    level, levels = 0, [0]
-    for _, _, size in sorted(sizes):
-        level += size
-        levels.append(level)
+        levels = events.stop()
     return levels
-
-
-@contextlib.contextmanager
-def _quiet_start_and_stop() -> Iterator[None]:
-    """PyTorch's profiler writes to the process's stderr at each start and stop, whatever its log level."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def measure_flops(model: nn.Module, sample: Any) -> tuple[int, int]:

@@ -59,6 +59,8 @@ class OuterMemory:
     """What stays of the model's output till the next one is there: in all stretches of backward, and in forward."""
     whole_logits: tuple[str, ...] = ()
     """Why logits were whole, where a chunked loss was asked for; empty: they were not."""
+    own_loss: bool = False
+    """Whether the model computes the loss."""
     in_chunks: bool = False
     """Whether the head made its gradients in forward, so that its backward begins with that of the loss."""
 
@@ -141,6 +143,7 @@ def outer_memory(
             output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
         head = Stretch(meter.lap(), meter.live)
         loss = loss_of(output, step.loss_fn)
+        own_loss = any(loss is t for t in tensors_in(output))
         if not step.keeps_output:
             del output
         loss.backward()
@@ -153,7 +156,7 @@ def outer_memory(
     whole = tuple(whole_logits)
     return OuterMemory(
         tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads,
-        tuple(map(frozenset, used)), kept, whole, chunks is not None and not whole,
+        tuple(map(frozenset, used)), kept, whole, own_loss, chunks is not None and not whole,
     )  # fmt: skip
 
 

@@ -89,6 +89,9 @@ class Plan:
     """Predicted bytes per rank at the peak of a step, by what they are; their sum is the peak."""
     peak_at: str = ""
     """Where in the step the peak is."""
+    step: Mapping[str, Any] = field(default_factory=dict)
+    """The step that the peak is of: the fields of its `StepSpec`; ``loss``, of the ``model`` or of the ``loop``; and the
+    tensors of the ``sample``."""
     torch: str = torch.__version__
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,7 @@ from nemo_like.planning.sharding import (
     sharding_of,
 )
 from nemo_like.planning.stack import ChoiceGroup, Stack
+from nemo_like.tensors import describe, tensors_in
 
 _RNG_STATE = torch.get_rng_state().numel()
 
@@ -88,6 +89,7 @@ class Planner:
                 f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
             )
+        self.sample = describe(tuple(tensors_in(sample_input)), {})
         self.traced: ModelTrace = trace_model(self.model, self.layers, sample_input, dtype=dtype, autocast=lower)
         at_hand = "cuda" if torch.cuda.is_available() else "cpu"
         self.problems = [
@@ -372,7 +374,13 @@ class Planner:
             gap_seconds=gap,
             peak=peak.parts,
             peak_at=peak.at,
+            step=self._step(),
         )
+
+    def _step(self) -> dict[str, Any]:
+        """`Plan.step`."""
+        said = {k: v for k, v in asdict(self.setup.step).items() if k != "loss_fn"}
+        return said | {"loss": "model" if self.outer().own_loss else "loop", "sample": self.sample}
 
 
 def plan_for(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -130,3 +135,57 @@ class Clock:
     def milliseconds(self, start: Any, end: Any) -> float:
         """From `start` to `end`; on CUDA the work between them must have finished (synchronise first)."""
         return float(start.elapsed_time(end)) if self._cuda else (end - start) * 1000
+
+
+class AllocatorEvents:
+    """Every allocation and release of PyTorch's CPU allocator on this thread between `start` and `stop`: exact, and slow.
+
+    Raises:
+        RuntimeError: (`start`) another profiler is on.
+    """
+
+    def __init__(self) -> None:
+        self._profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+
+    def start(self) -> None:
+        with quiet_profiler():
+            self._profiler.start()
+
+    def stop(self) -> list[int]:
+        """Bytes allocated since `start`, after each event; 0 first."""
+        with quiet_profiler():
+            self._profiler.stop()
+        handle, path = tempfile.mkstemp(suffix=".json")
+        os.close(handle)
+        try:
+            self._profiler.export_chrome_trace(path)
+            with open(path, encoding="utf-8") as file:
+                events = json.load(file)["traceEvents"]
+        finally:
+            os.unlink(path)
+        sizes = [
+            (event["ts"], event["args"].get("Ev Idx", 0), event["args"]["Bytes"])
+            for event in events
+            if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
+        ]
+        level, levels = 0, [0]
+        for _, _, size in sorted(sizes):
+            level += size
+            levels.append(level)
+        return levels
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """PyTorch's profiler writes to the process's stderr at each start and stop, whatever its log level."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -1,0 +1,242 @@
+"""The first whole step that a plan's model runs, measured, and compared with what was predicted.
+
+A step is whole when the optimizer has its state: the second one, or under DDP the third. It is watched by hooks on the
+model and on all optimizers, on rank zero alone, and they are taken out again when it is over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from nemo_like.log import logger
+from nemo_like.planning.plan import Plan, gib
+from nemo_like.profiling.meters import AllocatorEvents, storages_of
+from nemo_like.tensors import describe, tensors_in
+
+TOLERANCE = 0.03
+"""A difference of this share of the prediction is said."""
+_PATIENCE = 256
+"""Forward passes without an optimizer's step after which nobody watches any longer."""
+
+
+@dataclass
+class Seen:
+    """What one step of the real loop did."""
+
+    forwards: int = 0
+    gradients_before: bool = False
+    """Some parameter had a gradient when its first forward began."""
+    output_kept: bool = False
+    own_loss: bool = False
+    """The model's output had a loss."""
+    optimizer: str = ""
+    """In the words of `StepSpec.optimizer`; empty: another one."""
+    batch: str = ""
+
+
+def watch_first_step(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Measure the first whole step of `model` on `device`, and log once where it is not what `plan` predicted.
+
+    Does nothing where the plan has no predicted peak, or was made for another kind of device.
+    """
+    if plan.peak_bytes and (plan.device == "cpu") == (device.type == "cpu"):
+        _Watch(plan, device).install(model)
+
+
+@dataclass
+class _Watch:
+    plan: Plan
+    device: torch.device
+    seen: Seen = field(default_factory=Seen)
+    over: bool = True
+    """Its hooks do nothing: it is done, or stands in a copy of the model."""
+
+    def install(self, model: nn.Module) -> None:
+        self.over = False
+        self.model = weakref.ref(model)
+        self.steps, self.idle = 0, 0
+        self.wait = 2 if isinstance(model, DistributedDataParallel) else 1  # DDP makes its buckets anew in the second step
+        self.meter: _CudaPeak | _CpuPeak | None = None
+        self.output: list[weakref.ref[torch.Tensor]] = []
+        self.handles = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def __deepcopy__(self, memo: Any) -> _Watch:
+        return _Watch(self.plan, self.device)
+
+    def __reduce__(self) -> Any:
+        return _Watch, (self.plan, self.device)
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.over or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self.idle += 1
+        if self.idle > _PATIENCE:
+            self._close()
+        elif self.steps == self.wait:
+            if self.meter is None:
+                self._begin(module)
+            self.seen.forwards += 1
+            self.seen.batch = describe(tuple(tensors_in((args, kwargs))), {})
+
+    def _begin(self, module: nn.Module) -> None:
+        self.seen.gradients_before = any(p.grad is not None for p in module.parameters())
+        meter = _CudaPeak(self.device) if self.device.type == "cuda" else _CpuPeak()
+        try:
+            meter.start()
+        except RuntimeError as error:  # somebody else's profiler is on
+            logger.info(f"The first step is not compared with the plan: {str(error).splitlines()[0]}")
+            self._close()
+            return
+        self.meter = meter
+
+    def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.over or self.meter is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        tensors = sorted(tensors_in(output), key=lambda t: t.numel())
+        self.output = [weakref.ref(t) for t in tensors[-1:]]
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        self.seen.own_loss = loss is not None or (isinstance(output, torch.Tensor) and output.dim() == 0)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        model = self.model()
+        if model is None:
+            self._close()
+            return
+        ours = {id(p) for p in model.parameters()}
+        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            return
+        self.steps, self.idle = self.steps + 1, 0
+        if self.meter is None:
+            return
+        self.seen.optimizer = _word(optimizer)
+        self.seen.output_kept = any(ref() is not None for ref in self.output)
+        between = _between_steps(model, optimizer, gradients=self.seen.gradients_before)
+        peak = self.meter.stop(between)
+        self._close()
+        if peak is not None:
+            self._compare(peak)
+
+    def _compare(self, peak: int) -> None:
+        predicted = self.plan.peak_bytes
+        if abs(peak - predicted) <= TOLERANCE * predicted:
+            return
+        found = causes(self.plan.step, self.seen)
+        more = "above" if peak > predicted else "below"
+        text = (
+            f"The first whole step peaked at {gib(peak)} on this rank, {abs(peak - predicted) / predicted:.0%} {more} the "
+            f"{gib(predicted)} that was predicted for ac={self.plan.budget!r}. "
+        )
+        text += "The likely cause: " + "; ".join(found) + "." if found else (
+            "What the loop does is what was planned for; something else is alive, or the plan was made for another set-up."
+        )  # fmt: skip
+        (logger.warning if peak > predicted else logger.info)(text)
+
+    def _close(self) -> None:
+        self.over = True
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        if isinstance(self.meter, _CpuPeak):
+            self.meter.drop()
+
+
+def causes(planned: Mapping[str, Any], seen: Seen) -> list[str]:
+    """What the loop does otherwise than `planned` (`Plan.step`) says, in words, with what to write instead."""
+    found = []
+    if seen.forwards != planned.get("microbatches", seen.forwards):
+        found.append(
+            f"{seen.forwards} forward passes per optimizer step, planned for {planned['microbatches']} "
+            f"(StepSpec(microbatches={seen.forwards}))"
+        )
+    if seen.gradients_before and planned.get("zero_grad") == "free":
+        found.append("gradients were there before the first forward (StepSpec(zero_grad='zero'), or free them)")
+    if seen.output_kept and not planned.get("keeps_output", True):
+        found.append("the model's output stayed alive through backward (StepSpec(keeps_output=True), or drop it)")
+    if not seen.output_kept and planned.get("keeps_output"):
+        found.append("the model's output was dropped before backward (StepSpec(keeps_output=False))")
+    if planned.get("loss") == "model" and not seen.own_loss:
+        found.append("the loss was computed outside of the model (StepSpec(loss_fn=...), a sample without labels)")
+    if seen.optimizer not in _same_form(planned.get("optimizer", seen.optimizer)):
+        said = seen.optimizer or "another optimizer"
+        found.append(f"the step was that of {said}, planned for {planned['optimizer']} (optimizer=...)")
+    if seen.batch and planned.get("sample", seen.batch) != seen.batch:
+        found.append(f"the batch was {seen.batch}, planned for {planned['sample']}")
+    return found
+
+
+def _same_form(word: str) -> Sequence[str]:
+    return ("adamw-loop", "adamw-foreach") if word == "adamw" else (word,)
+
+
+def _word(optimizer: Optimizer) -> str:
+    """The optimizer in the words of `StepSpec`; empty where it has none."""
+    chosen = optimizer.param_groups[0]
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd-momentum" if chosen["momentum"] else "sgd"
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        return ""
+    if chosen.get("fused"):
+        return "adamw-fused"
+    param = chosen["params"][0]
+    plain = type(param) in (torch.Tensor, nn.Parameter) and param.device.type == "cuda"
+    foreach = plain if chosen.get("foreach") is None else chosen["foreach"]
+    return "adamw-foreach" if foreach else "adamw-loop"
+
+
+def _between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bool) -> int:
+    """Bytes that are alive when a step begins: parameters, optimizer state, gradients that stay, DDP's buckets."""
+    params = list(model.parameters())
+    state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+    grads = [p.grad for p in params if p.grad is not None]
+    stay = gradients or isinstance(model, DistributedDataParallel)
+    found = storages_of([*params, *state, *(grads if stay else [])])
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+class _CpuPeak:
+    """The allocator's events of this thread."""
+
+    def __init__(self) -> None:
+        self.events: AllocatorEvents | None = AllocatorEvents()
+
+    def start(self) -> None:
+        assert self.events is not None
+        self.events.start()
+
+    def stop(self, before: int) -> int | None:
+        """The peak, where `before` bytes were alive at the start."""
+        assert self.events is not None
+        levels, self.events = self.events.stop(), None
+        return before + max(levels)
+
+    def drop(self) -> None:
+        if self.events is not None:
+            self.events.stop()
+            self.events = None
+
+
+class _CudaPeak:
+    """The caching allocator's highest mark, which is not reset: it may be somebody else's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self) -> None:
+        self.before = torch.cuda.max_memory_allocated(self.device)
+
+    def stop(self, before: int) -> int | None:
+        """The peak; None where an earlier one was higher, and hides it."""
+        peak = torch.cuda.max_memory_allocated(self.device)
+        return peak if peak > self.before else None
