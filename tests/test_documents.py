@@ -6,8 +6,18 @@ import importlib.util
 import re
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nemo_like import CheckpointConfig, CheckpointWrapper, MemoryBudget, parallelize
+from nemo_like.activation_checkpointing import CheckpointSpec
+from nemo_like.planning.plan import Plan
+from tests.models.decoders import PlainDecoder, batch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,6 +81,69 @@ def test_every_file_that_a_document_names_exists() -> None:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         named = re.findall(r"`((?:nemo_like|tests|tests_distributed|docs|\.ci)/[\w./-]*)`", text)
+        named += [f"nemo_like/{short}" for short in re.findall(r"`((?:\w+/)*\w+\.py)`", text) if not (ROOT / short).exists()]
         named += [str(page.parent.relative_to(ROOT) / link) for link in re.findall(r"\]\((?!http|#)([\w./-]+)\)", text)]
         missing += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", ["contributing.md", "design.md"])
+def test_every_name_that_the_map_or_the_design_uses_is_in_the_source(page: str) -> None:
+    """Names with an underscore or of classes: words such as ``none`` say nothing."""
+    files = [path for folder in ("nemo_like", "tests", "tests_distributed") for path in (ROOT / folder).rglob("*.py")]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in files)))
+    quoted = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    named = {word for text in quoted for word in re.findall(r"\w+", text) if re.search(r"_|[a-z][A-Z]", word)}
+    assert len(named) > 20 and not named - words - {path.stem for path in files} - {"nemo_like", "tests_distributed"}
+
+
+def _walk(monkeypatch: pytest.MonkeyPatch, ac: str) -> list[tuple[str, str]]:
+    """The package's calls (name, file) that are open when the values that ``ac`` turns into are made, in this order.
+
+    The values: a config or budget, a plan, a spec, and the wrapper that ends up in the model.
+    """
+    open_calls: dict[type, list[tuple[str, str]]] = {}
+
+    def recording(made: type, make: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
+            open_calls[made] = [
+                (code.co_name, str(Path(code.co_filename).relative_to(ROOT)))
+                for code in codes
+                if code.co_filename.startswith(str(ROOT / "nemo_like")) and code.co_name != "<listcomp>"
+            ]
+            make(self, *args, **kwargs)
+
+        return init
+
+    model = PlainDecoder()
+    values = (CheckpointConfig, MemoryBudget, Plan, CheckpointSpec, CheckpointWrapper)
+    with monkeypatch.context() as patch:
+        for made in values:
+            patch.setattr(made, "__init__", recording(made, made.__init__))
+        parallelize(model, ac=ac, sample_input=batch())
+    return list(dict.fromkeys(call for made in values for call in open_calls.get(made, ())))
+
+
+def test_the_walk_of_a_mode_is_as_the_design_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ `(\w+)`.*?\| `([\w/.]+)` \|$", page, re.MULTILINE)
+    walk = _walk(monkeypatch, "selective")
+    assert walk == rows
+    assert len(walk) <= 8 and len({file for _, file in walk}) <= 5
+
+
+def test_the_walk_of_a_budget_is_that_of_a_mode_and_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = _walk(monkeypatch, "50%")
+    assert ("plan_for", "nemo_like/planning/planner.py") in walk
+    outside = [(name, file) for name, file in walk if not file.startswith("nemo_like/planning/")]
+    assert outside == [
+        ("parallelize", "nemo_like/parallelizer.py"),
+        ("read_ac", "nemo_like/resolve.py"),
+        ("parse_ac", "nemo_like/options/checkpointing.py"),
+        ("parse", "nemo_like/options/checkpointing.py"),
+        ("planned", "nemo_like/resolve.py"),
+        ("resolve", "nemo_like/resolve.py"),
+        ("apply_specs", "nemo_like/activation_checkpointing/apply.py"),
+        ("_make_wrappers", "nemo_like/activation_checkpointing/apply.py"),
+    ]

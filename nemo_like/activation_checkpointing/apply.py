@@ -5,9 +5,9 @@ Everything is checked, and every wrapper made, before the first one is registere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -127,7 +127,8 @@ def _make_wrappers(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) 
             raise ValueError(
                 f"use_reentrant is True for {spec.members[0]} and compile is on: torch cannot compile it. Drop one."
             )
-        make = _maker(spec)
+        segment = _segment_of(spec)
+        how: dict[str, Any] = dict(policy=spec.policy, preserve_rng_state=spec.preserve_rng_state, transfer=spec.transfer)
         for position, name in enumerate(spec.members):
             module = tree.find(name)
             other = taken.setdefault(id(bare(module)), name)
@@ -135,23 +136,20 @@ def _make_wrappers(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) 
                 raise ValueError(f"{name} is in two regions (there it is {other}): it would be replayed twice.")
             if spec.calls is not None and isinstance(bare(module), UnrolledCell):
                 continue  # it makes its own regions
-            wrappers[name] = make(module, position, name)
+            if segment is None:
+                wrappers[name] = CheckpointWrapper(module, spec.use_reentrant, name=name, **how)
+            else:
+                wrappers[name] = SegmentMember(module, segment, position, name=name, **how)
             if spec.keeps_something and len(spec.members) == 1:
                 setattr(wrappers[name], SELECTIVE_AC_WRAPPER_FLAG, True)
     return wrappers
 
 
-def _maker(spec: CheckpointSpec) -> Callable[[nn.Module, int, str], CheckpointWrapper]:
-    """What makes the wrapper of one member of the region, from the module, its position and its name."""
-    if spec.calls is None and len(spec.members) == 1:
-        return lambda module, _, name: CheckpointWrapper(
-            module, spec.use_reentrant, spec.preserve_rng_state, policy=spec.policy, name=name, transfer=spec.transfer
-        )
-    segment = Segment(len(spec.members)) if spec.calls is None else Chunk(spec.calls)
-    return lambda module, position, name: SegmentMember(
-        module, segment, position, policy=spec.policy, preserve_rng_state=spec.preserve_rng_state,
-        transfer=spec.transfer, name=name,
-    )  # fmt: skip
+def _segment_of(spec: CheckpointSpec) -> Segment | None:
+    """What the members of the region record their calls in; None for a region of one call."""
+    if spec.calls is not None:
+        return Chunk(spec.calls)
+    return Segment(len(spec.members)) if len(spec.members) > 1 else None
 
 
 def _check_placement(tree: _Tree, spec: CheckpointSpec) -> None:
