@@ -72,7 +72,7 @@ def block_memory(
     before = with_gradients(state.values(), run) if accumulate else []
     meter = LiveBytes([*state.values(), *replaced.values(), *before])
     with run, meter, SumsInPlace():
-        with run.casting():
+        with run.casting(), torch.set_grad_enabled(kind.grad):
             if policy is None:
                 out = call(*args, **kwargs)
             else:

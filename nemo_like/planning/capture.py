@@ -42,6 +42,8 @@ class Kind:
     trace: BlockTrace | None = None
     passed: dict[int, int] = field(default_factory=dict)
     """Which tensors of its output are tensors that it was called with: position among the former → among the latter."""
+    grad: bool = True
+    """Called with gradients on: a model that repeats its layers may run some passes without."""
     shared_at: tuple[int, ...] = ()
     """Positions of `shared` among the tensors that it is called with."""
 
@@ -121,10 +123,13 @@ def _forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, k
         return torch.func.functional_call(model, dict(state), args, dict(kwargs))
     except Exception as error:
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+            way_out = (
+                "Mixture-of-experts models of transformers can with experts_implementation='grouped_mm', where they have it."
+                if _has_experts(model) else "Use a mode instead of a budget, such as 'selective'."
+            )  # fmt: skip
             raise ValueError(
                 f"{type(model).__name__} cannot be planned: its forward depends on values that a run without weights "
-                f"does not have ({error}). Mixture-of-experts models of transformers can with "
-                "experts_implementation='grouped_mm'."
+                f"does not have ({error}). {way_out}"
             ) from error
         if isinstance(error, RuntimeError | TypeError | IndexError | AttributeError):
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -134,6 +139,10 @@ def _forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, k
                 "model; if that is what this is, the model cannot be planned: use a mode instead of a budget."
             ) from error
         raise
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any("expert" in name.rpartition(".")[2].lower() for name, _ in model.named_modules())
 
 
 @dataclass
@@ -166,7 +175,8 @@ class _Watcher:
         settings = _settings(module)
 
         def watching(*args: Any, **kwargs: Any) -> Any:
-            key = (settings, _call_key(args), _call_key(kwargs))
+            grad = torch.is_grad_enabled()
+            key = (settings, _call_key(args), _call_key(kwargs), grad)
             for tensor in tensors_in((args, kwargs)):
                 storage = tensor.untyped_storage()
                 self._held.append(storage)
@@ -184,7 +194,7 @@ class _Watcher:
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
                 passed = _handed_on(output, (args, kwargs))
-                self.kinds.append(Kind(module, saved[0], saved[1], output, own, records=records, passed=passed))
+                self.kinds.append(Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad))
             self.calls[position] = TracedCall(layer.fqn, module, kind)
             return output
 
@@ -206,9 +216,10 @@ class _Watcher:
             kind.shared_at = tuple(i for i, t in enumerate(tensors) if id(t.untyped_storage()) in shared)
             kind.shared = tuple(tensors[i] for i in kind.shared_at)
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
-            kind.trace = trace_block(
-                kind.module, kind.args, kind.kwargs, name=self._name(kind), shared=kind.shared, run=run, state=kind.state
-            )
+            with torch.set_grad_enabled(kind.grad):
+                kind.trace = trace_block(
+                    kind.module, kind.args, kind.kwargs, name=self._name(kind), shared=kind.shared, run=run, state=kind.state
+                )
         return ModelTrace(
             tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs, dtype
         )

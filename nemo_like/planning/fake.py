@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -55,6 +55,8 @@ class FakeRun(TorchDispatchMode):
         if written and (random or any(isinstance(t, FakeTensor) for t in inputs)):
             self._unknown.update(t.untyped_storage() for t in written if not isinstance(t, FakeTensor))
         if any(isinstance(t, FakeTensor) for t in inputs):
+            if func in _INDEXED:
+                args = (args[0], _places(args[1]), *args[2:])
             with self.fake:
                 if func is _EMBEDDING and args[1].dtype not in (torch.int32, torch.int64):  # torch 2.11 takes any
                     raise RuntimeError(f"embedding: indices must be of torch.int32 or torch.int64, not {args[1].dtype}")
@@ -150,6 +152,7 @@ class FakeRun(TorchDispatchMode):
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _BINCOUNT = torch.ops.aten.bincount.default
 _EMBEDDING = torch.ops.aten.embedding.default
+_INDEXED = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default))
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))
 # Not `zeros`: models fill those with what they compute.
 _CONSTANTS = frozenset((
@@ -160,6 +163,15 @@ _CONSTANTS = frozenset((
 
 def _returns_tensor(func: Any) -> bool:
     return any("Tensor" in str(out.type) for out in func._schema.returns)
+
+
+def _places(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Masks whose values are known as the places they select: how many there are is a shape."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        known = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+        found += index.nonzero().unbind(1) if index is not None and known else [index]
+    return found
 
 
 def _allocates(func: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Where several gradients of one tensor meet, autograd adds them in place; with a dispatch mode on, it does not.
+"""Where autograd adds gradients in place in a real step, but not where a dispatch mode is on, as in a fake run.
 
-A fake run is under dispatch modes, so it would count three buffers where a real step has two. `SumsInPlace` adds in
-place there as a real step would.
+Several gradients of one tensor that meet, and what a backward formula writes into zeros of its own: a fake run would
+count one buffer too many. `SumsInPlace` works in place there as a real step would.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ import torch
 from nemo_like.torch_compat import TorchDispatchMode, storage_use_count, use_count
 
 _ADD = torch.ops.aten.add.Tensor
+_IN_PLACE = {
+    _ADD: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+}
 _ENGINE = "torch.autograd.graph"
 """The module whose frame is the caller of whatever autograd's engine runs on the CPU by itself."""
 
@@ -39,10 +45,12 @@ class SumsInPlace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _ADD and not kwargs and _by_the_engine(inspect.currentframe()) and self.counts is not None:
-            into, other = args
-            if _like(into, other) and (use_count(into), storage_use_count(into)) == self.counts:
-                return into.add_(other)
+        in_place = _IN_PLACE.get(func)
+        if in_place is not None and self.counts is not None and _by_the_engine(inspect.currentframe()):
+            into = args[0]
+            alone = (use_count(into), storage_use_count(into)) == self.counts
+            if alone and into.is_contiguous() and (func is not _ADD or _like(into, args[1])):
+                return in_place(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -348,6 +348,10 @@ class Planner:
         for call, choice in zip(self.traced.calls, choices):
             problem = self.problems[call.kind]
             before = layers.get(call.fqn)
+            if before is not None and not problem.trace.saves_something:
+                continue  # a call without gradients: what the layer keeps is decided by its others
+            if before is not None and not before.none_bytes:
+                before = None  # and this is the first of those
             times = 1 if before is None else before.replay_flops // max(1, choice.replay_flops) + 1
             full = choice.label == "full" and set(choice.decisions) == {"recompute"}
             rows: Mapping[str, Sequence[str]] | None = None

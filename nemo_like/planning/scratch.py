@@ -27,25 +27,26 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
     if func is _FORWARD:
         image, weight = args[0], args[1]
         groups = argument(func, args, dict(kwargs), "groups")
-        return _copies(image) + (0 if _plain(func, args, kwargs, weight) else _forward(image, weight, out, groups))
+        return _copies(image, weight) + (0 if _plain(func, args, kwargs, weight) else _forward(image, weight, out, groups))
     if func is _BACKWARD:
         grad, image, weight = args[0], args[1], args[2]
         if _plain(func, args, kwargs, weight):
-            return _copies(grad, image)
+            return _copies(image, weight, grad)
         wanted = argument(func, args, dict(kwargs), "output_mask")
         groups = argument(func, args, dict(kwargs), "groups")
         strided = max(argument(func, args, dict(kwargs), "stride")) > 1
         by_weight = _weight_backward(image, weight, grad, groups) if wanted[1] else 0
         by_input = _input_backward(image, weight, grad, groups, strided) if wanted[0] else 0
-        return _copies(grad, image) + max(by_weight, by_input)
+        return _copies(image, weight, grad) + max(by_weight, by_input)
     if func is _SAFE_SOFTMAX:  # which scores are -inf, and which rows are so throughout: attention without a fused kernel
         return out.numel() + out.numel() // max(1, out.shape[-1])
     return 0
 
 
-def _copies(*tensors: torch.Tensor) -> int:
-    """Those that are neither in rows nor in channels-last order are copied first."""
-    return sum(t.nbytes for t in tensors if not (t.is_contiguous() or _channels_last(t)))
+def _copies(image: torch.Tensor, weight: torch.Tensor, *more: torch.Tensor) -> int:
+    """What is not in the order of the kernel, rows or channels last, is copied first."""
+    last = any(_channels_last(t) and not t.is_contiguous() for t in (image, weight))
+    return sum(t.nbytes for t in (image, *more) if not (_channels_last(t) if last else t.is_contiguous()))
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:
