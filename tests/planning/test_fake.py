@@ -72,3 +72,23 @@ def test_a_gradient_that_somebody_holds_is_not_summed_into() -> None:
         u.register_hook(lambda grad: held.append(grad))
         (u * 3 + v).sum().backward()
     assert torch.equal(held[0], torch.full((3,), 3.0)) and torch.equal(x.grad, torch.full((3,), -1.0))
+
+
+def test_a_mask_that_is_known_selects_a_known_number() -> None:
+    mask = torch.tensor([True, False, True])
+    with FakeRun() as run:
+        assert run.like(torch.ones(3, 2))[mask].shape == (2, 2)
+
+
+def test_a_backward_that_fills_zeros_of_its_own_fills_them_in_place() -> None:
+    def peak() -> int:
+        x = torch.empty(64, 64, requires_grad=True)
+        index = torch.zeros(64, 4, dtype=torch.long)
+        meter = LiveBytes([x, index])
+        with meter, SumsInPlace():
+            x.gather(1, index).sum().backward()
+        return meter.peak
+
+    with FakeRun():
+        fake = peak()
+    assert fake == 64 * 64 * 4 + 4 + 4, "and not twice: the loss, its gradient, one buffer"

@@ -19,6 +19,8 @@ from nemo_like.commands.plan_survey import model_types, survey_one
         "jamba",
         "vit",  # the scratch of a convolution
         "doge",  # attention without a fused kernel
+        "siglip",  # a gradient that a convolution copies first
+        "inkling_text",  # a backward formula that writes in place
         "resnet",  # a region keeps the running statistics as they were
     ],
 )
