@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, cell, one_line, within
+from nemo_like.commands.tiny_rules import INPUTS
 from nemo_like.extras import require
 from nemo_like.log import forget_announcements, logger
 from nemo_like.losses.model_loss import chunk_model_loss
@@ -54,7 +56,7 @@ def survey_one(name: str) -> LossRow:
         try:
             with within(SECONDS):
                 model = build_tiny(name, without)
-                batch = _text()
+                batch = _inputs(name, model.config)
                 theirs = _step(model, batch)
             break
         except Exception as error:  # noqa: BLE001 - whatever a third-party model raises is what the table reports
@@ -86,6 +88,14 @@ def _text() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 40, (2, 9), generator=generator)
     return {"input_ids": ids, "labels": ids.clone().index_fill_(1, torch.tensor([0, 1]), -100)}
+
+
+def _inputs(name: str, config: Any) -> dict[str, Tensor]:
+    """Text with labels, and what `name` needs besides."""
+    text = _text()
+    torch.manual_seed(3)
+    batch = text | INPUTS[name](config, text) if name in INPUTS else text
+    return {key: value for key, value in batch.items() if value is not None}
 
 
 def _step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -99,8 +99,8 @@ def find_head(model: nn.Module) -> nn.Module | None:
     if callable(get_head):
         with contextlib.suppress(NotImplementedError, AttributeError):
             head = get_head()
-            return head if isinstance(head, nn.Module) and _width(head) is not None else None
-        return None
+            if isinstance(head, nn.Module) and _width(head) is not None:
+                return head
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     found = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features in rows]
     return found[0] if len(found) == 1 else None
