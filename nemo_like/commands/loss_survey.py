@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like.commands.tiny_causes import CAUSES
 from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, cell, one_line, within
 from nemo_like.commands.tiny_rules import INPUTS
 from nemo_like.extras import require
@@ -139,7 +140,8 @@ def markdown(rows: list[LossRow]) -> str:
         "Made by `nemo-like coverage --losses --output docs/model-coverage.md`.",
         "",
         f"transformers {version} has {len(rows)} classes named `*ForCausalLM`, `*ForConditionalGeneration` or "
-        f"`*LMHeadModel`. {len(ran)} of them run here tiny on text alone, in training mode, with `input_ids` and `labels`. "
+        f"`*LMHeadModel`. {len(ran)} of them run here tiny in training mode, on text with labels, and on pictures or sound "
+        "where they need them. "
         f"With `parallelize(loss=\"chunked\")` {len(chunked)} of these compute their loss in chunks, and it is the plain "
         "one (float32: loss within 1e-6 relative, gradients within 1e-5 of their norm).",
         "",
@@ -153,11 +155,15 @@ def markdown(rows: list[LossRow]) -> str:
         "",
         "### Not run here",
         "",
-        "Nothing is known of these: they need other inputs than text, or sizes that the survey does not know.",
+        "Nothing is known of these.",
         "",
-        "| class | what it raised |",
-        "|---|---|",
-        *(f"| {row.model_class} | {cell(row.reason)} |" for row in rows if not row.ran),
+        "| class | cause | what it raised |",
+        "|---|---|---|",
+        *(
+            f"| {row.model_class} | {CAUSES.get(row.model_class, 'not looked into')} | {cell(row.reason)} |"
+            for row in rows
+            if not row.ran
+        ),
         "",
     ]
     return "\n".join(lines)

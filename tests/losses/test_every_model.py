@@ -7,14 +7,18 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from nemo_like.commands import loss_survey  # noqa: E402
+from nemo_like.commands.tiny_causes import CAUSES  # noqa: E402
 
-PARTS = 12
+PARTS = 4
 KNOWN = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)
 """Whether this release is the one that the list below was made with, or a later one."""
 PLAIN = {
-    "ClvpForCausalLM": "no output head",
+    "BlipForConditionalGeneration": "no output head",
+    "ChameleonForConditionalGeneration": "'__setitem__'",
     "CsmDepthDecoderForCausalLM": "no output head",
     "FSMTForConditionalGeneration": "does not call its head",
+    "MusicgenForCausalLM": "no output head",
+    "MusicgenMelodyForCausalLM": "no output head",
     "ProphetNetForCausalLM": "'transpose'",
     "ProphetNetForConditionalGeneration": "'transpose'",
 }
@@ -25,9 +29,11 @@ PLAIN = {
 def test_the_loss_of_every_language_model(part: int) -> None:
     rows = list(loss_survey.survey(loss_survey.language_models()[part::PARTS]))
     assert [row for row in rows if row.wrong] == []
-    # 229 of 323 run on text alone; a survey that runs next to nothing would show nothing.
+    # 277 of 325 run; a survey that runs next to nothing would show nothing.
     assert sum(row.ran for row in rows) >= 0.4 * len(rows)
     for row in rows if KNOWN else ():
+        if not row.ran:
+            assert row.model_class in CAUSES, row
         if row.ran and not row.chunked:
             assert PLAIN.get(row.model_class, "not listed") in row.reason, row
         if row.model_class in PLAIN:
