@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from nemo_like.distributed import launch
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
-from nemo_like.distributed.units import Unit, UnitPlan, plan_units
+from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
 from nemo_like.log import say_once, warn_once
 from nemo_like.options import FSDP2
 
@@ -70,6 +71,7 @@ def shard_layers(
     policy = mp_policy or MixedPrecisionPolicy()
     inner_policy = dataclasses.replace(policy, output_dtype=None)
     last_layer = plan.layers[-1] if plan.layers else None
+    placement = _placement(dp_mesh, options.reshard_after_forward)
     for unit in plan.units:
         mine = set(unit.params)
         others = {p for module in unit.modules for p in module.parameters() if p not in mine}
@@ -78,6 +80,7 @@ def shard_layers(
             mesh=dp_mesh,
             reshard_after_forward=_reshard(unit, last_layer, options.reshard_after_forward),
             mp_policy=policy if unit.kind == "root" else inner_policy,
+            shard_placement_fn=placement,
             offload_policy=host,
             ignored_params=others if others else None,
         )
@@ -90,6 +93,19 @@ def shard_layers(
     if any(parameter.is_meta for parameter in model.parameters()):
         model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
     return plan
+
+
+def _placement(dp_mesh: DeviceMesh, reshard: bool | int | None) -> Callable[[nn.Parameter], Shard | None] | None:
+    """FSDP2's ``shard_placement_fn``; None where it would be dim 0 for all."""
+    ranks = dp_mesh.size(dp_mesh.ndim - 1)
+    if ranks == 1 or not isinstance(reshard, bool | None):
+        return None  # after forward, torch cuts for fewer ranks on dim 0 alone
+
+    def of(param: nn.Parameter) -> Shard | None:
+        dim = shard_dim(param, ranks)
+        return Shard(dim) if dim else None
+
+    return of
 
 
 def check_sharding(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed.slots import bare_name
 from nemo_like.torch_compat import CheckpointWrapper, wrapped_module
@@ -106,6 +107,31 @@ def plan_units(
     by_dtype = [split for unit in sharded for split in _split(unit, names)]
     top_down = hoisted or bool(by_dtype)
     return UnitPlan(layer_units, tail_unit, root, by_dtype, replicated, theirs, towers, top_down)
+
+
+_PADDING = 0.25
+"""As a share of a parameter: with more than that on dim 0, another dim is looked for."""
+
+
+def shard_dim(param: torch.Tensor, ranks: int) -> int:
+    """The dim that one parameter is cut on for `ranks` ranks: 0, unless that would leave ranks with nothing but padding.
+
+    Every rank holds equal parts, so 8 experts on dim 0 over 64 ranks take the memory of 64. Then it is the first dim that
+    the ranks divide, if there is one: FSDP2 pads on dim 0 alone. A gather copies such a parameter once more than others.
+
+    >>> shard_dim(torch.empty(8, 14336, 4096, device="meta"), 64)
+    1
+    >>> shard_dim(torch.empty(128256, 4096, device="meta"), 1024)
+    0
+    """
+    if param.dim() < 2 or isinstance(param, DTensor) or padded_rows(param, ranks) <= (1 + _PADDING) * param.shape[0]:
+        return 0
+    return next((dim for dim in range(1, param.dim()) if param.shape[dim] and param.shape[dim] % ranks == 0), 0)
+
+
+def padded_rows(param: torch.Tensor, ranks: int) -> int:
+    """The size of dim 0 with what FSDP2 pads it by, so that `ranks` ranks divide it."""
+    return -(-param.shape[0] // ranks) * ranks
 
 
 def sharded_by_caller(model: nn.Module) -> list[nn.Module]:

@@ -168,6 +168,7 @@ class _Comm:
         self.walk.look("gathering", **{part.replace(" ", "_"): unit.gathered + unit.gather_input})
         self._keep(part, unit.gathered)
         self.now[part] += 2 * unit.gathered  # the flat buffer, and the parameters copied out of it
+        self.walk.look("copying out", **{part.replace(" ", "_"): unit.copied})
 
     def _keep(self, part: str, size: int) -> None:
         """The flat buffer kept so far goes; the one of `size` bytes, counted by the caller, takes its place."""
@@ -199,6 +200,7 @@ class _Comm:
             self._keep("gathered layers", self.flat.pop(i))
             self.open[i] = unit.gathered
             self.now["gathered layers"] += unit.gathered
+            self.walk.look("copying out", gathered_layers=unit.copied)
         self._fetch_ahead(i)
 
     def after_forward(self, i: int) -> None:
@@ -237,7 +239,7 @@ class _Comm:
         if i not in self.open:
             if i not in self.flat:
                 self._fetch(i)
-            self.walk.look("copying out", gathered_layers=unit.gathered)
+            self.walk.look("copying out", gathered_layers=unit.gathered + unit.copied)
             self.open[i] = unit.gathered
             self.flat.pop(i)
         self._fetch_behind(i, self.s.prefetch[1])
@@ -265,10 +267,11 @@ class _Comm:
         self.now["reduce buffers"] -= self.last_reduce
         self.now["reduce buffers"] += unit.reduce_input
         self.last_reduce = unit.reduce_input
-        self.walk.look("copying gradients")
+        self.walk.look("copying gradients", reduce_buffers=unit.held_in_reduce)
         running, self.now["running layer"] = self.now["running layer"], max(0, self.now["running layer"] - grads)
         self.now["gradients"] -= unit.whole_grad if self.micro.frees else 0
-        self.walk.look("reducing gradients", reduce_buffers=unit.reduce_output, gradients=self._cast(unit))
+        reducing = unit.reduce_output + unit.held_in_reduce
+        self.walk.look("reducing gradients", reduce_buffers=reducing, gradients=self._cast(unit))
         self.now["gradients"] += 0 if self.micro.adds else unit.grad
         self.now["running layer"] = max(0, running - grads)
 

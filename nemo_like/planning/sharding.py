@@ -1,8 +1,9 @@
 """What one rank holds: bytes of FSDP2's units, a tensor-parallel share of a model, and one plan for all ranks.
 
 The bytes follow PyTorch's ``fully_shard`` (torch 2.13): each parameter is sharded on dim 0, padded to a multiple of the
-shard axis; a unit is gathered into one flat buffer and copied out of it; its gradients are copied into one flat
-buffer and reduced; one such buffer stays alive until the next unit's.
+shard axis, or on another dim where that would be mostly padding (`nemo_like.distributed.units.shard_dim`); a unit is
+gathered into one flat buffer and copied out of it; its gradients are copied into one flat buffer and reduced; one such
+buffer stays alive until the next unit's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nemo_like.distributed.units import plan_units
+from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
 from nemo_like.module_tree import bare
 from nemo_like.options import FSDP2, Precision
 
@@ -40,6 +41,10 @@ class UnitBytes:
     whole_grad: int
     """Its gradients before they are reduced, in the dtype of the reduction, as a microbatch that does not reduce keeps
     them."""
+    copied: int
+    """Its parameters that are cut on another dim than 0, gathered: copied once more in each gather."""
+    held_in_reduce: int
+    """The last such parameter's gradient: alive until the unit's gradients are reduced."""
     reshard: bool
     """Freed after forward."""
 
@@ -62,6 +67,8 @@ class Sharding:
     """Units fetched ahead in forward and in backward."""
     tail_params: frozenset[int]
     """Ids of the tail's parameters."""
+    padding: int = 0
+    """Bytes of `params` that no parameter needs, because the ranks do not divide it."""
     trained: tuple[int, ...] = ()
     """This rank's share of each parameter that trains, in the order of ``model.parameters()``, bytes."""
 
@@ -98,6 +105,7 @@ def sharding_of(
             trained,
         )  # fmt: skip
 
+    sharded = [p for source in plan.units for p in source.params]
     root = unit(plan.root)
     for extra in plan.by_dtype:
         root = _join(root, unit(extra))
@@ -111,6 +119,7 @@ def sharding_of(
         # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
+        padding=sum((_padded(p, shard_ranks) - p.numel()) * p.element_size() for p in sharded) // shard_ranks,
         trained=tuple(
             _padded(p, shard_ranks) // shard_ranks * p.element_size()
             for p in model.parameters()
@@ -127,6 +136,7 @@ def _unit(
     trained = [(n, p) for n, p in shards if p.requires_grad and (trains is None or id(p) in trains)]
     compute = [(n, (param_dtype or p.dtype).itemsize) for n, p in shards]
     reduce = [(n, (reduce_dtype or param_dtype or p.dtype).itemsize) for n, p in trained]
+    cut = [p for p in params if shard_dim(p, ranks)]
     stored = [n * p.element_size() for n, p in shards]
     cast = param_dtype is not None
     return UnitBytes(
@@ -137,6 +147,8 @@ def _unit(
         reduce_input=sum(n * size for n, size in reduce) * ranks,
         reduce_output=sum(n * size for n, size in reduce),
         grad=sum(n * p.element_size() for n, p in trained),
+        copied=sum(p.numel() * (param_dtype or p.dtype).itemsize for p in cut),
+        held_in_reduce=next((p.numel() * (param_dtype or p.dtype).itemsize for p in reversed(cut) if p.requires_grad), 0),
         whole_grad=sum(p.numel() * (reduce_dtype or param_dtype or p.dtype).itemsize for _, p in trained),
         reshard=reshard,
     )
@@ -148,9 +160,10 @@ def _join(a: UnitBytes, b: UnitBytes) -> UnitBytes:
 
 
 def _padded(param: torch.Tensor, ranks: int) -> int:
+    """Elements over all ranks, with padding."""
     if param.dim() == 0:
         return param.numel() * ranks
-    return math.ceil(param.shape[0] / ranks) * ranks * math.prod(param.shape[1:])
+    return param.numel() if shard_dim(param, ranks) else padded_rows(param, ranks) * math.prod(param.shape[1:])
 
 
 def optimizer_bytes(trained: Sequence[int], name: str, *, foreach: bool) -> tuple[int, int]:

@@ -1,0 +1,157 @@
+"""Parameters that the ranks do not divide on dim 0, experts above all, are cut on another dim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from nemo_like import Precision, StepSpec, materialize, parallelize
+from nemo_like.distributed.mesh import build_mesh
+from nemo_like.distributed.shard import shard_layers
+from nemo_like.distributed.state_dict import get_model_state
+from nemo_like.distributed.units import shard_dim
+from nemo_like.planning import Planner, Setup
+from nemo_like.planning.devices import resolve_device
+from tests_distributed.allocated import step_peak_bytes
+from tests_distributed.fake import fake_rank
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def _mixtral(experts: int, **sizes: int) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(
+        hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, max_position_embeddings=64,
+    ) | sizes  # fmt: skip
+    config = MixtralConfig(
+        **shape, use_cache=False, num_local_experts=experts, num_experts_per_tok=2,
+        experts_implementation="grouped_mm",
+    )  # fmt: skip
+    return MixtralForCausalLM(config).train()
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((8, 28672, 4096), 64, 1),  # 56 ranks would hold padding
+        ((8, 4096), 64, 1),
+        ((8, 30, 64), 64, 2),  # 30 is not divided either
+        ((8, 30, 50), 64, 0),
+        ((64, 28672, 4096), 64, 0),
+        ((128256, 4096), 1024, 0),  # 0.6 % of padding
+        ((5, 4), 4, 1),  # 60 %
+        ((7, 4), 4, 0),  # 14 %
+        ((3,), 2, 0),
+    ],
+)
+def test_the_dim(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    assert shard_dim(torch.empty(shape, device="meta"), ranks) == dim
+
+
+def test_a_rank_of_64_holds_its_share_of_8_experts() -> None:
+    with torch.device("meta"):
+        model = _mixtral(
+            8, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+            num_key_value_heads=8, vocab_size=32000,
+        )  # fmt: skip
+    total = sum(p.numel() for p in model.parameters())
+    with fake_rank(63, 64):
+        shard_layers(model, list(model.model.layers), build_mesh(device_type="cpu"))
+        cut = {name for name, p in model.named_parameters() if p.placements == (Shard(1),)}
+        assert cut == {f"model.layers.{i}.mlp.{name}" for i in (0, 1) for name in EXPERTS}
+        held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+    assert held == pytest.approx(total / 64, rel=0.01)
+
+
+EXPERTS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+
+
+def test_padding_is_no_longer_what_binds_on_64_ranks() -> None:
+    with torch.device("meta"):
+        model = _mixtral(8, num_hidden_layers=2, hidden_size=1024, intermediate_size=3584)
+    sample = {"input_ids": torch.zeros(1, 32, dtype=torch.long), "labels": torch.zeros(1, 32, dtype=torch.long)}
+    planner = Planner(model, sample, device=resolve_device("h100-80gb"), setup=Setup(shard_ranks=64))
+    exact = sum(p.numel() * p.element_size() for p in model.parameters()) / 64
+    assert planner.sharding.params == pytest.approx(exact, rel=0.01)
+    assert planner.sharding.params - planner.sharding.padding == exact
+
+
+def _gradients(rank: int, world_size: int, experts: int) -> tuple[int, list[str]]:
+    """How many parameters are cut on another dim; and those whose gradient is not the mean of the ranks'."""
+    batches = [torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    wanted: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        whole = _mixtral(experts)
+        whole(input_ids=batch, labels=batch).loss.backward()
+        for name, param in whole.named_parameters():
+            wanted[name] = wanted.get(name, 0) + param.grad
+    model = parallelize(_mixtral(experts), "fsdp2", "full", device="cpu")
+    model(input_ids=batches[rank], labels=batches[rank]).loss.backward()
+    wrong, cut = [], 0
+    for name, param in model.named_parameters():
+        cut += param.placements != (Shard(0),)
+        found = param.grad.full_tensor()
+        mean = wanted[name] / world_size
+        same = torch.equal(found, mean) if world_size == 2 else torch.allclose(found, mean, rtol=1e-5, atol=1e-7)
+        wrong += [] if same else [name]
+    return cut, wrong
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 3), (4, 6)])
+def test_gradients_are_those_of_the_whole_model(ranks: int, experts: int) -> None:
+    assert run_ranks(ranks, _gradients, experts, timeout=120) == [(9, [])] * ranks
+
+
+def _peak(rank: int, world_size: int, experts: int, precision: str | None) -> tuple[int, int]:
+    batch = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(rank))
+    sample = {"input_ids": batch, "labels": batch}
+    model, step = _mixtral(experts), StepSpec(keeps_output=False, optimizer="sgd")
+    setup = Setup(shard_ranks=world_size, step=step, precision=Precision.of(precision))
+    planner = Planner(model, sample, device=resolve_device("cpu"), setup=setup)
+    plan = planner.describe(planner.uniform("full"), "full")
+    model = parallelize(model, "fsdp2", "full", precision=precision, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def run() -> None:
+        model(**sample).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run()
+    return plan.peak_bytes, step_peak_bytes(model, optimizer, run)
+
+
+@pytest.mark.parametrize(("ranks", "experts", "precision"), [(2, 3, None), (2, 3, "bf16"), (4, 6, None)])
+def test_the_predicted_peak_is_the_measured_one(ranks: int, experts: int, precision: str | None) -> None:
+    for predicted, measured in run_ranks(ranks, _peak, experts, precision, timeout=150):
+        assert abs(predicted - measured) <= 0.01 * measured
+
+
+def _filled(rank: int, world_size: int, path: str) -> list[str]:
+    """Parameters that are not those of the whole model, filled from it in memory, from a file, and drawn."""
+    whole = dict(_mixtral(3).named_parameters())
+    wrong = []
+    for source in ({"state_dict": dict(whole)}, {"checkpoint": path}):
+        with torch.device("meta"):
+            model = _mixtral(3)
+        model = materialize(parallelize(model, "fsdp2", "none", device="cpu"), **source)
+        wrong += [name for name, p in model.named_parameters() if not torch.equal(p.full_tensor(), whole[name])]
+        state = get_model_state(model)
+        wrong += [name for name, value in whole.items() if not torch.equal(state[name].full_tensor(), value)]
+    return wrong
+
+
+def test_weights_are_filled_in_and_gathered(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    safetensors.save_file({name: p.detach() for name, p in _mixtral(3).named_parameters()}, file)
+    assert run_ranks(2, _filled, str(file), timeout=120) == [[], []]
