@@ -8,6 +8,7 @@ the first one returned. That is what makes a model of 126 layers as quick to pla
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ from nemo_like.torch_compat import tree_flatten
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
 
 
+Place = tuple[int | str, int]
+"""Of a tensor in a call: the position or the name of the argument that it is in, and its number there."""
+
+
 @dataclass
 class Kind:
     """One distinct block, and how it is called."""
@@ -40,16 +45,16 @@ class Kind:
     records: list[Record] = field(default_factory=list)
     """What recorders inside the block saw."""
     trace: BlockTrace | None = None
-    passed: dict[int, int] = field(default_factory=dict)
-    """Which tensors of its output are tensors that it was called with: position among the former → among the latter."""
+    passed: dict[int, Place] = field(default_factory=dict)
+    """Which tensors of its output are tensors that it was called with: position among the former → place in the call."""
     grad: bool = True
     """Called with gradients on: a model that repeats its layers may run some passes without."""
-    shared_at: tuple[int, ...] = ()
-    """Positions of `shared` among the tensors that it is called with."""
+    shared_at: frozenset[Place] = frozenset()
+    """Where `shared` stand in its call."""
 
     def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Its output in a call of a block like it: what it hands on is handed on, ``make(tensor)`` stands for the rest."""
-        given, positions = tensors_in((args, kwargs)), itertools.count()
+        given, positions = by_argument(args, kwargs), itertools.count()
 
         def one(tensor: torch.Tensor) -> Any:
             position = next(positions)
@@ -129,7 +134,7 @@ def _forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, k
             )  # fmt: skip
             raise ValueError(
                 f"{type(model).__name__} cannot be planned: its forward depends on values that a run without weights "
-                f"does not have ({error}). {way_out}"
+                f"does not have ({error}{_place_of(error)}). {way_out}"
             ) from error
         if isinstance(error, RuntimeError | TypeError | IndexError | AttributeError):
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -143,6 +148,15 @@ def _forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, k
 
 def _has_experts(model: nn.Module) -> bool:
     return any("expert" in name.rpartition(".")[2].lower() for name, _ in model.named_modules())
+
+
+def _place_of(error: BaseException) -> str:
+    """``", in line 12 of package.module"``: the innermost line of the model's code that `error` came from."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
+            return f", in line {line} of {module}"
+    return ""
 
 
 @dataclass
@@ -193,7 +207,7 @@ class _Watcher:
                 output = forward(*args, **kwargs)
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
-                passed = _handed_on(output, (args, kwargs))
+                passed = _handed_on(output, args, kwargs)
                 self.kinds.append(Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad))
             self.calls[position] = TracedCall(layer.fqn, module, kind)
             return output
@@ -212,9 +226,9 @@ class _Watcher:
         shared = {key for key, users in self._uses.items() if len(users) > 1}
         sizes: dict[int, int] = {}
         for kind in self.kinds:
-            tensors = tensors_in((kind.args, kind.kwargs))
-            kind.shared_at = tuple(i for i, t in enumerate(tensors) if id(t.untyped_storage()) in shared)
-            kind.shared = tuple(tensors[i] for i in kind.shared_at)
+            given = by_argument(kind.args, kind.kwargs)
+            at = {place: tensor for place, tensor in given.items() if id(tensor.untyped_storage()) in shared}
+            kind.shared_at, kind.shared = frozenset(at), tuple(at.values())
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
             with torch.set_grad_enabled(kind.grad):
                 kind.trace = trace_block(
@@ -252,9 +266,18 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
                 module.forward = forward
 
 
-def _handed_on(output: Any, call: Any) -> dict[int, int]:
-    """Positions of the tensors in `output` that are tensors of `call`, with their positions there."""
-    given = {id(tensor): i for i, tensor in enumerate(tensors_in(call))}
+def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, torch.Tensor]:
+    """The tensors of a call by their argument and their number in it.
+
+    A number among all of them would not do: layers that are not run leave empty what they fill for one another.
+    """
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {(name, i): tensor for name, value in arguments for i, tensor in enumerate(tensors_in(value))}
+
+
+def _handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, Place]:
+    """Positions of the tensors in `output` that are tensors of the call, with their places there."""
+    given = {id(tensor): place for place, tensor in reversed(by_argument(args, kwargs).items())}
     return {i: given[id(tensor)] for i, tensor in enumerate(tensors_in(output)) if id(tensor) in given}
 
 

@@ -65,7 +65,7 @@ class FakeRun(TorchDispatchMode):
                 return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         if any(t.untyped_storage() in self._unknown for t in inputs):
             return self._beside_unknown(func, args, kwargs)
-        if inputs and all(_small(t) for t in inputs) and (func is _BINCOUNT or not _returns_tensor(func)):
+        if inputs and all(_small(t) for t in inputs) and (_shaped_by_values(func) or not _returns_tensor(func)):
             return func(*args, **kwargs)  # a question about values, and the values are there
         with self.fake:
             shaped = func(*args, **kwargs)
@@ -159,6 +159,11 @@ _CONSTANTS = frozenset((
     torch.ops.aten.ones.default, torch.ops.aten.full.default, torch.ops.aten.arange.default,
     torch.ops.aten.arange.start, torch.ops.aten.arange.start_step, torch.ops.aten.scalar_tensor.default,
 ))  # fmt: skip
+
+
+def _shaped_by_values(func: Any) -> bool:
+    """Whether values decide how large the result is: `nonzero`, `unique`, `bincount`."""
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _returns_tensor(func: Any) -> bool:

@@ -18,7 +18,7 @@ from nemo_like.losses.model_loss import chunked_calls
 from nemo_like.module_tree import bare
 from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.planning.block_memory import with_gradients
-from nemo_like.planning.capture import Kind, ModelTrace, replaced_forwards
+from nemo_like.planning.capture import Kind, ModelTrace, by_argument, replaced_forwards
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.meter import LiveBytes
@@ -209,7 +209,8 @@ def _stand_in(
     if not inputs and any(t.requires_grad for t in wanted):
         inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
-        call = _StubCall(meter, laps, used, places, [given[i] for i in kind.shared_at])
+        held = [tensor for place, tensor in by_argument(args, kwargs).items() if place in kind.shared_at]
+        call = _StubCall(meter, laps, used, places, held)
         made = iter(_StubLayer.apply(call, wanted, *inputs))
     else:
         made = map(torch.empty_like, wanted)

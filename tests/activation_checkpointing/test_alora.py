@@ -50,3 +50,19 @@ def test_gradients_are_those_of_the_bare_model(ac: str) -> None:
     actual = gradients(parallelize(adapted(INVOCATION), "single", ac))
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("budget", ["60%", "30%"])
+def test_budgets_are_planned_with_the_adapters_tokens(budget: str) -> None:
+    """Which tokens the adapters see hangs on the ids alone, and a run without weights has those."""
+    expected = gradients(adapted(INVOCATION))
+    model = parallelize(adapted(INVOCATION), "single", budget, sample_input=batch())
+    actual = gradients(model)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    bare, without = adapted(INVOCATION), batch()["input_ids"][:, 4:]  # one sequence has no invocation now
+    for each in (bare, model):
+        each.zero_grad()
+        torch.manual_seed(3)
+        each(input_ids=without, labels=without).loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), bare.parameters()) if b.grad is not None)

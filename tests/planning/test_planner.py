@@ -29,6 +29,7 @@ from nemo_like.planning import (
 from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.devices import known_devices, resolve_device
 from nemo_like.planning.meter import measured_seconds
+from tests.models.families import FAMILIES
 
 pytest.importorskip("scipy")
 
@@ -442,8 +443,17 @@ def test_data_dependent_models_are_refused_with_the_way_out():
             return x
 
     model = Picky()
-    with pytest.raises(ValueError, match="cannot be planned: its forward depends on values"):
+    said = r"cannot be planned: its forward depends on values .* in line \d+ of tests.*\. Use a mode instead of a budget"
+    with pytest.raises(ValueError, match=said):
         capture.trace_model(model, find_layers(model), torch.randn(2, 4, 16))
+
+
+def test_experts_that_are_called_one_by_one_are_refused_with_the_way_out():
+    model = FAMILIES["mixtral"].build()
+    model.set_experts_implementation("eager")
+    said = r"in line \d+ of transformers\..*\. Mixture-of-experts .* can with experts_implementation='grouped_mm'"
+    with pytest.raises(ValueError, match=said):
+        capture.trace_model(model, find_layers(model), FAMILIES["mixtral"].inputs())
 
 
 def test_frozen_embedding_and_frozen_layers():
