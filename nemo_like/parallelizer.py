@@ -23,6 +23,7 @@ from nemo_like.distributed.launch import checked_device, local_device, world_siz
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
+from nemo_like.distributed.state_dict import refuse_to_save_shards
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.layers import find_layers
@@ -203,6 +204,7 @@ def parallelize(
         compile_layers(model, backend, [layer.module for layer in find_layers(model, names)])
     if shard_mesh is not None:
         shard_layers(model, find_layers(model, names), shard_mesh, options=fsdp, mp_policy=cast.policy)
+        refuse_to_save_shards(model)
     else:
         model = _replicate(model, mesh, cast, target, ddp)
     setattr(model, _MARK, True)

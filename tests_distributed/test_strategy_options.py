@@ -88,22 +88,30 @@ def test_wrong_options() -> None:
         DDP(find_unused_parameters=1)
 
 
-def _own_loss(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
+def _own_loss(rank: int, world_size: int) -> list[tuple[float, torch.Tensor]]:
     model = parallelize(build("llama").eval(), ac="full", tp=TensorParallel(2, loss_parallel=True), device="cpu")
     tokens = batch()
-    with pytest.raises(RuntimeError, match=r"with torch\.distributed\.tensor\.parallel\.loss_parallel\(\): model"):
+    ways = r"with torch\.distributed\.tensor\.parallel\.loss_parallel\(\): model.*parallelize\(\.\.\., loss='chunked'\)"
+    with pytest.raises(RuntimeError, match=ways):
         model(input_ids=tokens, labels=tokens)
     model(input_ids=tokens)  # without labels there is nothing to refuse
     with loss_parallel():
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-    return loss.full_tensor().item(), model.lm_head.weight.grad.full_tensor()
+    found = [(loss.full_tensor().item(), model.lm_head.weight.grad.full_tensor())]
+    chunked = build("llama").eval()
+    chunked.training = True  # chunks are for training; no layer drops anything
+    chunked = parallelize(chunked, ac="full", tp=TensorParallel(2, loss_parallel=True), loss="chunked", device="cpu")
+    loss = chunked(input_ids=tokens, labels=tokens).loss  # needs no context
+    loss.backward()
+    return [*found, (loss.item(), chunked.lm_head.weight.grad.full_tensor())]
 
 
 def test_a_models_own_loss_on_cut_logits() -> None:
+    """Within torch's context, or in chunks: the two ways that the error names."""
     reference, tokens = build("llama").eval(), batch()
     loss = reference(input_ids=tokens, labels=tokens).loss
     loss.backward()
-    for value, gradient in run_ranks(2, _own_loss, timeout=120):
+    for value, gradient in [each for found in run_ranks(2, _own_loss, timeout=120) for each in found]:
         assert value == pytest.approx(loss.item(), rel=1e-6)
         torch.testing.assert_close(gradient, reference.lm_head.weight.grad)

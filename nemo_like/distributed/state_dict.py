@@ -7,6 +7,8 @@ state is what each rank holds, for `torch.distributed.checkpoint`, which reads i
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,6 +90,30 @@ def set_optimizer_state(
     """
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full and launch.world_size() > 1)
     set_optimizer_state_dict(model, optimizer, dict(state), options=options)
+
+
+def refuse_to_save_shards(model: nn.Module) -> None:
+    """Where `model` has a `save_pretrained` and sharded parameters: let it raise, before it writes, without weights.
+
+    It would write this rank's shards, and fails in that with an error of Python's about storages. It is not made to
+    gather them, since mostly it is called on rank 0 alone, where a collective would wait for ever.
+    """
+    if callable(getattr(model, "save_pretrained", None)) and any(isinstance(p, DTensor) for p in model.parameters()):
+        model.save_pretrained = functools.partial(_save_pretrained, model)  # type: ignore[assignment]
+
+
+def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    save = getattr(type(model), "save_pretrained").__get__(model)  # noqa: B009
+    given = inspect.signature(save).bind(*args, **kwargs).arguments
+    given |= given.pop("kwargs", {})
+    if given.get("state_dict") is None and not given.get("distributed_checkpoint"):
+        raise RuntimeError(
+            f"save_pretrained was called without state_dict, and this rank holds only shards of the parameters of "
+            f"{type(model).__name__.removeprefix('FSDP')}. Gather them on every rank with state = "
+            "nemo_like.distributed.get_model_state(model, full=True), then call model.save_pretrained(folder, "
+            "state_dict=state) on rank 0."
+        )
+    return save(*args, **kwargs)
 
 
 def _saved_slots(model: nn.Module) -> list[Slot]:
