@@ -48,11 +48,11 @@ def watch_first_step(model: nn.Module, plan: Plan, device: torch.device) -> None
     Does nothing where the plan has no predicted peak, or was made for another kind of device.
     """
     if plan.peak_bytes and (plan.device == "cpu") == (device.type == "cpu"):
-        _Watch(plan, device).install(model)
+        _StepWatch(plan, device).install(model)
 
 
 @dataclass
-class _Watch:
+class _StepWatch:
     plan: Plan
     device: torch.device
     seen: Seen = field(default_factory=Seen)
@@ -72,11 +72,11 @@ class _Watch:
             register_optimizer_step_post_hook(self._after_step),
         ]
 
-    def __deepcopy__(self, memo: Any) -> _Watch:
-        return _Watch(self.plan, self.device)
+    def __deepcopy__(self, memo: Any) -> _StepWatch:
+        return _StepWatch(self.plan, self.device)
 
     def __reduce__(self) -> Any:
-        return _Watch, (self.plan, self.device)
+        return _StepWatch, (self.plan, self.device)
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.over or torch.compiler.is_compiling() or not torch.is_grad_enabled():

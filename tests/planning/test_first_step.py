@@ -124,7 +124,7 @@ def test_evaluation_and_other_optimizers_are_not_counted(said: Callable[[], list
 
 def test_a_mode_is_not_watched_and_a_copy_neither() -> None:
     model = _model(ac="full")
-    assert not any("_Watch" in repr(hook) for hook in model._forward_hooks.values())
+    assert not any("_StepWatch" in repr(hook) for hook in model._forward_hooks.values())
     watched = _model()
     kept = len(torch_optimizer._global_optimizer_post_hooks)
     twin = copy.deepcopy(watched)
