@@ -10,6 +10,8 @@ from torch import Tensor
 
 from nemo_like.torch_compat import tree_leaves, tree_map
 
+_SEQUENCES = (tuple, list)
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in `value`, in order, a tensor that occurs twice twice.
@@ -22,7 +24,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, tuple | list):  # by hand: this runs on every operator's outputs, where a pytree is slow
+    if isinstance(value, _SEQUENCES):  # by hand: this runs on every operator's outputs, where a pytree is slow
         return [tensor for item in value for tensor in tensors_in(item)]
     if isinstance(value, Mapping):
         return [tensor for item in value.values() for tensor in tensors_in(item)]

@@ -13,12 +13,14 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from nemo_like.log import warn_once
@@ -103,6 +105,29 @@ def save_tensor(tensor: Tensor) -> Callable[[], Tensor]:
     # The output is held, not its node: the node frees what it saved as soon as the output goes.
     output = _SaveInput.apply(torch.empty(0, requires_grad=True), tensor)
     return lambda: output.grad_fn.saved_tensors[0]
+
+
+_give_back: Callable[[int], None] | None = _private(torch._C, "StorageBase._free_weak_ref")
+_countable = _give_back is not None and hasattr(torch.UntypedStorage, "_weak_ref")
+weak_storage: Callable[[torch.UntypedStorage], Any] = methodcaller("_weak_ref") if _countable else StorageWeakRef
+"""A weak reference to a storage, for `WeakStorages`: a number, which takes a third of a `StorageWeakRef`'s time."""
+
+
+class WeakStorages(dict[int, Any]):
+    """What `weak_storage` returned, by any number.
+
+    While such a reference exists, the place of its storage object is taken: no other storage can be confused with it.
+    """
+
+    def is_of(self, index: int, tensor: Tensor) -> bool:
+        """Whether reference `index` is one to the memory of `tensor`."""
+        reference = self.get(index)
+        return reference is not None and getattr(reference, "cdata", reference) == tensor.untyped_storage()._cdata
+
+    def __del__(self) -> None:
+        for reference in self.values():
+            if type(reference) is int and _give_back is not None:
+                _give_back(reference)
 
 
 def graph_is_kept() -> bool | None:
@@ -245,6 +270,28 @@ def set_sdp_priority(order: list[int]) -> None:
     """Set what `sdp_priority` gave; nothing happens where it gives None."""
     if _set_priority is not None:
         _set_priority(order)
+
+
+_backends = torch.backends
+# The public functions are frames in Python around these, and they are asked twice for every region.
+SWITCH_READERS: dict[str, Callable[[], Any]] = {
+    "flash": _private(torch._C, "_get_flash_sdp_enabled") or _backends.cuda.flash_sdp_enabled,
+    "mem_efficient": _private(torch._C, "_get_mem_efficient_sdp_enabled") or _backends.cuda.mem_efficient_sdp_enabled,
+    "math": _private(torch._C, "_get_math_sdp_enabled") or _backends.cuda.math_sdp_enabled,
+    "cudnn": _private(torch._C, "_get_cudnn_sdp_enabled") or _backends.cuda.cudnn_sdp_enabled,
+    "deterministic": _private(torch._C, "_get_deterministic_algorithms") or torch.are_deterministic_algorithms_enabled,
+    "warn_only": _private(torch._C, "_get_deterministic_algorithms_warn_only")
+    or torch.is_deterministic_algorithms_warn_only_enabled,
+    "matmul_precision": _private(torch._C, "_get_float32_matmul_precision") or torch.get_float32_matmul_precision,
+    "mkldnn": _private(torch._C, "_get_mkldnn_enabled") or (lambda: _backends.mkldnn.enabled),
+}
+"""What tells the state of torch's global switches: of SDPA's kernels, of deterministic algorithms, ..."""
+
+
+def direct_call(op: Any) -> Callable[..., Any]:
+    """What `op` is when it is called, without the frame in Python around it; `op` itself where torch has no such thing."""
+    inside = getattr(op, "_op", None) if type(op) is OpOverload else None
+    return op if inside is None else inside
 
 
 def function_modes() -> tuple[Any, ...]:
@@ -420,25 +467,21 @@ def _casting_hooks(unit: nn.Module, policy: Any) -> tuple[Callable[..., Any], Ca
     return inputs, lambda module, args, output: cast(output, policy.output_dtype)
 
 
-@contextlib.contextmanager
-def fsdp_casting_in_replay(root: nn.Module | None) -> Iterator[None]:
-    """Within it, FSDP2 units in `root` cast inputs and outputs in backward as they do in forward.
+def cast_in_fsdp_replay(root: nn.Module | None, stack: contextlib.ExitStack) -> None:
+    """Until `stack` ends, FSDP2 units in `root` cast inputs and outputs in backward as they do in forward.
 
     In 2.11 a unit whose backward has begun gathers its parameters for a replay and casts nothing, so that the replay
     computes in other dtypes than forward did. Since 2.13 it casts, and this does nothing.
     """
     state_type = _private(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "FSDPState")
     if root is None or state_type is None or hasattr(state_type, "_cast_forward_inputs"):
-        yield
         return
-    with contextlib.ExitStack() as stack:
-        for module in root.modules():
-            policy = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_mp_policy", None)
-            if policy is not None:
-                inputs, output = _casting_hooks(module, policy)
-                stack.callback(module.register_forward_pre_hook(inputs, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(output).remove)
-        yield
+    for module in root.modules():
+        policy = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_mp_policy", None)
+        if policy is not None:
+            inputs, output = _casting_hooks(module, policy)
+            stack.callback(module.register_forward_pre_hook(inputs, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(output).remove)
 
 
 def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:

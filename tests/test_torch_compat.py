@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import nemo_like
@@ -44,6 +45,7 @@ OF_OBJECTS = {
 
 OF_OTHERS = {
     "_attention_backends",  # Transformer Engine
+    "_data",  # os.environ
     "_init_weights", "_reset_parameters", "_no_split_modules",  # models
     "_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module",  # parts of names that are cleaned
 }  # fmt: skip
@@ -158,6 +160,26 @@ def test_save_tensor_without_the_name_goes_through_hooks(monkeypatch):
     ):
         unpack = torch_compat.save_tensor(torch.ones(2))
     assert len(packed) == 1 and unpack() is packed[0]
+
+
+@pytest.mark.parametrize("reference", [torch_compat.weak_storage, StorageWeakRef])
+def test_weak_storages_tell_memory_apart_and_let_it_go(monkeypatch, reference):
+    monkeypatch.setattr(torch_compat, "weak_storage", reference)
+    before = StorageWeakRef(torch.ones(1).untyped_storage())
+    tensor, other = torch.ones(8), torch.ones(8)
+    storages = torch_compat.WeakStorages({0: torch_compat.weak_storage(tensor.untyped_storage())})
+    assert storages.is_of(0, tensor[2:]) and not storages.is_of(0, other) and not storages.is_of(1, other)
+    alive = StorageWeakRef(tensor.untyped_storage())
+    del tensor
+    assert before.expired() and alive.expired()  # the memory itself has gone
+    assert not any(storages.is_of(0, torch.ones(8)) for _ in range(100))
+
+
+def test_an_operator_is_called_directly_or_as_it_is():
+    x = torch.tensor([0.5])
+    assert torch.equal(torch_compat.direct_call(torch.ops.aten.sin.default)(x), x.sin())
+    for op in (SimpleNamespace(_op=abs), abs, torch.ops.higher_order.cond):  # no plain overloads
+        assert torch_compat.direct_call(op) is op
 
 
 def test_a_kept_graph_is_unknown_without_the_names(monkeypatch):
@@ -615,14 +637,16 @@ def test_a_unit_casts_in_replay_where_its_own_hooks_do_not(monkeypatch):
     unit.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
     model = nn.Sequential(unit)
     monkeypatch.setattr(state, "_cast_forward_inputs", None, raising=False)
-    with torch_compat.fsdp_casting_in_replay(model):
+    with contextlib.ExitStack() as stack:
+        torch_compat.cast_in_fsdp_replay(model, stack)
         model(torch.ones(1, 2).bfloat16())
     monkeypatch.delattr(state, "_cast_forward_inputs")
-    with torch_compat.fsdp_casting_in_replay(model):
+    with contextlib.ExitStack() as stack:
+        torch_compat.cast_in_fsdp_replay(model, stack)
         assert model(torch.ones(1, 2)).dtype == torch.float32
     assert seen == [(torch.bfloat16, torch.bfloat16)] * 2 and not unit._forward_pre_hooks
-    with torch_compat.fsdp_casting_in_replay(None):  # a region that is no module
-        pass
+    with contextlib.ExitStack() as stack:
+        torch_compat.cast_in_fsdp_replay(None, stack)  # a region that is no module
 
 
 def test_whether_a_loss_is_parallel(monkeypatch):

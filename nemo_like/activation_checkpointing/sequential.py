@@ -27,12 +27,12 @@ from nemo_like.activation_checkpointing.engine.generator_mode import as_watched,
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld, module_of
-from nemo_like.activation_checkpointing.engine.region import Region
+from nemo_like.activation_checkpointing.engine.region import Region, within
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import warn_once
-from nemo_like.torch_compat import fsdp_casting_in_replay, left_to_python
+from nemo_like.torch_compat import cast_in_fsdp_replay, left_to_python
 
 
 class Segment:
@@ -154,11 +154,11 @@ class _Call:
         with contextlib.ExitStack() as stack:
             if self.world is not None:
                 self.world.check(region, self.buffers.puts_back if self.buffers is not None else lambda *_: False)
-                stack.enter_context(self.world.restored())
+                self.world.restore(stack)
             if self.buffers is not None:
-                stack.enter_context(self.buffers.restored())
-            stack.enter_context(self.ambient.restored())
-            stack.enter_context(fsdp_casting_in_replay(module_of(self.run)))
+                self.buffers.restore(stack)
+            self.ambient.restore(stack)
+            cast_in_fsdp_replay(module_of(self.run), stack)
             yield
 
 
@@ -231,8 +231,8 @@ class _SegmentRegion(Region):
         draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), own)
         call.looker = as_watched(draws)
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or nullcontext(), draws:
-                out = run(*args, **kwargs)
+            with saved_tensors_hooks(self.pack, self.unpack):
+                out = within([mode for mode in (self.forward_mode, draws) if mode is not None], run, args, kwargs)
         except BaseException:
             self.drop()
             self.complete = True

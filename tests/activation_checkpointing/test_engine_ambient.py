@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from nemo_like import torch_compat
 from nemo_like.activation_checkpointing.engine import ambient, checkpoint_region
 from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.activation_checkpointing.engine.flags import Flags
+from nemo_like.activation_checkpointing.engine.flags import put_back, switches_for
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
 from tests.models.blocks import LlamaBlock, assert_bitwise, gradients, region
 
@@ -87,6 +87,11 @@ def sdpa_backend_of(fn):
     return [name for name in seen if "backward" not in name]
 
 
+def sdpa_flags() -> list[bool]:
+    cuda = torch.backends.cuda
+    return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()]
+
+
 @each_policy
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 def test_the_sdpa_backend_of_a_context_that_has_ended(policy, backend):
@@ -95,13 +100,13 @@ def test_the_sdpa_backend_of_a_context_that_has_ended(policy, backend):
     with sdpa_kernel(backend):
         (wanted,) = torch.autograd.grad((block(x) ** 2).sum(), x)
         y = (checkpoint_region(block, x, policy=policy) ** 2).sum()
-    flags = [get() for get, _ in ambient._SDPA_FLAGS]
+    flags = sdpa_flags()
     got = []
     used = sdpa_backend_of(lambda: got.extend(torch.autograd.grad(y, x)))
     if policy.keeps_nothing:
         assert any("flash" in name for name in used) == (backend is SDPBackend.FLASH_ATTENTION)
     assert torch.equal(got[0], wanted)
-    assert [get() for get, _ in ambient._SDPA_FLAGS] == flags
+    assert sdpa_flags() == flags
 
 
 @each_policy
@@ -256,11 +261,12 @@ def test_a_global_switch(switch, inside):
 def test_a_switch_of_cudas_libraries(name):
     cudnn = torch.backends.cudnn
     before = getattr(cudnn, name)
-    flags = Flags("cuda")
+    switches = switches_for("cuda")
+    then = [read() for read, _ in switches]
     try:
         setattr(cudnn, name, not before)
         with contextlib.ExitStack() as stack:
-            flags.restore(stack)
+            put_back(switches, then, stack)
             assert getattr(cudnn, name) == before
         assert getattr(cudnn, name) != before
     finally:

@@ -7,7 +7,7 @@ import torch
 
 from nemo_like.activation_checkpointing import SelectivePolicy
 from nemo_like.activation_checkpointing.engine import RegionError, run_region
-from nemo_like.activation_checkpointing.engine.region import _Handle
+from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
 
 POLICIES = [FullPolicy(), SelectivePolicy()]
@@ -86,12 +86,11 @@ def test_memory_that_is_used_again_is_not_taken_for_a_tensor_that_changed() -> N
 
 def test_a_freed_storage_is_never_taken_for_another() -> None:
     tensor = torch.ones(1000)
-    handle = _Handle(tensor)
-    assert handle.storage is not None and handle.storage.cdata == tensor.untyped_storage()._cdata
+    region = Region(torch.sin, FullPolicy(), "", None, True)
+    region.pack(tensor)
+    assert region.storages.is_of(0, tensor) and region.storages.is_of(0, tensor.view(10, 100))
     del tensor
-    assert handle.storage.expired()
-    others = [torch.ones(1000) for _ in range(50)]
-    assert all(other.untyped_storage()._cdata != handle.storage.cdata for other in others)
+    assert not any(region.storages.is_of(0, torch.ones(1000)) for _ in range(50))
 
 
 def test_a_change_of_a_tensor_that_lives_on_is_still_noticed() -> None:

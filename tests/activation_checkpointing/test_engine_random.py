@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,10 +112,10 @@ def test_the_replay_draws_what_forward_drew(ac: str, source: str) -> None:
 def test_where_the_states_cannot_be_read_in_place_the_public_functions_do(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_random, "_reader", lambda address: lambda: bytes(host_random._BYTES))
+    monkeypatch.setattr(host_random, "_at", lambda address: SimpleNamespace(raw=bytes(host_random._BYTES)))
     monkeypatch.setattr(host_random, "_python", host_random._Python())
     monkeypatch.setattr(host_random, "_numpy", None)
-    assert host_random._python._read is None
+    assert host_random._python._memory is None
     test_the_replay_draws_what_forward_drew("full", source)
 
 

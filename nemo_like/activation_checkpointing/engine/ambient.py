@@ -9,16 +9,18 @@ back end, a replaced `F.scaled_dot_product_attention`, function modes (a context
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from nemo_like.activation_checkpointing.engine.context_variables import ContextVariables
-from nemo_like.activation_checkpointing.engine.flags import Flags
+from nemo_like.activation_checkpointing.engine.flags import put_back, switches_for
 from nemo_like.activation_checkpointing.engine.generators import Generators
 from nemo_like.activation_checkpointing.engine.host_random import HostRandom
 from nemo_like.torch_compat import function_modes, sdp_priority, set_sdp_priority, without_function_modes
@@ -48,29 +50,42 @@ def unregister(name: str) -> None:
     del _registered[name]
 
 
-# --- SDPA ---------------------------------------------------------------------------------------------------------
+class _State(NamedTuple):
+    """What is compared in one go."""
 
-_cuda = torch.backends.cuda
-_SDPA_FLAGS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = tuple(
-    (getattr(_cuda, f"{kind}_sdp_enabled"), getattr(_cuda, f"enable_{kind}_sdp"))
-    for kind in ("flash", "mem_efficient", "math", "cudnn")
-    if hasattr(_cuda, f"{kind}_sdp_enabled") and hasattr(_cuda, f"enable_{kind}_sdp")
-)
+    sdpa: Any
+    sdpa_priority: list[int] | None
+    modes: tuple[Any, ...]
+    autocast_cache: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """Device, whether it is on, and its dtype"""
+    autocasts: bool
 
 
-def _autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+def _state(device: str | None) -> _State:
+    cpu = torch.is_autocast_enabled("cpu")
+    autocast: tuple[tuple[str, bool, torch.dtype], ...] = (("cpu", cpu, torch.get_autocast_dtype("cpu")),)
+    if device is not None:
+        autocast += ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),)
+    return _State(
+        F.scaled_dot_product_attention, sdp_priority(), function_modes(), torch.is_autocast_cache_enabled(), autocast,
+        cpu or autocast[-1][1],
+    )  # fmt: skip
 
 
 def accelerator_type() -> str | None:
     """The accelerator that is in use by this process (``"cuda"``, ...), or None. Never initialises one."""
     if torch.cuda.is_initialized():
         return "cuda"
+    other = _other_accelerator()
+    initialized = getattr(torch.get_device_module(other), "is_initialized", None) if other is not None else None
+    return other if initialized is not None and initialized() else None
+
+
+@functools.cache  # what a machine has doesn't change, and this is asked for every region
+def _other_accelerator() -> str | None:
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if current is None or current.type == "cuda":
-        return None
-    module = torch.get_device_module(current)
-    return current.type if getattr(module, "is_initialized", lambda: False)() else None
+    return None if current is None or current.type == "cuda" else current.type
 
 
 RngState = tuple[torch.Tensor, str | None, torch.Tensor | None] | tuple[torch.Generator, torch.Tensor]
@@ -102,20 +117,15 @@ class Ambient:
     """
 
     __slots__ = (
-        "_autocast", "_autocast_cache", "_cpu_rng", "_device", "_device_rng", "_extras", "_flags",
-        "_host_random", "_modes", "_sdpa", "_sdpa_flags", "_sdpa_priority", "generators",
+        "_cpu_rng", "_device", "_device_rng", "_extras", "_flags", "_host_random", "_state", "_switches", "generators",
         "variables",
     )  # fmt: skip
 
     def __init__(self, preserve_rng_state: bool = True) -> None:
         self._device = device = accelerator_type()
-        self._autocast: Any = _autocast_state("cpu"), _autocast_state(device) if device else None
-        self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._sdpa = F.scaled_dot_product_attention
-        self._sdpa_flags = [get() for get, _ in _SDPA_FLAGS]
-        self._sdpa_priority = sdp_priority()
-        self._flags = Flags(device)
-        self._modes = function_modes()
+        self._switches = switches_for(device)
+        self._flags = [read() for read, _ in self._switches]
+        self._state = _state(device)
         self.variables = ContextVariables()
         self._extras = [restore for capture in _registered.values() if (restore := capture()) is not None]
         self._cpu_rng: torch.Tensor | None = torch.get_rng_state() if preserve_rng_state else None
@@ -137,21 +147,20 @@ class Ambient:
         if self.generators is not None and not self.generators.forget_unused():
             self.generators = None
 
-    def restored(self) -> AbstractContextManager[None]:
-        """A context manager: within it everything is as it was, after it everything is as before it."""
-        return self._restored()
-
-    @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for restore in self._extras:
-                stack.enter_context(restore())
-            self._restore_rng(stack)
-            self._restore_sdpa(stack)
-            self._restore_modes(stack)
-            self._restore_autocast(stack)
-            self._flags.restore(stack)
-            yield
+    def restore(self, stack: contextlib.ExitStack) -> None:
+        """Make everything as it was, until `stack` ends."""
+        for restore in self._extras:
+            stack.enter_context(restore())
+        self._restore_rng(stack)
+        if [read() for read, _ in self._switches] != self._flags:
+            put_back(self._switches, self._flags, stack)
+        now = _state(self._device)
+        # Autocast is entered even where nothing differs: backward may run outside every autocast region, and then the
+        # cache of cast weights must be emptied again at the end.
+        if now != self._state or self._state.autocasts:
+            self._restore_sdpa(now, stack)
+            self._restore_modes(now, stack)
+            self._restore_autocast(now, stack)
 
     def _restore_rng(self, stack: contextlib.ExitStack) -> None:
         if self._host_random is not None:
@@ -166,39 +175,27 @@ class Ambient:
             stack.callback(module.set_rng_state, module.get_rng_state())
             module.set_rng_state(self._device_rng)
 
-    def _restore_sdpa(self, stack: contextlib.ExitStack) -> None:
-        if F.scaled_dot_product_attention is not self._sdpa:
-            stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
-            F.scaled_dot_product_attention = self._sdpa
-        for (get, put), wanted in zip(_SDPA_FLAGS, self._sdpa_flags):
-            now = get()
-            if now != wanted:
-                stack.callback(put, now)
-                put(wanted)
-        order = sdp_priority()
-        if order is not None and self._sdpa_priority is not None and order != self._sdpa_priority:
-            stack.callback(set_sdp_priority, order)
-            set_sdp_priority(self._sdpa_priority)
+    def _restore_sdpa(self, now: _State, stack: contextlib.ExitStack) -> None:
+        if now.sdpa is not self._state.sdpa:
+            stack.callback(setattr, F, "scaled_dot_product_attention", now.sdpa)
+            F.scaled_dot_product_attention = self._state.sdpa
+        order = self._state.sdpa_priority
+        if now.sdpa_priority is not None and order is not None and now.sdpa_priority != order:
+            stack.callback(set_sdp_priority, now.sdpa_priority)
+            set_sdp_priority(order)
 
-    def _restore_modes(self, stack: contextlib.ExitStack) -> None:
-        active = function_modes()
-        if len(active) == len(self._modes) and all(a is b for a, b in zip(active, self._modes)):
+    def _restore_modes(self, now: _State, stack: contextlib.ExitStack) -> None:
+        if len(now.modes) == len(self._state.modes) and all(map(is_, now.modes, self._state.modes)):
             return
         stack.enter_context(without_function_modes())
-        for mode in self._modes:
+        for mode in self._state.modes:
             stack.enter_context(mode)
 
-    def _restore_autocast(self, stack: contextlib.ExitStack) -> None:
-        # Entered even where nothing differs and autocast is on: backward may run outside every autocast region, and
-        # then the cache of cast weights must be emptied again at the end.
-        for device, state in (("cpu", self._autocast[0]), (self._device, self._autocast[1])):
-            if device is None or state is None:
-                continue
-            enabled, dtype = state
-            if enabled or torch.is_autocast_enabled(device):
-                stack.enter_context(
-                    torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=self._autocast_cache)
-                )
+    def _restore_autocast(self, now: _State, stack: contextlib.ExitStack) -> None:
+        for (device, enabled, dtype), (_, enabled_now, _) in zip(self._state.autocast, now.autocast):
+            if enabled or enabled_now:
+                cache = self._state.autocast_cache
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
 
 
 # --- Transformer Engine -------------------------------------------------------------------------------------------

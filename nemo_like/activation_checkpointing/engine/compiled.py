@@ -40,7 +40,7 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
     }
 
     def policy_fn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kind = kinds.of(op)
+        kind, _ = kinds.of(op)
         if kind == COPY and ops.is_device_to_host_copy(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         if kind not in (TRACKED, RANDOM) or getattr(context, "is_recompute", False):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
-_LEAVES = frozenset({type(None), bool, int, float, str, Tensor})
+_LEAVES = frozenset({type(None), bool, int, float, str, Tensor, nn.Parameter})
+"""The usual ones."""
 _BUILT = (dict, UserDict, SimpleNamespace)
 """Whose instances are made anew, attributes and all."""
 
@@ -28,41 +30,47 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _mapped(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
     """`made`: id of a container → the new one, so that one which occurs twice, or in itself, is made once."""
-    kind = type(value)
-    if kind in _LEAVES:
-        return function(value)
+    kind: Any = type(value)
     if kind is tuple:
-        return tuple([_mapped(function, item, made) for item in value])
+        return tuple(_each(function, value, made))
+    if not _is_kind_of_container(kind):
+        return function(value)
     if id(value) in made:
         return made[id(value)]
     if kind is list:
         made[id(value)] = items = []
-        items += [_mapped(function, item, made) for item in value]
+        items += _each(function, value, made)
         return items
     if kind is dict:
-        made[id(value)] = pairs = {}
-        pairs.update({key: _mapped(function, item, made) for key, item in value.items()})
+        pairs: dict[Any, Any] = {}
+        made[id(value)] = pairs
+        pairs.update(zip(value, _each(function, value.values(), made)))
         return pairs
-    if isinstance(value, Tensor | nn.Module | type):
-        return function(value)
     if hasattr(kind, "__dataclass_fields__") or issubclass(kind, _BUILT):
         return _built(function, value, made)
-    if issubclass(kind, tuple) and hasattr(kind, "_make"):
-        return tuple.__new__(kind, [_mapped(function, item, made) for item in value])
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, _each(function, value, made))
     if kind is set:
-        made[id(value)] = new = {_mapped(function, item, made) for item in value}
+        made[id(value)] = new = set(_each(function, value, made))
         return new
-    if kind is deque:
-        made[id(value)] = queue = deque[Any](maxlen=value.maxlen)
-        queue.extend([_mapped(function, item, made) for item in value])
-        return queue
-    return function(value)
+    made[id(value)] = queue = deque[Any](maxlen=value.maxlen)
+    queue.extend(_each(function, value, made))
+    return queue
+
+
+def _each(function: Callable[[Any], Any], values: Iterable[Any], made: dict[int, Any]) -> list[Any]:
+    return [function(value) if type(value) in _LEAVES else _mapped(function, value, made) for value in values]
 
 
 def is_container(value: Any) -> bool:
     """Whether `map_leaves` looks into `value`."""
-    kind = type(value)
-    if kind in _LEAVES or isinstance(value, Tensor | nn.Module | type):
+    kind: Any = type(value)
+    return _is_kind_of_container(kind)
+
+
+@functools.cache  # this is asked of every argument of every region
+def _is_kind_of_container(kind: Any) -> bool:
+    if issubclass(kind, Tensor | nn.Module | type):
         return False
     plain = kind in (tuple, list, dict, set, deque) or issubclass(kind, _BUILT)
     return plain or hasattr(kind, "__dataclass_fields__") or (issubclass(kind, tuple) and hasattr(kind, "_make"))

@@ -24,7 +24,7 @@ class ContextVariables:
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
         self._held: tuple[contextvars.ContextVar[Any], ...] = ()
-        held = {var: value for var, value in self._context.items() if isinstance(value, Tensor) or is_container(value)}
+        held = {var: value for var, value in self._context.items() if is_container(value) or isinstance(value, Tensor)}
         if held:
             self._held = tuple(held)
             self._saved = SavedInputs(map_leaves(_without_graph, tuple(held.values())), {})

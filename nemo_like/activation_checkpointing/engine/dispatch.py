@@ -6,6 +6,7 @@ metadata calls) passes through uncounted, so that it may differ between forward 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.op_lookup import Op
 from nemo_like.tensors import tensors_in
-from nemo_like.torch_compat import TorchDispatchMode, left_to_python
+from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_python
 
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
@@ -37,27 +38,30 @@ if TYPE_CHECKING:
 
 TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0
 """RANDOM: tracked, and draws random numbers."""
+_RECORDED, _LET_PASS = frozenset({TRACKED, RANDOM}), frozenset({PASS, MUTABLE})
 
 
-class Kinds(dict[int, int]):
-    """``id(operator)`` → how the modes treat it, filled when an operator is first seen. One per tracked set.
+class Kinds(dict[int, tuple[int, Callable[..., Any]]]):
+    """``id(operator)`` → how the modes treat it, and what calls it; filled when an operator is first seen.
 
-    By id, because hashing an operator runs Python code and this is looked up on every call. `_seen` keeps the
-    operators alive, so that no id is used twice.
+    One per tracked set. By id, because hashing an operator runs Python code and this is looked up on every call. `_seen`
+    keeps the operators alive, so that no id is used twice.
     """
 
     def __init__(self, tracked: Any) -> None:
         super().__init__()
+        self.passing: dict[int, Callable[..., Any]] = {}
+        """Of those that are let pass, what calls them."""
         self._all = tracked is None
         self._tracked = frozenset(() if tracked is None else tracked)
         self._seen: list[Op] = []
 
-    def of(self, op: Op) -> int:
-        """How to treat `op`."""
-        kind = self.get(id(op))
-        return self._classify(op) if kind is None else kind
+    def of(self, op: Op) -> tuple[int, Callable[..., Any]]:
+        """How to treat `op`, and what calls it."""
+        found = self.get(id(op))
+        return self._classify(op) if found is None else found
 
-    def _classify(self, op: Op) -> int:
+    def _classify(self, op: Op) -> tuple[int, Callable[..., Any]]:
         if ops.facts(op).mutating:
             kind = MUTABLE
         elif self._all:
@@ -67,8 +71,10 @@ class Kinds(dict[int, int]):
         else:
             kind = COPY if op in ops.COPY_OPS else PASS
         self._seen.append(op)
-        self[id(op)] = kind
-        return kind
+        self[id(op)] = found = kind, direct_call(op)
+        if kind == PASS:
+            self.passing[id(op)] = found[1]
+        return found
 
     @staticmethod
     def _tracked_kind(op: Op) -> int:
@@ -76,14 +82,23 @@ class Kinds(dict[int, int]):
 
 
 _kinds: dict[Any, Kinds] = {}
+_kinds_of: dict[int, tuple[weakref.ref[Policy], Kinds]] = {}
+"""By id of a policy: asking for its operators, and hashing them, takes longer than a small operator."""
 
 
 def kinds_for(policy: Policy) -> Kinds:
     """The shared `Kinds` of all policies that track the same operators."""
+    known = _kinds_of.get(id(policy))
+    if known is not None and known[0]() is policy:
+        return known[1]
     tracked = policy.tracked_ops()
     key = None if tracked is None else frozenset(tracked)
     if key not in _kinds:
         _kinds[key] = Kinds(key)
+    for number in [number for number, (reference, _) in _kinds_of.items() if reference() is None]:
+        del _kinds_of[number]
+    if getattr(type(policy), "__weakrefoffset__", 0):  # else a class with slots of its own: asked each time
+        _kinds_of[id(policy)] = weakref.ref(policy), _kinds[key]
     return _kinds[key]
 
 
@@ -113,13 +128,14 @@ class ForwardMode(_Mode):
     def __init__(self, kinds: Kinds, decide: Any, packs: list[Any], transfer: Transfer, name: str) -> None:
         super().__init__()
         self.kinds = kinds
+        self.passing = kinds.passing
         self.decide = decide
         self.needs_call = getattr(decide, "needs_call", False)
         self.packs = packs
         self.transfer = transfer
         self.region_name = name
         self.kept: list[Kept] = []
-        self.counts: dict[Op, int] = {}
+        self.counts: dict[int, int] = {}
         self.paused = False
         self.keeps_rng = True
         self.generators: Generators | None = None
@@ -128,28 +144,30 @@ class ForwardMode(_Mode):
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and self.generators is not None and kwargs.get("generator") is not None:
             self.generators.note(kwargs["generator"])
-        kind = self.kinds.get(id(func))
-        if kind is None:
-            kind = self.kinds.of(func)
-        if kind == PASS or self.paused:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if kind == MUTABLE:
+        call = self.passing.get(id(func))  # most of them are, and this is what checkpointing small layers costs
+        if call is not None:
+            return call(*args, **kwargs) if kwargs else call(*args)
+        return self.look_at(func, args, kwargs or {})
+
+    def look_at(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that is tracked, writes, or may copy to the host."""
+        kind, call = self.kinds.of(func)
+        if kind == MUTABLE and not self.paused:
             self.before_change(func, args, kwargs)
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if kind == COPY and not ops.is_device_to_host_copy(func, args, kwargs):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = call(*args, **kwargs)
+        if kind in _LET_PASS or self.paused or (kind == COPY and not ops.is_device_to_host_copy(func, args, kwargs)):
+            return out
         entry = self.keep(func, out, kind, args, kwargs)
         if kind == RANDOM and self.keeps_rng and entry.decision in (SAVE, HOST) and ops.draws(func, args, kwargs):
             # Replay won't draw these numbers, and later calls must get the same ones.
-            entry.rng_after = rng_state(kwargs.get("generator") if kwargs else None)
+            entry.rng_after = rng_state(kwargs.get("generator"))
         return out
 
     def keep(self, func: Op, out: Any, kind: int, args: Any, kwargs: Any) -> Kept:
         """Take a decision on `out` and carry it out."""
-        counts = self.counts
-        index = counts.get(func, 0)
-        counts[func] = index + 1
+        counts, number = self.counts, id(func)
+        index = counts.get(number, 0)
+        counts[number] = index + 1
         if kind == COPY:
             decision = SAVE
         elif self.needs_call:
@@ -209,18 +227,20 @@ class ReplayMode(_Mode):
         self.position = 0
         self.finished_at: int | None = None
         self.skips = any(entry.decision is SKIP for entry in kept)
+        self.passing = {} if self.skips else kinds.passing  # one that is let pass may be given a placeholder
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = self.kinds.get(id(func))
-        if kind is None:
-            kind = self.kinds.of(func)
-        if kind in (TRACKED, RANDOM) or (kind == COPY and ops.is_device_to_host_copy(func, args, kwargs)):
+        call = self.passing.get(id(func))
+        if call is not None:
+            return call(*args, **kwargs) if kwargs else call(*args)
+        kind, call = self.kinds.of(func)
+        if kind in _RECORDED or (kind == COPY and ops.is_device_to_host_copy(func, args, kwargs)):
             entry, value = self.next(func)
             if entry.decision is not RECOMPUTE:
                 return value
         if self.skips:
             return self.run_beside_placeholders(func, kind, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return call(*args, **kwargs) if kwargs else call(*args)
 
     def next(self, func: Op) -> tuple[Kept, Any]:
         """The forward's record of this call, and its output where kept (handed out once)."""

@@ -1,4 +1,4 @@
-"""torch's global switches that decide in what type operators compute, and by which kernels."""
+"""torch's global switches that decide in what type operators compute, and by which kernels, those of SDPA among them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from nemo_like.torch_compat import SWITCH_READERS
+
 Switch = tuple[Callable[[], Any], Callable[[Any], None]]
 """How to read it, and how to set it to what was read."""
 
 _backends = torch.backends
+SDPA_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def _attributes(owner: Any, *names: str) -> list[Switch]:
@@ -41,18 +44,28 @@ def _precision(old: Switch, backends: list[Any]) -> Switch:
     return read, put
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+def _put_deterministic(value: bool) -> None:
+    torch.use_deterministic_algorithms(value, warn_only=SWITCH_READERS["warn_only"]())
+
+
+def _put_warn_only(value: bool) -> None:
+    torch.use_deterministic_algorithms(SWITCH_READERS["deterministic"](), warn_only=value)
+
+
+def _put_mkldnn(value: bool) -> None:
+    _backends.mkldnn.enabled = value  # type: ignore[assignment]
 
 
 _ALWAYS: list[Switch] = [
+    *((SWITCH_READERS[kind], getattr(_backends.cuda, f"enable_{kind}_sdp")) for kind in SDPA_KERNELS),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_deterministic, lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])),
+    (SWITCH_READERS["deterministic"], _put_deterministic),
+    (SWITCH_READERS["warn_only"], _put_warn_only),
     _precision(
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (SWITCH_READERS["matmul_precision"], torch.set_float32_matmul_precision),
         [_backends.cuda.matmul, getattr(_backends.mkldnn, "matmul", _backends.cuda.matmul)],
     ),
-    *_attributes(_backends.mkldnn, "enabled"),
+    (SWITCH_READERS["mkldnn"], _put_mkldnn),
 ]
 _ON_CUDA: list[Switch] = [
     *_attributes(_backends.cudnn, "enabled", "benchmark", "deterministic"),
@@ -65,21 +78,18 @@ _ON_CUDA: list[Switch] = [
         "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation",
     ),
 ]  # fmt: skip
+_ON_CPU_AND_CUDA = _ALWAYS + _ON_CUDA
 
 
-class Flags:
-    """The switches at the moment of creation; those of CUDA's libraries only where `device` is ``"cuda"``."""
+def switches_for(device: str | None) -> list[Switch]:
+    """Those that exist; those of CUDA's libraries only where `device` is ``"cuda"``."""
+    return _ON_CPU_AND_CUDA if device == "cuda" else _ALWAYS
 
-    __slots__ = ("_switches", "_values")
 
-    def __init__(self, device: str | None) -> None:
-        self._switches = _ALWAYS + _ON_CUDA if device == "cuda" else _ALWAYS
-        self._values = [read() for read, _ in self._switches]
-
-    def restore(self, stack: ExitStack) -> None:
-        """Put them back until `stack` ends."""
-        for (read, put), wanted in zip(self._switches, self._values):
-            now = read()
-            if now != wanted:
-                stack.callback(put, now)
-                put(wanted)
+def put_back(switches: list[Switch], wanted: list[Any], stack: ExitStack) -> None:
+    """Set what was read as `wanted`, until `stack` ends."""
+    for (read, put), value in zip(switches, wanted):
+        now = read()
+        if now != value:
+            stack.callback(put, now)
+            put(value)

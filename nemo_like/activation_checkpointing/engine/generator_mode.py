@@ -32,18 +32,18 @@ class _PassBy(_Mode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def as_watched(*contexts: AbstractContextManager[Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes, for a replay, the like of the `contexts` that its forward had.
+def as_watched(*watching: AbstractContextManager[Any] | None) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes, for a replay, the like of what was `watching` its forward.
 
     Some operators (the CTC loss, what asks `areAnyTensorSubclassLike` in C++) run other kernels under any dispatch mode.
     """
-    return _PassBy if any(isinstance(context, _Mode) for context in contexts) else nullcontext
+    return nullcontext if watching.count(None) == len(watching) else _PassBy
 
 
 def watch_generators(
     generators: Generators | None, mode: ForwardMode | None, function: Any, arguments: Iterable[Any], own: Iterable[Any]
-) -> AbstractContextManager[Any]:
-    """The context for a forward of `function`: within it `generators` notes those that operators are given.
+) -> AbstractContextManager[Any] | None:
+    """The context for a forward of `function`: within it `generators` notes those that operators are given. None: no need.
 
     Those among its `arguments` and its modules' `own` are noted at once. `mode`, where the region has one, looks at
     every operator anyway, and is made to note them.
@@ -51,9 +51,8 @@ def watch_generators(
     if mode is not None:
         mode.generators = generators
     if generators is None:
-        return nullcontext()
-    for value in (*arguments, *own):
-        generators.note(value)
+        return None
+    generators.note_all((*arguments, *own))
     generators.note_named(function)
     key = key_of(function)
-    return _Watch(generators, key) if mode is None and are_given(key) else nullcontext()
+    return _Watch(generators, key) if mode is None and are_given(key) else None

@@ -12,6 +12,7 @@ import contextlib
 import random
 import sys
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any
@@ -27,6 +28,8 @@ _given: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictio
 """Whether the operators of the first forward were given a generator from elsewhere."""
 _names: weakref.WeakKeyDictionary[CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _kinds: dict[type, tuple[str, str] | None] = {}
+_others: set[type] = set()
+"""The types that were seen to be no generator's."""
 _UNSEEN = ("", "unseen")
 
 
@@ -35,6 +38,8 @@ def is_generator(value: Any) -> bool:
     kind = type(value)
     if kind not in _kinds:
         _kinds[kind] = _getter_and_setter(kind)
+        if _kinds[kind] is None:
+            _others.add(kind)
     return _kinds[kind] is not None
 
 
@@ -85,8 +90,16 @@ class Generators:
         self._states[key] = generator, _state(generator)
         return True
 
+    def note_all(self, values: Sequence[Any]) -> None:
+        """`note` each of them."""
+        if not _others.issuperset(map(type, values)):
+            for value in values:
+                self.note(value)
+
     def note_named(self, function: Any) -> None:
         """`note` the generators that `function` refers to by name: global ones, and those around its definition."""
+        if isinstance(function, torch.nn.Module):
+            return  # its methods' globals are among what its `ModuleWorld` finds
         for name in names_of_globals(function):
             self.note(function.__globals__.get(name))
         for cell in getattr(function, "__closure__", None) or ():

@@ -21,21 +21,19 @@ _WORDS = 624
 _BYTES = 4 * (_WORDS + 1)
 _PYTHON_LAYOUT, _NUMPY_LAYOUT = f"=i{_WORDS}I", f"={_WORDS}Ii"
 
-Reader = Callable[[], bytes]
+
+def _at(address: int) -> Any:
+    """The bytes there, as the attribute ``raw``."""
+    return (ctypes.c_char * _BYTES).from_address(address)
 
 
-def _reader(address: int) -> Reader:
-    raw = (ctypes.c_char * _BYTES).from_address(address)
-    return lambda: raw.raw
-
-
-def _python_reader(generator: random.Random) -> Reader | None:
-    """Reads the state of `generator` as CPython lays it out; None on an interpreter that does otherwise."""
+def _python_memory(generator: random.Random) -> Any:
+    """The state of `generator` as CPython lays it out; None on an interpreter that does otherwise."""
     if sys.implementation.name != "cpython":
         return None
-    read = _reader(id(generator) + object.__basicsize__)
+    memory = _at(id(generator) + object.__basicsize__)
     words = generator.getstate()[1]
-    return read if struct.unpack(_PYTHON_LAYOUT, read()) == (words[-1], *words[:-1]) else None
+    return memory if struct.unpack(_PYTHON_LAYOUT, memory.raw) == (words[-1], *words[:-1]) else None
 
 
 class _Python:
@@ -43,15 +41,15 @@ class _Python:
 
     def __init__(self) -> None:
         self._generator: random.Random = random.random.__self__  # type: ignore[attr-defined]
-        self._read = _python_reader(self._generator) if type(self._generator) is random.Random else None
+        self._memory = _python_memory(self._generator) if type(self._generator) is random.Random else None
 
     def now(self) -> Any:
-        if self._read is None:
+        if self._memory is None:
             return self._generator.getstate()
-        return self._read(), self._generator.gauss_next  # type: ignore[attr-defined]
+        return self._memory.raw, self._generator.gauss_next  # type: ignore[attr-defined]
 
     def put(self, state: Any) -> None:
-        if self._read is not None:
+        if self._memory is not None:
             index, *words = struct.unpack(_PYTHON_LAYOUT, state[0])
             state = (3, (*words, index), state[1])
         self._generator.setstate(state)
@@ -63,15 +61,19 @@ class _NumPy:
     def __init__(self, numpy_random: Any) -> None:
         self._random = numpy_random
         self._bits: Any = None
-        self._read: Reader | None = None
+        self._memory: Any = None
+        self._generator: Callable[[], Any] = getattr(numpy_random, "get_bit_generator", lambda: None)  # since NumPy 1.24
         self._last: tuple[bytes, Any] | None = None
 
     def now(self) -> Any:
         """Something to compare and to hand to `put`."""
-        read = self._reader()
-        if read is None:
+        generator = self._generator()
+        if generator is not self._bits:
+            self._bits, self._last = generator, None
+            self._memory = _numpy_memory(generator) if type(generator).__name__ == "MT19937" else None
+        if self._memory is None:
             return _NumPyState(self._random.get_state(legacy=False))
-        bits = read()
+        bits = self._memory.raw
         # The bytes don't hold the second number of a pair of normals; while one waits they alone tell too little.
         if self._last is None or self._last[0] != bits or self._last[1]["has_gauss"]:
             self._last = bits, self._random.get_state(legacy=False)
@@ -86,14 +88,6 @@ class _NumPy:
         waiting, gauss = state[1] is not None, state[1] or 0.0
         self._random.set_state(("MT19937", key, position, int(waiting), gauss))
 
-    def _reader(self) -> Reader | None:
-        get = getattr(self._random, "get_bit_generator", None)  # since NumPy 1.24
-        bits = get() if get is not None else None
-        if bits is not self._bits:
-            self._bits, self._last = bits, None
-            self._read = _numpy_reader(bits) if type(bits).__name__ == "MT19937" else None
-        return self._read
-
 
 class _NumPyState:
     """What NumPy's own function tells of a generator, made comparable."""
@@ -107,10 +101,10 @@ class _NumPyState:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _numpy_reader(bits: Any) -> Reader | None:
-    read = _reader(bits.ctypes.state_address)
-    state = bits.state["state"]
-    return read if struct.unpack(_NUMPY_LAYOUT, read()) == (*state["key"].tolist(), state["pos"]) else None
+def _numpy_memory(generator: Any) -> Any:
+    memory = _at(generator.ctypes.state_address)
+    state = generator.state["state"]
+    return memory if struct.unpack(_NUMPY_LAYOUT, memory.raw) == (*state["key"].tolist(), state["pos"]) else None
 
 
 _python = _Python()

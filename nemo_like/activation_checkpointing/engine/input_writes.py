@@ -7,7 +7,7 @@ changes nothing pays nothing, but for a look at every operator in the first call
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from nemo_like.activation_checkpointing import ops
@@ -36,15 +36,15 @@ class _WatchWrites(_Mode):
             _writes.setdefault(self.key[0], {})[self.key[1]] = self.inputs.changed
 
 
-def watch_writes(inputs: SavedInputs, mode: ForwardMode | None, function: Any) -> AbstractContextManager[Any]:
-    """The context for a forward of `function`: within it `inputs` keep what is about to be changed.
+def watch_writes(inputs: SavedInputs, mode: ForwardMode | None, function: Any) -> AbstractContextManager[Any] | None:
+    """The context for a forward of `function`: within it `inputs` keep what is about to be changed. None: no need.
 
     `mode`, where the region has one, looks at every operator anyway, and is made to tell them.
     """
     if mode is not None:
         mode.inputs = inputs
-        return nullcontext()
+        return None
     key = key_of(function)
     if key[0] is None or _writes.get(key[0], {}).get(key[1], True):
         return _WatchWrites(inputs, key)
-    return nullcontext()
+    return None

@@ -1,8 +1,8 @@
 """What there is to look at in the modules of a region, found once and looked up before every forward.
 
-A walk over a layer's modules and their attributes in Python costs more than a small layer's forward. So what a module
-consists of is remembered, and good for as long as it has the same attributes of the same types and the same children;
-both are compared without a loop in Python.
+A walk over a layer's modules and their attributes in Python costs more than a small layer's forward. So what they consist of
+is remembered as a `Snapshot`, and good for as long as all of it is the same: that is two long lists, of names and of
+objects, compared without a loop in Python. The walk is made again only where they differ.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.containers import map_leaves
 from nemo_like.activation_checkpointing.engine.generators import is_generator, names_of_globals
+from nemo_like.activation_checkpointing.engine.outside import Outside
 
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -29,7 +30,9 @@ HOOKS = (
 )  # fmt: skip
 _hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*HOOKS)
 _REGISTERS = frozenset(vars(nn.Module()))
-"""nn.Module's own attributes; of the containers among them, hooks, parameters, buffers and modules are looked at."""
+"""nn.Module's own attributes; of the containers among them, those in `_TABLES` are looked at."""
+_TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
+_tables_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_TABLES)
 _PLAIN = frozenset({
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type, frozenset,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
@@ -51,18 +54,29 @@ class Taken(NamedTuple):
     part: Part
     values: tuple[Any, ...]
     """Of the plain attributes, in the order of `part.plain`."""
-    containers: list[tuple[str, Any, Any]] | tuple[()]
-    """(name, container, a copy of it or its `Contents`); for a tuple, (name, tuple, None)"""
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
     hooks: list[dict[int, Any]] | None
     """In the order of `HOOKS`; None: there are none."""
 
 
+class TakenContainer(NamedTuple):
+    """A container among the attributes of a module, which may be changed while it stays the same object."""
+
+    own: dict[str, Any]
+    name: str
+    container: Any
+    contents: Any
+    """A copy of it, or its `Contents`; None for a tuple."""
+
+
 class Part:
     """What is to be looked at in one module, or in one configuration that modules share."""
 
-    __slots__ = ("buffers", "containers", "generators", "get", "kinds", "modules", "name", "names", "own", "plain", "tuples")
+    __slots__ = (
+        "buffers", "containers", "generators", "get", "get_watched", "kinds", "modules", "name", "names", "own", "plain",
+        "tuples", "watched",
+    )  # fmt: skip
 
     def __init__(self, own: dict[str, Any], name: str, is_module: bool) -> None:
         self.own = own  # and not the module, which is a key of the table in which this is held
@@ -73,14 +87,19 @@ class Part:
         self.buffers = list(own["_buffers"]) if is_module else []
         named = list(zip(self.names, self.kinds))
         self.plain = [name for name, kind in named if kind in _PLAIN or issubclass(kind, enum.Enum)]
-        self.get = itemgetter(*self.plain) if len(self.plain) > 1 else self._get_few
+        self.get = _getter(self.plain)
+        plain = set(self.plain)
+        self.watched = [name for name in self.names if name in plain or _is_configuration(name, own[name])]
+        """The attributes that a `Snapshot` may hold: others would live for longer, and their graphs."""
+        self.get_watched = _getter(self.watched)
         free = [(name, kind) for name, kind in named if name not in _REGISTERS]
         self.tuples = [name for name, kind in free if kind is tuple]
         self.containers = [name for name, kind in free if kind in _CONTAINERS]
         self.generators = [name for name, _ in free if is_generator(own[name])]
 
-    def _get_few(self, own: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(own[name] for name in self.plain)
+    def is_watched_whole(self) -> bool:
+        """Whether there are no attributes but those that are watched, and `nn.Module`'s own."""
+        return _REGISTERS.union(self.watched).issuperset(self.names)
 
     def is_current(self) -> bool:
         """Whether attributes and buffers were neither added nor taken away, and no attribute has another type."""
@@ -89,28 +108,105 @@ class Part:
         return same and (self.modules is None or list(own["_buffers"]) == self.buffers)
 
     def take(self) -> Taken:
-        """The module as it is now."""
+        """The module as it is now, but for its containers."""
         own = self.own
-        containers = [c for name in self.containers if (c := _taken_container(name, own[name])) is not None]
-        for name in self.tuples:
-            if all(type(item) in _PLAIN for item in own[name]):
-                containers.append((name, own[name], None))
         if self.modules is None:
-            return Taken(self, self.get(own), containers, {}, {}, None)
+            return Taken(self, self.get(own), {}, {}, None)
         hooks = _hooks_of(own)
         return Taken(
-            self, self.get(own), containers, own["_parameters"].copy(), own["_buffers"].copy(),
+            self, self.get(own), own["_parameters"].copy(), own["_buffers"].copy(),
             [hook.copy() for hook in hooks] if any(hooks) else None,
         )  # fmt: skip
 
+    def take_containers(self) -> Iterator[TakenContainer]:
+        """The containers among the attributes as they are now."""
+        for name in self.containers:
+            container = self.own[name]
+            if len(container) <= _SMALL:
+                values = container.values() if isinstance(container, dict) else container
+                plain = all(type(value) in _PLAIN for value in values)
+                yield TakenContainer(self.own, name, container, container.copy() if plain else Contents(container))
+        for name in self.tuples:
+            if all(type(item) in _PLAIN for item in self.own[name]):
+                yield TakenContainer(self.own, name, self.own[name], None)
 
-def _taken_container(name: str, container: Any) -> tuple[str, Any, Any] | None:
-    if len(container) > _SMALL:
-        return None
-    values = container.values() if isinstance(container, dict) else container
-    if all(type(value) in _PLAIN for value in values):
-        return name, container, container.copy()
-    return name, container, Contents(container)
+
+def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    return itemgetter(*names) if len(names) > 1 else lambda own: tuple(own[name] for name in names)
+
+
+class Snapshot:
+    """All parts of a region's modules at one moment: good for every forward that finds the same.
+
+    Objects are compared as Python compares lists: the same one is equal, and only others are asked. So a number that was
+    exchanged for an equal one counts as the same.
+    """
+
+    __slots__ = (
+        "_empty", "_filled", "_keys", "_lengths", "_modules", "_others", "_owns", "_parts", "_tables", "_values",
+        "_whole", "attributes", "counted", "parameters", "taken",
+    )  # fmt: skip
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._parts = list(parts)
+        self._owns = [part.own for part in parts]
+        self._lengths = list(map(len, self._owns))
+        self._others = [part for part in parts if not part.is_watched_whole()]
+        self._whole = [part.own for part in parts if part.is_watched_whole()]
+        self._modules = [part.own for part in parts if part.modules is not None]
+        self._tables = list(chain.from_iterable(map(_tables_of, self._modules)))
+        self._filled, self._empty = [t for t in self._tables if t], [t for t in self._tables if not t]
+        self._keys = list(chain.from_iterable(self._filled))
+        self._values = _values_of(self._whole), self._others_now(), _values_of(self._filled)
+        self.attributes = [part.get_watched(part.own) for part in parts]
+        self.taken = [part.take() for part in parts]
+        present = {id(t): t for state in self.taken for t in state.parameters.values() if t is not None}
+        self.parameters = [tensor for tensor in present.values() if tensor.is_leaf]
+        """Those with a flag to put back."""
+        tensors = chain.from_iterable(chain(state.parameters.values(), state.buffers.values()) for state in self.taken)
+        self.counted = [t for t in tensors if t is not None and type(t) in PLAIN_TENSORS and not t.is_inference()]
+        """Those with a version to compare."""
+
+    def _others_now(self) -> list[Any]:
+        """What is watched of the parts that have other attributes besides, and the types of all of theirs."""
+        return [(part.get_watched(part.own), list(map(type, part.own.values()))) for part in self._others]
+
+    def has_same_attributes(self) -> bool:
+        """Whether the parts have the same attributes, as far as these are watched, and as many."""
+        if list(map(len, self._owns)) != self._lengths or _values_of(self._whole) != self._values[0]:
+            return False
+        try:
+            return not self._others or self._others_now() == self._values[1]
+        except KeyError:  # one was taken away, and another one put in
+            return False
+
+    def is_current(self) -> bool:
+        """`has_same_attributes`, and the very same parameters, buffers, modules and hooks."""
+        if any(self._empty) or list(chain.from_iterable(self._filled)) != self._keys or not self.has_same_attributes():
+            return False
+        return all(map(is_, _values_of(self._filled), self._values[2]))
+
+    def has_same_tables(self) -> bool:
+        """Whether parameters, buffers, modules and hooks are still held by the dicts that `is_current` looks into."""
+        return all(map(is_, chain.from_iterable(map(_tables_of, self._modules)), self._tables))
+
+    def copies_of_others(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The attributes of those parts that have some which are not watched, each with a copy of now."""
+        return [(part.own, part.own.copy()) for part in self._others]
+
+    def then(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The attributes of every part, each with a copy of then; in it, what is not watched is as it is now."""
+        for part, attributes in zip(self._parts, self.attributes):
+            watched, own = dict(zip(part.watched, attributes)), part.own
+            yield own, {name: watched.get(name, own.get(name)) for name in part.names if name in watched or name in own}
+
+    def may_be_remembered(self) -> bool:
+        """Whether nothing in it must go before the next forward: no graph, as what a functional call puts in has."""
+        return all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._values[2])
+
+
+def _values_of(tables: list[dict[Any, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, tables)))
 
 
 class Contents:
@@ -145,63 +241,67 @@ class Walk:
     """The parts of one layer's module and of all that is in it."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.parts: list[Part] = []
-        self._tensors: list[Tensor | None] = []
-        self.parameters: list[Tensor] = []
-        self.counted: list[Tensor] = []
+        self._parts: list[Part] = []
+        self._snapshot: Snapshot | None = None
         self.stamp = object()
         """Another one whenever an attribute has come, gone, or changed its type."""
-        self.global_generators: list[tuple[dict[str, Any], str]] = []
+        self.outside = {True: Outside(), False: Outside()}
+        """By whether the module trains."""
+        self._global_generators: list[tuple[dict[str, Any], str]] = []
         configs: dict[int, Part] = {}
         for module in _modules(root):
-            self.global_generators += _named_by(type(module))
+            self._global_generators += _named_by(type(module))
             own = module.__dict__
-            self.parts.append(Part(own, type(module).__name__, is_module=True))
+            self._parts.append(Part(own, type(module).__name__, is_module=True))
             for name, value in own.items():
                 if id(value) not in configs and _is_configuration(name, value):
                     configs[id(value)] = Part(value.__dict__, type(value).__name__, is_module=False)
-        self.parts += configs.values()
+        self._parts += configs.values()
+        self._sort()
 
-    def take(self) -> list[Taken] | None:
+    def _sort(self) -> None:
+        """Which parts have something to be looked at in every forward."""
+        self._with_containers = [part for part in self._parts if part.containers or part.tuples]
+        named = [(part.own, name) for part in self._parts for name in part.generators]
+        self._generators = [*named, *self._global_generators]
+
+    def take(self) -> Snapshot | None:
         """All of it as it is now; None where modules came or went, so that another walk is needed."""
-        parts = self.parts
-        for index, part in enumerate(parts):
+        if self._snapshot is not None and self._snapshot.has_same_tables() and self._snapshot.is_current():
+            return self._snapshot
+        for index, part in enumerate(self._parts):
             if part.modules is not None and part.own["_modules"] != part.modules:
                 return None
             if not part.is_current():
-                parts[index] = Part(part.own, part.name, part.modules is not None)
+                self._parts[index] = Part(part.own, part.name, part.modules is not None)
                 self.stamp = object()
-        taken = [part.take() for part in parts]
-        self._find_tensors(taken)
-        return taken
+        self._sort()
+        snapshot = Snapshot(self._parts)
+        self._snapshot = snapshot if snapshot.may_be_remembered() else None
+        return snapshot
 
-    def _find_tensors(self, taken: list[Taken]) -> None:
-        """Which tensors have a flag to put back and a version to compare; as before where they are the same ones."""
-        tensors: list[Tensor | None] = [*chain.from_iterable(
-            chain(state.parameters.values(), state.buffers.values()) for state in taken
-        )]  # fmt: skip
-        if len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors)):
-            return
-        present = {id(t): t for state in taken for t in state.parameters.values() if t is not None}
-        self.parameters = [tensor for tensor in present.values() if tensor.is_leaf]
-        self.counted = [t for t in tensors if t is not None and type(t) in PLAIN_TENSORS and not t.is_inference()]
-        # What a functional call puts in for a while has a graph, which must not live until the next forward.
-        self._tensors = tensors if all(t is None or t.is_leaf for t in tensors) else []
+    def take_containers(self) -> list[TakenContainer]:
+        """The containers among attributes as they are now."""
+        return [taken for part in self._with_containers for taken in part.take_containers()]
+
+    def generators(self) -> list[Any]:
+        """Those of random numbers, among the attributes and the globals that methods name."""
+        return [known[name] for known, name in self._generators if name in known]
 
 
 requires_grad_of: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _walks: weakref.WeakKeyDictionary[nn.Module, Walk] = weakref.WeakKeyDictionary()
 
 
-def walk_of(root: nn.Module) -> tuple[Walk, list[Taken]]:
+def walk_of(root: nn.Module) -> tuple[Walk, Snapshot]:
     """The walk over `root`, which is remembered, and what it finds now."""
     walk = _walks.get(root)
-    taken = walk.take() if walk is not None else None
-    if walk is None or taken is None:
+    snapshot = walk.take() if walk is not None else None
+    if walk is None or snapshot is None:
         walk = _walks[root] = Walk(root)
-        taken = walk.take()
-        assert taken is not None
-    return walk, taken
+        snapshot = walk.take()
+        assert snapshot is not None
+    return walk, snapshot
 
 
 def _modules(root: nn.Module) -> Iterator[nn.Module]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -103,17 +102,11 @@ class BufferSnapshot:
         """Whether replay gets a copy of this buffer as it was before forward."""
         return any(known is owner and at == name for known, at, _ in self._copies)
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within it the module has copies of its earlier buffers to change; after it the present ones are back."""
-        present = [(owner, name, owner.get(name)) for owner, name, _ in self._copies]
-        try:
-            for owner, name, copy in self._copies:
-                owner[name] = copy.clone()
-            yield
-        finally:
-            for owner, name, buffer in present:
-                owner[name] = buffer
+    def restore(self, stack: contextlib.ExitStack) -> None:
+        """Give the module copies of its earlier buffers to change; when `stack` ends, the present ones are back."""
+        for owner, name, copy in self._copies:
+            stack.callback(owner.__setitem__, name, owner.get(name))
+            owner[name] = copy.clone()
 
 
 def _differs(now: Tensor | None, before: Tensor) -> bool:

@@ -20,7 +20,9 @@ from nemo_like.activation_checkpointing.engine.module_parts import (
     HOOKS,
     PLAIN_TENSORS,
     Contents,
+    Snapshot,
     Taken,
+    TakenContainer,
     requires_grad_of,
     walk_of,
 )
@@ -30,27 +32,30 @@ _ABSENT = object()
 
 
 class ModuleWorld:
-    """The modules of a region as its forward finds them. Costs a microsecond or two for each module."""
+    """The modules of a region as its forward finds them; of little cost where they are as in the forward before."""
 
-    __slots__ = ("_counted", "_flags", "_parameters", "_taken", "_versions", "generators", "stamp")
+    __slots__ = ("_containers", "_counted", "_flags", "_snapshot", "_versions", "generators", "outside", "stamp")
 
     def __init__(self, module: nn.Module) -> None:
-        walk, self._taken = walk_of(module)
+        walk, self._snapshot = walk_of(module)
+        self._containers = walk.take_containers()
         self.stamp = walk.stamp
-        self._parameters, self._counted = walk.parameters, walk.counted
-        self._flags = list(map(requires_grad_of, walk.parameters))
+        self.outside = walk.outside[module.training]
+        self._flags = list(map(requires_grad_of, self._snapshot.parameters))
         self._versions: list[int] = []
-        self.generators = [part.own[name] for part in walk.parts if part.generators for name in part.generators]
-        self.generators += [known[name] for known, name in walk.global_generators if name in known]
+        self.generators = walk.generators()
         """Of random numbers, among the attributes and the globals that methods name."""
 
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'."""
-        self._versions = list(map(_version, self._counted))
+        self._versions = list(map(_version, self._snapshot.counted))
 
     def check(self, region: str, put_back: Callable[[dict[str, Any], str], bool]) -> None:
         """Raise RegionError for what was changed in place since forward, except where `put_back` says that it is."""
-        for tensor, version in zip(self._counted, self._versions):
+        counted = self._snapshot.counted
+        if list(map(_version, counted)) == self._versions:
+            return
+        for tensor, version in zip(counted, self._versions):
             if tensor._version == version:
                 continue
             for owner, name, holder in self._places(tensor):
@@ -64,23 +69,48 @@ class ModuleWorld:
                 )
 
     def _places(self, tensor: Tensor) -> Iterator[tuple[dict[str, Any], str, str]]:
-        for state in self._taken:
+        for state in self._snapshot.taken:
             for key, tensors in (("_parameters", state.parameters), ("_buffers", state.buffers)):
                 for name, other in tensors.items():
                     if other is tensor:
                         yield state.part.own[key], name, state.part.name
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within it the modules are as forward found them; after it as they were before."""
-        with contextlib.ExitStack() as stack:
-            for state in self._taken:
+    def restore(self, stack: contextlib.ExitStack) -> None:
+        """Put the modules into the state that forward found, until `stack` ends."""
+        snapshot = self._snapshot
+        if snapshot.is_current():
+            stack.callback(_revert_all, snapshot, snapshot.copies_of_others())
+        else:
+            for state in snapshot.taken:
                 _restore(state, stack)
-            for parameter, flag in zip(self._parameters, self._flags):
+        for container in self._containers:
+            _restore_container(container, stack)
+        if list(map(requires_grad_of, snapshot.parameters)) != self._flags:
+            for parameter, flag in zip(snapshot.parameters, self._flags):
                 if parameter.requires_grad != flag:
                     stack.callback(parameter.requires_grad_, parameter.requires_grad)
                     parameter.requires_grad_(flag)
-            yield
+
+
+def _revert_all(snapshot: Snapshot, others: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """`_revert` for all parts, after a replay that began with the very same ones."""
+    for own, before in others:
+        _revert(own, before)
+    if not snapshot.has_same_attributes():
+        for own, before in snapshot.then():
+            _revert(own, before)
+
+
+def _restore_container(taken: TakenContainer, stack: contextlib.ExitStack) -> None:
+    container, contents = taken.container, taken.contents
+    if contents is not None:  # else a tuple
+        stack.callback(_fill, container, container.copy())
+        if isinstance(contents, Contents):
+            _fill(container, contents.for_replay(container))
+        elif container != contents:
+            _fill(container, contents)
+    if taken.own.get(taken.name, _ABSENT) is not container:
+        taken.own[taken.name] = container
 
 
 def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
@@ -96,15 +126,6 @@ def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
             hooks = state.hooks[position] if state.hooks is not None else {}
             if own[hook] != hooks:
                 _exchange(own[hook], hooks, stack)
-    for name, container, contents in state.containers:
-        if contents is not None:  # else a tuple
-            stack.callback(_fill, container, container.copy())
-            if isinstance(contents, Contents):
-                _fill(container, contents.for_replay(container))
-            elif container != contents:
-                _fill(container, contents)
-        if own.get(name, _ABSENT) is not container:
-            own[name] = container
     if len(own) != len(part.names) or list(own) != part.names:
         for name in own.keys() - set(part.names):
             stack.callback(own.__setitem__, name, own.pop(name))  # whatever the replay makes under this name

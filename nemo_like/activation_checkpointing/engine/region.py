@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_like import torch_compat
 from nemo_like.activation_checkpointing.engine import observer, verification
@@ -41,17 +40,10 @@ from nemo_like.tensors import tensors_in
 class _Handle:
     """What autograd keeps in the place of one tensor."""
 
-    __slots__ = ("__weakref__", "dtype", "replayed", "shape", "storage", "value", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.value: Tensor | None = None
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.version = tensor._version
-        self.replayed = 0  # the version of `value` when the replay came to it
-        # Weakly: autograd alone decides how long the memory lives. Sparse and mkldnn tensors have no storage to tell.
-        plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
-        self.storage = StorageWeakRef(tensor.untyped_storage()) if plain else None
+    # Without an `__init__`: one is made for every tensor that autograd saves. What is known of it is in `Region.saved`.
+    value: Tensor | None = None
+    replayed = 0
+    """The version of `value` when the replay came to it."""
 
 
 class _Stop(Exception):
@@ -75,8 +67,8 @@ class Region:
 
     __slots__ = (
         "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
-        "inputs", "kept", "kinds", "last", "lent", "lock", "looker", "name", "owner", "policy", "position",
-        "replay_mode", "transfer", "unwaited", "verification", "watch_versions", "world",
+        "inputs", "kept", "kinds", "last", "lent", "lock", "looker", "made_inside", "name", "outside", "owner", "policy",
+        "position", "replay_mode", "saved", "storages", "transfer", "unwaited", "verification", "watch_versions", "world",
     )  # fmt: skip
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
@@ -87,6 +79,14 @@ class Region:
         self.transfer = transfer or _synchronous
         self.early_stop = early_stop
         self.handles: list[weakref.ref[_Handle]] = []
+        self.saved: list[tuple[torch.Size, torch.dtype, int]] = []
+        """Of each handle: shape, dtype and version of its tensor"""
+        self.storages = torch_compat.WeakStorages()
+        """... and its memory, if it may come from outside. Weakly: autograd alone decides how long that lives."""
+        self.outside: frozenset[int] | None = None
+        """Which handles are for tensors from outside; None: not known"""
+        self.made_inside: set[int] | None = None
+        """Those that were seen not to be, while a replay finds that out"""
         self.kept: list[Kept] = []
         self.forward_mode: ForwardMode | None = None
         self.replay_mode: ReplayMode | None = None
@@ -109,6 +109,7 @@ class Region:
         module = module_of(self.fn)
         self.world = world = ModuleWorld(module) if module is not None else None
         self.buffers = BufferSnapshot(module, world.stamp) if module is not None and world is not None else None
+        self.outside = world.outside.check(world.stamp) if world is not None else None
         decide = None
         if not self.policy.keeps_nothing:
             decide = self.policy.start()
@@ -126,10 +127,10 @@ class Region:
         draws = watch_generators(self.ambient.generators, self.forward_mode, self.fn, given, own)
         writes = watch_writes(self.inputs, self.forward_mode, self.fn)
         self.looker = as_watched(draws, writes)
-        packing = saved_tensors_hooks(pack, self.unpack)
+        modes = [mode for mode in (self.forward_mode, draws, writes, watcher) if mode is not None]
         try:
-            with packing, self.forward_mode or nullcontext(), draws, writes, watcher or nullcontext():
-                out = self.fn(*args, **kwargs)
+            with saved_tensors_hooks(pack, self.unpack):
+                out = within(modes, self.fn, args, kwargs)
             finish = getattr(decide, "finish", None)
             misfit = finish() if finish is not None else None
             if misfit is not None and self.forward_mode is not None:
@@ -149,6 +150,7 @@ class Region:
             self.buffers = None
         if self.world is not None:
             self.world.forward_done()
+            self.world.outside.forward_done(len(self.handles), self.outside)
         # Replay hands out copies of such things, whose versions start anew.
         self.watch_versions = self.buffers is None and not self.keeps_on_host()
         if self.kept:
@@ -159,11 +161,20 @@ class Region:
 
     @torch_compat.left_to_python
     def pack(self, tensor: Tensor) -> _Handle:
-        handle = _Handle(tensor)
+        handle = _Handle()
         self.handles.append(weakref.ref(handle))
+        if self.outside is None or len(self.saved) in self.outside:
+            self.refer_to_memory(len(self.saved), tensor)
+        self.saved.append((tensor.shape, tensor.dtype, tensor._version))
         if self.verification is not None:
             self.verification.saved(tensor)
         return handle
+
+    def refer_to_memory(self, index: int, tensor: Tensor) -> None:
+        """Be able to tell later whether a tensor has the memory of `tensor`, handle `index`."""
+        if type(tensor) in PLAIN_TENSORS:
+            with suppress(NotImplementedError):  # a sparse or an mkldnn tensor
+                self.storages[index] = torch_compat.weak_storage(tensor.untyped_storage())
 
     def drop_unreachable(self) -> None:
         """At the end of forward: drop what no replay can reach, and cut the rest from the graph.
@@ -185,7 +196,7 @@ class Region:
 
     def keeps_on_host(self) -> bool:
         """Whether something that is kept waits on the host."""
-        return any(entry.decision is HOST for entry in self.kept)
+        return bool(self.kept) and any(entry.decision is HOST for entry in self.kept)
 
     def drop(self) -> None:
         """Forget everything that is kept."""
@@ -208,8 +219,9 @@ class Region:
                     self.replay()
                 value = handle.value
             if value is None:
+                shape, dtype, _ = self.saved[[reference() for reference in self.handles].index(handle)]
                 raise RegionError(
-                    f"Region {self.name!r}: replay ended without a tensor of shape {tuple(handle.shape)} that "
+                    f"Region {self.name!r}: replay ended without a tensor of {dtype} and shape {tuple(shape)} that "
                     "backward needs: fewer tensors were saved than in forward. Something in the region depends on "
                     "state that changed since."
                 )
@@ -255,6 +267,8 @@ class Region:
                 self.ambient.variables.run(self.name, self.run_again, args, kwargs, mode)
             if self.verification is not None:
                 self.verification.compare()
+            if self.made_inside is not None and self.world is not None:
+                self.world.outside.learn(len(self.handles), self.made_inside)
         except BaseException as error:
             self.drop()
             error.add_note(f"(raised in the replay of checkpointed region {self.name!r}, in backward)")
@@ -266,14 +280,11 @@ class Region:
                 outer.paused = False
         if self.complete:
             self.verification = None
-        for index in live:
-            handle = self.handles[index]()
-            if handle is not None and handle.value is not None and handle.value.requires_grad:
-                handle.value = handle.value.detach()
 
     def new_replay_mode(self, keep: bool) -> ReplayMode | None:
         """What puts kept outputs back in the replay that now begins; nothing where nothing is kept."""
         self.position = 0
+        self.made_inside = set() if self.world is not None and self.outside is None and self.complete else None
         self.lent: list[Tensor] = []
         values = self.values_for_replay(keep)
         mode = None if self.policy.keeps_nothing else ReplayMode(self.kinds, self.kept, values, self.name)
@@ -287,13 +298,14 @@ class Region:
                 entry.recompute()
 
     def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
-        buffers = self.buffers.restored() if self.buffers is not None else nullcontext()
-        world: AbstractContextManager[None] = nullcontext()
-        if self.world is not None:
-            self.world.check(self.name, self.buffers.puts_back if self.buffers is not None else _nothing)
-            world = self.world.restored()
-        casts = torch_compat.fsdp_casting_in_replay(module_of(self.fn))
-        with world, buffers, self.ambient.restored(), casts, torch.enable_grad():
+        with ExitStack() as stack, torch.enable_grad():
+            if self.world is not None:
+                self.world.check(self.name, self.buffers.puts_back if self.buffers is not None else _nothing)
+                self.world.restore(stack)
+            if self.buffers is not None:
+                self.buffers.restore(stack)
+            self.ambient.restore(stack)
+            torch_compat.cast_in_fsdp_replay(module_of(self.fn), stack)
             try:
                 with saved_tensors_hooks(self.repack, self.give_lent), mode or self.looker():
                     self.fn(*args, **kwargs)
@@ -324,6 +336,8 @@ class Region:
             )
 
     def values_for_replay(self, keep: bool) -> list[Any]:
+        if not self.kept:
+            return []
         values = []
         skips = any(entry.decision is SKIP for entry in self.kept)
         for entry in self.kept:
@@ -357,13 +371,17 @@ class Region:
         if index > self.last:
             if self.early_stop:
                 self.stop_unless_waited_for()
-            return self.lend(tensor)
+            self.lent.append(tensor)
+            return index
         handle = self.handles[index]()
         if handle is not None:
-            if handle.shape != tensor.shape or handle.dtype != tensor.dtype or tensor.is_meta:
-                self.raise_wrong_tensor(index, handle, tensor)
-            if handle.version != tensor._version and self.watch_versions:
-                self.check_same_version(index, handle, tensor)
+            shape, dtype, version = self.saved[index]
+            if shape != tensor.shape or dtype != tensor.dtype or tensor.is_meta:
+                self.raise_wrong_tensor(index, tensor)
+            if version != tensor._version and self.watch_versions:
+                self.check_same_version(index, tensor)
+            if self.made_inside is not None and not self.storages.is_of(index, tensor):
+                self.made_inside.add(index)
             if self.verification is not None:
                 self.verification.rebuilt(index, tensor)
             handle.value = tensor
@@ -372,7 +390,10 @@ class Region:
             if self.replay_mode is not None:
                 self.replay_mode.finish()
             self.stop_unless_waited_for()
-        return self.lend(tensor)
+        # What replay's own graph keeps: a number, good for a backward inside the region. Not the tensor: for an operator
+        # that saves its own result (exp), that graph would hold itself for ever.
+        self.lent.append(tensor)
+        return index
 
     def stop_unless_waited_for(self) -> None:
         """End the replay, unless a collective that it started has not been waited for.
@@ -383,40 +404,41 @@ class Region:
         if torch_compat.unwaited_collectives() <= self.unwaited:
             raise _Stop(self)
 
-    def lend(self, tensor: Tensor) -> int:
-        """What replay's own graph keeps for `tensor`: a number, good for a backward inside the region.
-
-        Not the tensor: for an operator that saves its own result (exp), that graph would hold itself for ever.
-        """
-        self.lent.append(tensor)
-        return len(self.lent) - 1
-
     @torch_compat.left_to_python
     def give_lent(self, number: int) -> Tensor:
         return self.lent[number].detach()
 
-    def check_same_version(self, index: int, handle: _Handle, tensor: Tensor) -> None:
+    def check_same_version(self, index: int, tensor: Tensor) -> None:
         """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
-        # By storage and not by address: while the weak reference lives, no other storage can be taken for this one.
-        storage = handle.storage
-        if storage is not None and type(tensor) in PLAIN_TENSORS and tensor.untyped_storage()._cdata == storage.cdata:
+        # By storage and not by address, which another tensor may have been given since.
+        if type(tensor) in PLAIN_TENSORS and self.storages.is_of(index, tensor):
+            shape, _, version = self.saved[index]
             raise RegionError(
-                f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed "
-                f"in place between forward and backward (version {handle.version}, now {tensor._version}): a parameter, "
+                f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(shape)}, was changed "
+                f"in place between forward and backward (version {version}, now {tensor._version}): a parameter, "
                 "perhaps, that was updated before the backward of an earlier forward. Change it after backward."
             )
 
-    def raise_wrong_tensor(self, index: int, handle: _Handle, tensor: Tensor) -> None:
+    def raise_wrong_tensor(self, index: int, tensor: Tensor) -> None:
+        shape, dtype, _ = self.saved[index]
         if tensor.is_meta:
             raise RegionError(
                 f"Region {self.name!r}: the plan skips an operator, and backward needs what is made of it: autograd "
-                f"saved it as tensor {index} of the region, of shape {tuple(handle.shape)}. Take the SKIP out."
+                f"saved it as tensor {index} of the region, of shape {tuple(shape)}. Take the SKIP out."
             )
         raise RegionError(
             f"Region {self.name!r}: replay and forward disagree: tensor {index} that autograd saved had shape "
-            f"{tuple(handle.shape)} and {handle.dtype} in forward, and has {tuple(tensor.shape)} and {tensor.dtype} in "
+            f"{tuple(shape)} and {dtype} in forward, and has {tuple(tensor.shape)} and {tensor.dtype} in "
             "replay. Something in the region depends on state that changed since."
         )
+
+
+def within(modes: list[Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `function` within all `modes`, the last one innermost; without them it costs next to nothing."""
+    if not modes:
+        return function(*args, **kwargs)
+    with modes[0]:
+        return within(modes[1:], function, args, kwargs)
 
 
 def say_misfit(region: str, reason: str) -> None:

@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.module_world import module_of
@@ -32,6 +32,9 @@ from nemo_like.activation_checkpointing.engine.summaries import summaries
 from nemo_like.torch_compat import is_fake, unseen
 
 VARIABLE = "NEMO_LIKE_VERIFY"
+# `os.environ` raises and catches an error for each variable that is not set, which is asked here for every region.
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
+_KEY: Any = VARIABLE if _ENVIRONMENT is os.environ else os.environ.encodekey(VARIABLE)
 CALLS = 64
 """Calls of one module that are looked at while none of them has been replayed."""
 
@@ -179,7 +182,7 @@ def start(owner: Any, name: str, preserve_rng_state: bool) -> Verification | Non
     Raises:
         ValueError: the environment variable ``NEMO_LIKE_VERIFY`` is something else than 0 or 1.
     """
-    wanted = os.environ.get(VARIABLE, "")
+    wanted = os.environ.get(VARIABLE, "") if _KEY in _ENVIRONMENT else ""
     if wanted not in ("", "0", "1"):
         raise ValueError(
             f"The environment variable {VARIABLE} is {wanted!r}; it must be 1 (verify every step), 0 (never), or unset "
@@ -199,7 +202,7 @@ def start(owner: Any, name: str, preserve_rng_state: bool) -> Verification | Non
 
 def _identity(owner: Any) -> Any:
     """What stays the same from step to step, where functions and partial objects are made anew for each call."""
-    while hasattr(owner, "func"):
+    while not isinstance(owner, nn.Module) and hasattr(owner, "func"):
         owner = owner.func
     module = module_of(owner)
     if module is not None:
