@@ -53,7 +53,7 @@ class Taken(NamedTuple):
 
     part: Part
     values: tuple[Any, ...]
-    """Of the plain attributes, in the order of `part.plain`."""
+    """Of the plain attributes and the configurations, in the order of `part.watched`."""
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
     hooks: list[dict[int, Any]] | None
@@ -74,8 +74,8 @@ class Part:
     """What is to be looked at in one module, or in one configuration that modules share."""
 
     __slots__ = (
-        "buffers", "containers", "generators", "get", "get_watched", "kinds", "modules", "name", "names", "own", "plain",
-        "tuples", "watched",
+        "buffers", "containers", "generators", "get_watched", "kinds", "modules", "name", "names", "own", "tuples",
+        "watched",
     )  # fmt: skip
 
     def __init__(self, own: dict[str, Any], name: str, is_module: bool) -> None:
@@ -86,10 +86,7 @@ class Part:
         self.modules: dict[str, nn.Module | None] | None = own["_modules"].copy() if is_module else None
         self.buffers = list(own["_buffers"]) if is_module else []
         named = list(zip(self.names, self.kinds))
-        self.plain = [name for name, kind in named if kind in _PLAIN or issubclass(kind, enum.Enum)]
-        self.get = _getter(self.plain)
-        plain = set(self.plain)
-        self.watched = [name for name in self.names if name in plain or _is_configuration(name, own[name])]
+        self.watched = [name for name, kind in named if is_plain(kind) or _is_configuration(name, own[name])]
         """The attributes that a `Snapshot` may hold: others would live for longer, and their graphs."""
         self.get_watched = _getter(self.watched)
         free = [(name, kind) for name, kind in named if name not in _REGISTERS]
@@ -111,10 +108,10 @@ class Part:
         """The module as it is now, but for its containers."""
         own = self.own
         if self.modules is None:
-            return Taken(self, self.get(own), {}, {}, None)
+            return Taken(self, self.get_watched(own), {}, {}, None)
         hooks = _hooks_of(own)
         return Taken(
-            self, self.get(own), own["_parameters"].copy(), own["_buffers"].copy(),
+            self, self.get_watched(own), own["_parameters"].copy(), own["_buffers"].copy(),
             [hook.copy() for hook in hooks] if any(hooks) else None,
         )  # fmt: skip
 
@@ -131,6 +128,11 @@ class Part:
                 yield TakenContainer(self.own, name, self.own[name], None)
 
 
+def is_plain(kind: type) -> bool:
+    """Whether values of this type can be compared, and put back, as they are."""
+    return kind in _PLAIN or issubclass(kind, enum.Enum)
+
+
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     return itemgetter(*names) if len(names) > 1 else lambda own: tuple(own[name] for name in names)
 
@@ -143,12 +145,11 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_empty", "_filled", "_keys", "_lengths", "_modules", "_others", "_owns", "_parts", "_tables", "_values",
-        "_whole", "attributes", "counted", "parameters", "taken",
+        "_empty", "_filled", "_keys", "_lengths", "_modules", "_others", "_owns", "_tables", "_values", "_whole",
+        "counted", "parameters", "taken",
     )  # fmt: skip
 
     def __init__(self, parts: list[Part]) -> None:
-        self._parts = list(parts)
         self._owns = [part.own for part in parts]
         self._lengths = list(map(len, self._owns))
         self._others = [part for part in parts if not part.is_watched_whole()]
@@ -158,7 +159,6 @@ class Snapshot:
         self._filled, self._empty = [t for t in self._tables if t], [t for t in self._tables if not t]
         self._keys = list(chain.from_iterable(self._filled))
         self._values = _values_of(self._whole), self._others_now(), _values_of(self._filled)
-        self.attributes = [part.get_watched(part.own) for part in parts]
         self.taken = [part.take() for part in parts]
         present = {id(t): t for state in self.taken for t in state.parameters.values() if t is not None}
         self.parameters = [tensor for tensor in present.values() if tensor.is_leaf]
@@ -196,8 +196,8 @@ class Snapshot:
 
     def then(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The attributes of every part, each with a copy of then; in it, what is not watched is as it is now."""
-        for part, attributes in zip(self._parts, self.attributes):
-            watched, own = dict(zip(part.watched, attributes)), part.own
+        for part, values, *_ in self.taken:
+            watched, own = dict(zip(part.watched, values)), part.own
             yield own, {name: watched.get(name, own.get(name)) for name in part.names if name in watched or name in own}
 
     def may_be_remembered(self) -> bool:
@@ -248,14 +248,17 @@ class Walk:
         self.outside = {True: Outside(), False: Outside()}
         """By whether the module trains."""
         self._global_generators: list[tuple[dict[str, Any], str]] = []
+        self._configs: list[tuple[dict[str, Any], str, Any]] = []
         configs: dict[int, Part] = {}
         for module in _modules(root):
             self._global_generators += _named_by(type(module))
             own = module.__dict__
             self._parts.append(Part(own, type(module).__name__, is_module=True))
             for name, value in own.items():
-                if id(value) not in configs and _is_configuration(name, value):
-                    configs[id(value)] = Part(value.__dict__, type(value).__name__, is_module=False)
+                if _is_configuration(name, value):
+                    self._configs.append((own, name, value))
+                    if id(value) not in configs:
+                        configs[id(value)] = Part(value.__dict__, type(value).__name__, is_module=False)
         self._parts += configs.values()
         self._sort()
 
@@ -266,9 +269,11 @@ class Walk:
         self._generators = [*named, *self._global_generators]
 
     def take(self) -> Snapshot | None:
-        """All of it as it is now; None where modules came or went, so that another walk is needed."""
+        """All of it as it is now; None where modules or configurations came or went, so that another walk is needed."""
         if self._snapshot is not None and self._snapshot.has_same_tables() and self._snapshot.is_current():
             return self._snapshot
+        if any(own.get(name) is not value for own, name, value in self._configs):
+            return None
         for index, part in enumerate(self._parts):
             if part.modules is not None and part.own["_modules"] != part.modules:
                 return None

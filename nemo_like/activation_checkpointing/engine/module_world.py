@@ -23,6 +23,7 @@ from nemo_like.activation_checkpointing.engine.module_parts import (
     Snapshot,
     Taken,
     TakenContainer,
+    is_plain,
     requires_grad_of,
     walk_of,
 )
@@ -129,11 +130,11 @@ def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
     if len(own) != len(part.names) or list(own) != part.names:
         for name in own.keys() - set(part.names):
             stack.callback(own.__setitem__, name, own.pop(name))  # whatever the replay makes under this name
-    elif all(map(is_, part.get(own), state.values)):
+    elif all(map(is_, part.get_watched(own), state.values)):
         return
-    for name, value in zip(part.plain, state.values):
+    for name, value in zip(part.watched, state.values):
         now = own.get(name, _ABSENT)
-        if now is not value and (type(now) is not type(value) or now != value):
+        if now is not value and (type(now) is not type(value) or not is_plain(type(value)) or now != value):
             own[name] = value
 
 

@@ -1,0 +1,173 @@
+"""What earlier steps taught about a module is good while it stays as it is: later changes are seen as in the first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nemo_like.activation_checkpointing.engine import run_region
+from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.module_parts import walk_of
+from nemo_like.activation_checkpointing.engine.region import Region
+from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
+
+POLICIES = [FullPolicy(), SelectivePolicy()]
+
+
+class Block(nn.Module):
+    """Changes nothing of itself, as most layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.full((4,), 0.5))
+        self.scale, self.mode, self.config = 2.0, "a", SimpleNamespace(gain=3.0)
+        self.other: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x + self.shift).tanh() * self.scale * self.config.gain
+        y = y.sin() if self.mode == "a" else y.cos()
+        if self.other is not None:
+            y = y * 5
+        return (y.exp() if self.training else y).tanh()
+
+
+def _hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 3
+
+
+def _exchange_hooks(block: Block) -> None:
+    block.inner._forward_hooks = OrderedDict({0: _hook})  # as some do who take all hooks off at once
+
+
+CHANGES: dict[str, Callable[[Block], Any]] = {
+    "evaluation": lambda block: block.eval(),
+    "number": lambda block: setattr(block, "scale", 7.0),
+    "word": lambda block: setattr(block, "mode", "b"),
+    "configuration": lambda block: setattr(block.config, "gain", 5.0),
+    "another configuration": lambda block: setattr(block, "config", SimpleNamespace(gain=5.0)),
+    "hook": lambda block: block.inner.register_forward_hook(_hook),
+    "table of hooks": _exchange_hooks,
+    "buffer": lambda block: setattr(block, "shift", torch.full((4,), 9.0)),
+    "parameter": lambda block: setattr(block.inner, "weight", nn.Parameter(torch.ones(4, 4))),
+    "module": lambda block: setattr(block, "inner", nn.Linear(4, 4)),
+    "module taken away": lambda block: delattr(block, "inner"),
+    "attribute taken away": lambda block: delattr(block, "mode"),
+    "attribute of another type": lambda block: setattr(block, "other", "there"),
+    "attribute that is an object": lambda block: setattr(block, "other", object()),
+    "frozen": lambda block: block.inner.requires_grad_(False),
+}
+
+
+def _gradients(policy: Any, change: str, steps: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    block = Block()
+    held = [block.inner.weight, block.inner.bias]
+    x = torch.randn(2, 4, requires_grad=True)
+    for step in range(steps + 1):
+        y = block(x) if policy is None else run_region(block, (x,), {}, policy=policy)
+        if step == steps:
+            CHANGES[change](block)
+        y.sum().backward()
+    gradients = [tensor.grad for tensor in (x, *held)]
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_some_steps_is_put_back(change: str, policy: Any) -> None:
+    wanted = _gradients(None, change, steps=3)
+    assert all(map(torch.equal, _gradients(policy, change, steps=3), wanted))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective"])
+def test_a_configuration_that_came_later_is_looked_at(policy: Any) -> None:
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(2, 4, requires_grad=True)
+    run_region(block, (x,), {}, policy=policy).sum().backward()
+    block.config = SimpleNamespace(gain=0.5)
+    (wanted,) = torch.autograd.grad(block(x).sum(), x)
+    y = run_region(block, (x,), {}, policy=policy)
+    block.config.gain = 4.0
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], wanted) and block.config.gain == 4.0
+
+
+def test_what_the_replay_changes_is_taken_back_and_what_others_change_stays() -> None:
+    torch.manual_seed(0)
+    block = Block()
+    x = torch.randn(2, 4, requires_grad=True)
+    for _ in range(2):
+        run_region(block, (x,), {}, policy=FullPolicy()).sum().backward()
+    y = run_region(block, (x,), {}, policy=FullPolicy())
+    block.mode, block.other = "b", "there"
+    hook = block.inner.register_forward_hook(_hook)
+    y.sum().backward()
+    assert (block.mode, block.other, list(block.inner._forward_hooks)) == ("b", "there", [hook.id])
+
+
+def test_the_walk_is_made_once_while_all_is_the_same() -> None:
+    block = Block()
+    snapshot = walk_of(block)[1]
+    assert walk_of(block)[1] is snapshot
+    block.inner._forward_hooks = OrderedDict()
+    assert walk_of(block)[1] is not snapshot  # else a hook put there would not be seen
+    block.scale = 4.0
+    assert walk_of(block)[1].taken[0].values != snapshot.taken[0].values
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective"])
+def test_a_tensor_from_outside_that_is_changed_in_a_later_step_is_named(policy: Any) -> None:
+    outside, x = torch.ones(4), torch.randn(2, 4, requires_grad=True)
+
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ((x.sin() * outside.detach()).exp() * 2).tanh()
+
+    module = Reads()
+    for _ in range(3):
+        run_region(module, (x,), {}, policy=policy).sum().backward()
+    y = run_region(module, (x,), {}, policy=policy)
+    outside.add_(1)
+    with pytest.raises(RegionError, match="was changed in place between forward and backward"):
+        y.sum().backward()
+
+
+def test_memory_from_outside_alone_is_referred_to_once_that_is_known() -> None:
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(2, 4, requires_grad=True)
+    counts = []
+    for _ in range(3):
+        region = Region(block, FullPolicy(), "", None, True)
+        y = region.forward((x,), {}, True)
+        counts.append((len(region.storages), len(region.saved)))
+        y.sum().backward()
+    first, second, third = counts
+    assert first[0] == first[1] and second == third  # all of them, while nothing is known
+    assert second[1] == first[1] and 0 < second[0] < first[0] / 2
+
+    block.cached = torch.ones(4)  # what is an attribute from now on may be saved in the place of what was made inside
+    region = Region(block, FullPolicy(), "", None, True)
+    region.forward((x,), {}, True)
+    assert len(region.storages) == len(region.saved)
+
+
+def test_another_number_of_saved_tensors_is_another_forward() -> None:
+    class Grows(nn.Module):
+        times = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(Grows.times):
+                x = x.sin().exp()
+            return x
+
+    module, x = Grows(), torch.randn(2, requires_grad=True)
+    for Grows.times in (1, 2, 2):
+        region = Region(module, FullPolicy(), "", None, True)
+        region.forward((x,), {}, True).sum().backward()
+    assert len(region.storages) == len(region.saved)  # not those that the shorter forward taught
