@@ -108,6 +108,14 @@ class LinearHead:
         self.width = len(self._weight)
         self.bytes_per_token = self.width * self._weight.element_size()
 
+    def check(self, hidden: Tensor) -> None:
+        """Raise ValueError unless `hidden`, (tokens, D), fits the weight."""
+        width, dtype = self._weight.shape[1], self._weight.dtype
+        if hidden.shape[1] != width:
+            raise ValueError(f"hidden has {hidden.shape[1]} features per token, and the head takes {width}.")
+        if hidden.dtype != dtype and not self._cast:
+            raise ValueError(f"hidden is {hidden.dtype} and the head's weight {dtype}; cast one, or use torch.autocast.")
+
     def logits(self, hidden: Tensor, with_gradient: bool) -> Tensor:
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.detach()

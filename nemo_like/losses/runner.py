@@ -31,10 +31,18 @@ class Job:
     unit: Any
     """The module whose FSDP2 hooks have gathered the head's parameters: the head, or what `head` calls."""
 
+    def __post_init__(self) -> None:
+        if not callable(self.head):
+            raise TypeError(
+                f"head is a {type(self.head).__name__}; it must be a module or a function from hidden states to logits. Of "
+                "a weight, make one: head=lambda x: F.linear(x, weight), parameters=(weight,)."
+            )
+
     def open(self, hidden: Tensor, params: Sequence[Tensor]) -> tuple[AutogradHead | LinearHead, int]:
         """The head and the tokens of one chunk; where its width is not known, it runs one token."""
         head = open_head(self.head, params, 0)
         if isinstance(head, LinearHead):
+            head.check(hidden)
             size, per_token = head.width, head.bytes_per_token
         else:
             probe = hidden.detach()[:1]

@@ -66,5 +66,5 @@ def test_bad_input(change, message):
 
 
 def test_width_of_the_head_is_not_the_width_of_the_model():
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="features per token, and the head takes"):
         chunked_kl(torch.randn(N, D + 1), nn.Linear(D, V), torch.randn(N, V))
