@@ -102,7 +102,7 @@ def survey_one(model_type: str, classes: Iterable[str]) -> SurveyedPlan:
             continue
         try:
             with within(SECONDS):
-                return _planned_and_run(model_type, model, sample)
+                return planned_and_run(model_type, model, sample)
         except TimeoutError as error:
             return SurveyedPlan(model_type, name, problem=one_line(error))
     return SurveyedPlan(model_type, trains=False, problem=reason)
@@ -163,7 +163,7 @@ def _step(model: nn.Module, sample: dict[str, Tensor]) -> None:
     model.zero_grad()
 
 
-def _planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]) -> SurveyedPlan:
+def planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]) -> SurveyedPlan:
     name = type(model).__name__
     try:
         setup = Setup(step=StepSpec(keeps_output=False), fsdp=None)

@@ -6,9 +6,11 @@ right shape and keeps nothing. Between two layers only two numbers count: the pe
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +36,9 @@ class Stretch:
     """Most bytes alive during it."""
     left: int
     """Bytes alive at its end, when the next layer is called: its inputs, or the gradients of its outputs, among them."""
+    twice: tuple[tuple[int, int], ...] = ()
+    """Inputs of layer calls (the call's position, bytes) that are alive whether the layer holds them or not."""
+
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,18 @@ class OuterMemory:
     """Whether the model computes the loss."""
     in_chunks: bool = False
     """Whether the head made its gradients in forward, so that its backward begins with that of the loss."""
+
+    def counted_once(self, inputs: Sequence[int]) -> OuterMemory:
+        """The same without what layers hold too; `inputs`: how much each call holds of its inputs, bytes."""
+
+        def one(stretch: Stretch) -> Stretch:
+            less = sum(min(size, inputs[position]) for position, size in stretch.twice)
+            return Stretch(stretch.peak - less, stretch.left - less)
+
+        return replace(
+            self, forward=tuple(map(one, self.forward)), head=one(self.head), middle=one(self.middle),
+            backward=tuple(map(one, self.backward)), tail=one(self.tail),
+        )  # fmt: skip
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
@@ -122,14 +139,24 @@ def outer_memory(
     forward: list[Stretch] = []
     backward: list[Stretch] = []
     used: list[set[int]] = [set() for _ in traced.kinds]
+    inputs: list[list[weakref.ref[Any]]] = []
+
+    def twice(calls: int) -> tuple[tuple[int, int], ...]:
+        """Which inputs of the first `calls` layer calls are alive, though stand-ins hold none."""
+        alive = ((i, sum(s.nbytes() for ref in own if (s := ref()) is not None)) for i, own in enumerate(inputs[:calls]))
+        return tuple((i, size) for i, size in alive if size)
 
     def stub(layer: Any, _: Callable) -> Callable:
         def standing_in(*args: Any, **kwargs: Any) -> Any:
             assert len(forward) < len(traced.calls), "a layer runs that did not run when it was traced"
             number = traced.calls[len(forward)].kind
             kind = traced.kinds[number]
-            forward.append(Stretch(meter.lap(), meter.live))
-            output, records = _stand_in(kind, args, kwargs, meter, backward, used[number])
+            forward.append(Stretch(meter.lap(), meter.live, twice(len(forward))))
+            own = [t for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at]
+            inputs.append([weakref.ref(s) for s in {id(s): s for s in map(torch.Tensor.untyped_storage, own)}.values()])
+            del own
+            lap = functools.partial(_lap, meter, backward, twice, len(forward))
+            output, records = _stand_in(kind, args, kwargs, lap, used[number])
             record_again(bare(layer.module), records)
             return output
 
@@ -141,7 +168,7 @@ def outer_memory(
     with cache_off(model), in_chunks as whole_logits, traced.run, meter, SumsInPlace(), replaced_forwards(layers, stub):
         with traced.run.casting():
             output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
-        head = Stretch(meter.lap(), meter.live)
+        head = Stretch(meter.lap(), meter.live, twice(len(forward)))
         loss = loss_of(output, step.loss_fn)
         own_loss = any(loss is t for t in tensors_in(output))
         if not step.keeps_output:
@@ -166,12 +193,16 @@ def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t for name, t in state.items() if not (id(t) in seen or seen.add(id(t)))}  # type: ignore[func-returns-value]
 
 
+def _lap(meter: LiveBytes, laps: list[Stretch], twice: Callable[[int], tuple], calls: int) -> None:
+    laps.append(Stretch(meter.lap(), meter.live, twice(calls)))
+
+
 @dataclass
 class _StubCall:
     """One call of a stand-in."""
 
-    meter: LiveBytes
-    laps: list[Stretch]
+    lap: Callable[[], None]
+    """To be called when its backward begins."""
     used: set[int]
     places: list[int]
     """Where in the layer's output its tensors stand."""
@@ -190,7 +221,7 @@ class _StubLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call = ctx.call
-        call.laps.append(Stretch(call.meter.lap(), call.meter.live))
+        call.lap()
         call.used.update(place for place, grad in zip(call.places, grads) if grad is not None)
         call.held.clear()
         made = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
@@ -198,7 +229,7 @@ class _StubLayer(torch.autograd.Function):
 
 
 def _stand_in(
-    kind: Kind, args: tuple, kwargs: dict[str, Any], meter: LiveBytes, laps: list[Stretch], used: set[int]
+    kind: Kind, args: tuple, kwargs: dict[str, Any], lap: Callable[[], None], used: set[int]
 ) -> tuple[Any, Any]:
     """The output of a layer that is not run, and what recorders in it would have seen."""
     given = tensors_in((args, kwargs))
@@ -210,7 +241,7 @@ def _stand_in(
         inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
         held = [tensor for place, tensor in by_argument(args, kwargs).items() if place in kind.shared_at]
-        call = _StubCall(meter, laps, used, places, held)
+        call = _StubCall(lap, used, places, held)
         made = iter(_StubLayer.apply(call, wanted, *inputs))
     else:
         made = map(torch.empty_like, wanted)

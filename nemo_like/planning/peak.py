@@ -88,6 +88,7 @@ def step_peak(
     """
     walk = _Walk()
     now = walk.now
+    outer = outer.counted_once([layer.inputs for layer in layers])
     now["parameters"], now["optimizer state"] = sharding.params, optimizer[0]
     now["gradients"] = micro.gradients
     now["kept output"] = outer.kept  # the microbatch's before

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 pytest.importorskip("scipy", reason="needs the extra 'plan'")
 
-from nemo_like.commands.plan_survey import model_types, survey_one
+from nemo_like.commands.plan_survey import model_types, planned_and_run, survey_one
 
 
 @pytest.mark.parametrize(
@@ -18,6 +20,7 @@ from nemo_like.commands.plan_survey import model_types, survey_one
         "bart",  # parameters that never get a gradient
         "jamba",
         "vit",  # the scratch of a convolution
+        "roformer",  # its model holds the input of the first layer too
         "doge",  # attention without a fused kernel
         "siglip",  # a gradient that a convolution copies first
         "inkling_text",  # a backward formula that writes in place
@@ -40,3 +43,20 @@ def test_a_mask_of_floats_takes_the_branch_that_it_takes_in_training(
     assert row.ran, row.problem
     assert abs(row.held_error) <= 0.001
     assert not [record for record in caplog.records if "other operators" in record.getMessage()]
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, 32) -> (B, S, 8)
+        return self.head(self.encoder(x))
+
+
+def test_the_peak_of_torchs_own_encoder_is_the_predicted_one() -> None:
+    row = planned_and_run("encoder", _Encoder(), {"x": torch.randn(4, 64, 32)})
+    assert row.ran, row.problem
+    assert abs(row.peak_error) <= 0.01
+    assert abs(row.held_error) <= 0.001
