@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json != "-":
         _say(args, planner, result, seconds, model)
     if args.json:
-        text = json.dumps({"model": args.model} | plan_report.as_json(result), indent=1) + "\n"
+        head = {"model": args.model, "not_run": planner.idle_layers() or None}
+        text = json.dumps(head | plan_report.as_json(result), indent=1) + "\n"
         if args.json == "-":
             sys.stdout.write(text)
         else:
@@ -129,6 +130,11 @@ def _say(args: argparse.Namespace, planner: Planner, result: PlanReport, seconds
         f"kind(s), {_described(args)} per rank on {args.world_size} x {planner.device.name}, "
         f"{planner.setup.step.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB.\n"
     )
+    if planner.not_run:
+        print(
+            f"Left out: {planner.idle_layers()}. {_described(args)} do not run them, and the peaks below are those of a "
+            "step without. Plan for pictures or sound from Python: plan_for(model, budget, sample_input).\n"
+        )
     print(plan_report.table(result))
     print(
         "\nheld, host, peak: GiB per rank. replay: share of a forward. step: 1 = no checkpointing. Times are a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -99,6 +100,23 @@ class Planner:
         self._memories: dict[tuple[int, Choice, bool], BlockMemory] = {}
         self.outers: dict[bool, OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
+
+        if self.not_run:
+            warn_once(
+                f"{self.idle_layers()} did not run with the sample input: the plan and its peak say nothing of them. Give a "
+                "sample_input that goes through them, such as pictures or sound beside the text."
+            )
+
+    @cached_property
+    def not_run(self) -> tuple[find.Layer, ...]:
+        """The layers that the sample input did not go through: the tower of another kind of input, as a rule."""
+        ran = {id(call.module) for call in self.traced.calls}
+        return tuple(layer for layer in self.layers if id(bare(layer.module)) not in ran)
+
+    def idle_layers(self) -> str:
+        """`not_run` in words; empty where all layers ran."""
+        counts = Counter((layer.group, type(bare(layer.module)).__name__) for layer in self.not_run)
+        return ", ".join(f"{count} x {name} ({group})" for (group, name), count in counts.items())
 
     # --- choices --------------------------------------------------------------------------------------------------
 
