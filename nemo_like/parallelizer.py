@@ -182,7 +182,7 @@ def parallelize(
     if isinstance(asked, MemoryBudget):
         ddp_ranks = mesh is not None and word == "ddp"
         asked = planned(
-            model, asked, chosen, sample_input, _planning(shard_mesh, loop, cast, fsdp, loss, ddp=ddp_ranks)
+            model, asked, chosen, sample_input, _planning(shard_mesh, loop, cast, fsdp, loss, place, ddp=ddp_ranks)
         )
     specs = resolve(
         model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None
@@ -214,7 +214,8 @@ def parallelize(
 
 
 def _planning(
-    mesh: DeviceMesh | None, step: StepSpec, precision: Precision, fsdp: FSDP2, loss: str | ChunkedLoss, *, ddp: bool
+    mesh: DeviceMesh | None, step: StepSpec, precision: Precision, fsdp: FSDP2, loss: str | ChunkedLoss,
+    offload: OffloadConfig, *, ddp: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """What `plan_for` is to know of the step."""
     return dict(
@@ -224,6 +225,7 @@ def _planning(
         precision=precision,
         fsdp=None if mesh is None else fsdp,
         loss=loss,
+        offload=offload,
         ddp=ddp,
     )
 

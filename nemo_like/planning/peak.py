@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nemo_like.options import OffloadConfig
 from nemo_like.planning.block_memory import BlockMemory
 from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory, Stretch
@@ -32,6 +33,8 @@ class LayerMemory:
     memory: BlockMemory
     unit: UnitBytes | None
     """Its FSDP2 unit; None where it belongs to the root."""
+    moved: int = 0
+    """Of `held`, what waits in host memory."""
     grads: int = 0
     """Whole gradients of its parameters; used where they are freed while it runs (`Microbatch.frees`)."""
 
@@ -74,6 +77,7 @@ class Peak:
 def step_peak(
     layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, optimizer: tuple[int, int],
     tail_grads: int, root_grads: int, micro: Microbatch = Microbatch(),  # noqa: B008 - frozen
+    offload: OffloadConfig = OffloadConfig("none"),  # noqa: B008 - frozen
 ) -> Peak:  # fmt: skip
     """Walk through forward and backward of one microbatch and the optimizer step, and return the highest point.
 
@@ -85,6 +89,7 @@ def step_peak(
         tail_grads, root_grads: whole gradients of the tail's and the root's parameters on one rank, where `outer` has
             them among what is alive.
         micro: which gradients are there already, and what becomes of those that are made.
+        offload: how much of what moves to the host is on the device at one time.
     """
     walk = _Walk()
     now = walk.now
@@ -99,7 +104,7 @@ def step_peak(
         comm.before_forward(i)
         now["outside of layers"] = outer.forward[i].left
         walk.look(f"forward of layer {i}", running_layer=layer.memory.forward_peak)
-        now["held activations"] += layer.held
+        now["held activations"] = _held(layers[: i + 1], offload)
         comm.after_forward(i)
     comm.before_tail()
     _stretch(walk, outer.head, "forward of the head")
@@ -115,7 +120,7 @@ def step_peak(
     for i in reversed(range(len(layers))):
         layer, stretch = layers[i], _less(_backward_stretch(outer, len(layers), i), outer.kept)
         comm.before_backward(i)
-        now["held activations"] -= layer.held
+        now["held activations"] = _held(layers[:i], offload)
         now["outside of layers"] = stretch.left - tail_grads - layer.memory.output_grad
         walk.look(f"backward of layer {i}", running_layer=layer.memory.backward_peak + layer.inputs)
         now["running layer"] = layer.memory.param_grad + layer.memory.input_grad
@@ -127,6 +132,14 @@ def step_peak(
     now["outside of layers"] = 0
     walk.look("optimizer step", optimizer_step=optimizer[1])
     return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at, held)
+
+
+def _held(layers: Sequence[LayerMemory], offload: OffloadConfig) -> int:
+    """What these layers hold on the device while the next one runs: the copies on their way out, or those that backward
+    fetches ahead, are there still or again. The bound is that of many steps: one may be faster."""
+    moved = [layer.moved for layer in layers]
+    ahead = sum(moved[max(0, len(moved) - offload.prefetch) :])
+    return sum(layer.held for layer in layers) - sum(moved) + max(ahead, min(sum(moved), offload.max_inflight_bytes))
 
 
 def _stretch(walk: _Walk, stretch: Stretch, where: str) -> None:

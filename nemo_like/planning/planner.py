@@ -22,7 +22,7 @@ from nemo_like.layers import find
 from nemo_like.log import say_once, warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.module_tree import bare, bare_modules
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, StepSpec
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, Precision, StepSpec
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
@@ -63,6 +63,8 @@ class Setup:
     """`DistributedDataParallel` averages gradients, in buckets that stay."""
     tp: int = 1
     """Tensor-parallel ranks (see `nemo_like.planning.sharding`)."""
+    offload: OffloadConfig = field(default_factory=lambda: OffloadConfig("none"))
+    """What waits in host memory between forward and backward."""
     loss: ChunkedLoss | None = None
     """The chunks that the model's loss is computed in; None: as the model does."""
 
@@ -249,11 +251,25 @@ class Planner:
         held_most = microbatches(setup.step, self.sharding, ddp=setup.ddp, cast=cast)
         return max((self._peak_in(choices, micro) for micro in held_most), key=lambda peak: peak.total)
 
+    def moved(self, choices: Sequence[Choice]) -> list[int]:
+        """Of what each call holds, the bytes that ``offload=`` moves to the host: of regions, and of all layers but the
+        last. What is kept of a layer that is no region is counted as staying, also with ``"all"``."""
+        offload, last = self.setup.offload, self.traced.calls[-1].fqn
+        found = []
+        for call, choice in zip(self.traced.calls, choices):
+            problem = self.problems[call.kind]
+            sizes = [problem.trace.input_bytes]
+            if offload.mode != "boundary":
+                sizes += [r.bytes for r, word in zip(problem.records, choice.decisions) if word == "save"]
+            moves = choice.decisions and call.fqn != last and offload.mode != "none"
+            found.append(sum(size for size in sizes if size >= offload.min_bytes) if moves else 0)
+        return found
+
     def _peak_in(self, choices: Sequence[Choice], micro: Microbatch) -> Peak:
         sharding, setup = self.sharding, self.setup
         units = dict(zip(sharding.modules, sharding.units))
         layers = []
-        for call, choice in zip(self.traced.calls, choices):
+        for call, choice, moved in zip(self.traced.calls, choices, self.moved(choices)):
             trace, params = self.problems[call.kind].trace, self.traced.kinds[call.kind].state.values()
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
             memory = self.memory(call.kind, choice, micro.accumulates)
@@ -261,7 +277,8 @@ class Planner:
             state = _RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
             state += trace.state_bytes if choice.decisions else 0
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
-            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, units.get(id(call.module)), whole))
+            unit = units.get(id(call.module))
+            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, unit, moved, whole))
         names = {name: id(p) for name, p in self.model.named_parameters()}
         grads = {} if micro.accumulates else self.outer().param_grads
         tail = sum(size for name, size in grads.items() if names.get(name) in sharding.tail_params)
@@ -269,7 +286,7 @@ class Planner:
         return step_peak(
             layers, self.outer(micro.accumulates), sharding,
             optimizer=optimizer_bytes(sharding.trained, setup.step.optimizer, foreach=foreach),
-            tail_grads=tail, root_grads=sum(grads.values()) - tail, micro=micro,
+            tail_grads=tail, root_grads=sum(grads.values()) - tail, micro=micro, offload=setup.offload,
         )  # fmt: skip
 
     # --- plans ----------------------------------------------------------------------------------------------------
@@ -329,7 +346,7 @@ class Planner:
             return BudgetError(
                 f"Budget {asked!r} allows {gib(limit)} of activations, and the layers' inputs alone take {gib(least)} "
                 f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
-                "use a smaller batch or sequence" + ("." if self.host else ", or move them to the host (offload=)."),
+                "use a smaller batch or sequence.",
                 least,
             )
         peak = self.peak(self.proved_all(stack.assignment(stack.mixes[0])))
@@ -338,11 +355,20 @@ class Planner:
             f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
             f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
             f"to shard over (now {self.setup.shard_ranks})"
-            + ("" if self.host else ", host offload (offload=)")
+            + self._offload_would_save(stack, peak)
             + self._chunks_would_save(stack, peak)
             + ".",
             peak.total,
         )
+
+    def _offload_would_save(self, stack: Stack, peak: Peak) -> str:
+        """The same for host memory; nothing where it would not lower the least peak."""
+        if self.host or self.setup.offload.mode != "none":
+            return ""
+        other = copy.copy(self)
+        other.setup = replace(self.setup, offload=OffloadConfig("boundary"))
+        saved = peak.total - other.peak(self.proved_all(stack.assignment(stack.mixes[0]))).total
+        return f", host offload (offload='boundary': {gib(saved)} less)" if saved > 0 else ""
 
     def _chunks_would_save(self, stack: Stack, peak: Peak) -> str:
         """The end of a sentence of ways out."""
@@ -363,7 +389,7 @@ class Planner:
         peak = self.peak(choices)
         layers: dict[str, LayerPlan] = {}
         modules = {name: bare(module) for name, module in bare_modules(self.whole)}
-        for call, choice in zip(self.traced.calls, choices):
+        for call, choice, moved in zip(self.traced.calls, choices, self.moved(choices)):
             problem = self.problems[call.kind]
             before = layers.get(call.fqn)
             if before is not None and not problem.trace.saves_something:
@@ -376,8 +402,8 @@ class Planner:
             if choice.decisions:
                 rows = {} if full else problem.rows(choice)
             layers[call.fqn] = LayerPlan(
-                call.fqn, layer_signature(modules[call.fqn]), choice.label, choice.held_bytes * times,
-                choice.host_bytes * times, problem.trace.none_bytes * times, choice.replay_flops * times,
+                call.fqn, layer_signature(modules[call.fqn]), choice.label, (choice.held_bytes - moved) * times,
+                (choice.host_bytes + moved) * times, problem.trace.none_bytes * times, choice.replay_flops * times,
                 choice.replay_seconds * times, rows,
             )  # fmt: skip
         calls = [self.problems[call.kind] for call in self.traced.calls]
@@ -386,7 +412,7 @@ class Planner:
             device=self.device.name,
             budget=asked,
             layers=tuple(layers.values()),
-            held_bytes=self.held(choices),
+            held_bytes=self.held(choices) - sum(self.moved(choices)),
             none_bytes=self.held(self.uniform("none")),
             full_bytes=self.held(self.uniform("full")),
             forward_flops=sum(p.trace.flops for p in calls),
@@ -422,6 +448,7 @@ def plan_for(
     skip: bool | None = None,
     host: bool = False,
     loss: str | ChunkedLoss = "model",
+    offload: str | OffloadConfig | None = None,
     measure: bool = False,
 ) -> Plan:
     """The fastest way to run `model`'s layers within `budget`, with a predicted peak. Runs no kernel, needs no GPU.
@@ -445,6 +472,7 @@ def plan_for(
             compute under autocast (else said once).
         host: also consider keeping outputs in host memory, over the device's link.
         loss: as `nemo_like.parallelize` will be called with: ``"chunked"`` where head and loss are computed in chunks.
+        offload: as `nemo_like.parallelize` will be called with: what then waits in host memory is not held by the device.
         measure: time each op of a block on the device at hand, instead of the roofline of `device`.
 
     Where a process group is up, rank 0 plans and the others receive its plan, so that all ranks run the same one.
@@ -465,7 +493,7 @@ def plan_for(
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(
         shard_ranks=shard_ranks(mesh, world_size), step=StepSpec.of(step, optimizer), precision=Precision.of(precision),
-        fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), loss=ChunkedLoss.of(loss),
+        fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), loss=ChunkedLoss.of(loss), offload=OffloadConfig.of(offload),
     )  # fmt: skip
 
     def make() -> Plan:

@@ -1,0 +1,92 @@
+"""`offload=` beside a budget: what waits in host memory is not in the predicted peak, and is advised only where it helps."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from nemo_like import OffloadConfig, StepSpec, parallelize, plan_for
+from nemo_like.models import resolve_model
+from nemo_like.offload.layer_offload import OffloadWrapper
+from nemo_like.planning import BudgetError, Planner, Setup
+from nemo_like.planning.devices import resolve_device
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+SMALL = OffloadConfig("boundary", min_bytes=0, max_inflight_bytes=1, prefetch=1)
+STEP = StepSpec(optimizer="sgd", zero_grad="zero")
+"""With gradients there all the time, the peak is where most is held."""
+
+
+def _model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    source = resolve_model("llama-tiny")
+    return source.build(), source.sample_input(4, 128)
+
+
+def _planner(offload: OffloadConfig) -> Planner:
+    model, sample = _model()
+    setup = Setup(fsdp=None, step=STEP, offload=offload)
+    return Planner(model, sample, device=resolve_device("h100-80gb"), setup=setup)
+
+
+def test_inputs_on_the_host_leave_the_prediction() -> None:
+    plain, moved = _planner(OffloadConfig("none")), _planner(SMALL)
+    full = plain.uniform("full")
+    before, after = plain.describe(full, "full"), moved.describe(full, "full")
+    (inputs,) = {problem.trace.input_bytes for problem in plain.problems}
+    layers = len(full)
+    assert after.held_bytes == before.held_bytes - (layers - 1) * inputs  # the last layer's stay
+    assert sum(layer.host_bytes for layer in after.layers) == (layers - 1) * inputs
+    assert before.peak_bytes - after.peak_bytes == (layers - 2) * inputs  # one is fetched ahead
+
+
+def test_what_is_kept_moves_with_saved_and_small_tensors_stay() -> None:
+    saved = _planner(OffloadConfig("saved", min_bytes=0))
+    boundary = _planner(OffloadConfig("boundary", min_bytes=0))
+    choices = saved.uniform("selective")
+    assert sum(saved.moved(choices)) > sum(boundary.moved(choices)) > 0
+    assert saved.moved(choices)[-1] == 0
+    assert not any(_planner(OffloadConfig("saved", min_bytes=1 << 40)).moved(choices))
+    assert not any(saved.moved(saved.uniform("none")))
+
+
+def test_copies_in_flight_are_on_the_device() -> None:
+    many = _planner(OffloadConfig("boundary", min_bytes=0))
+    full = many.uniform("full")  # all of it may be on its way at one time
+    assert many.peak(full).total == _planner(OffloadConfig("none")).peak(full).total
+
+
+def test_a_budget_that_only_host_memory_meets() -> None:
+    model, sample = _model()
+    kept, least = (_planner(o).peak(_planner(o).uniform("full")).total for o in (OffloadConfig("none"), SMALL))
+    assert least < kept
+    options = dict(device="h100-80gb", fsdp=None, step=STEP)
+    with pytest.raises(BudgetError):
+        plan_for(model, f"{(least + kept) // 2}B", sample, **options)
+    plan = plan_for(model, f"{(least + kept) // 2}B", sample, offload=SMALL, **options)
+    assert plan.peak_bytes <= (least + kept) // 2 and sum(layer.host_bytes for layer in plan.layers) > 0
+
+
+def test_offload_is_advised_only_where_it_would_help() -> None:
+    model, sample = _model()
+    with pytest.raises(BudgetError) as small:  # its inputs are smaller than what is worth moving
+        plan_for(model, "1MiB", sample, device="h100-80gb", fsdp=None)
+    assert "offload" not in str(small.value)
+    source = resolve_model("llama3-8b")
+    big = (source.build("meta"), "1GiB", source.sample_input(4, 8192))
+    with pytest.raises(BudgetError) as large:
+        plan_for(*big, device="h100-80gb", world_size=8, precision="bf16")
+    assert re.search(r"host offload \(offload='boundary': [\d.]+GiB less\)", str(large.value))
+    with pytest.raises(BudgetError) as asked:
+        plan_for(*big, device="h100-80gb", world_size=8, precision="bf16", offload="boundary")
+    assert "host offload" not in str(asked.value) and asked.value.smallest_bytes < large.value.smallest_bytes
+
+
+def test_the_front_door_plans_with_it() -> None:
+    model, sample = _model()
+    model = parallelize(model, "single", "50%", sample_input=sample, offload=SMALL, device="cpu")
+    assert any(isinstance(module, OffloadWrapper) for module in model.modules())
+    model(**sample).loss.backward()
