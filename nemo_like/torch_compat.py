@@ -249,6 +249,11 @@ def selective_context(output: Any) -> SelectiveCheckpointContext:
     return context
 
 
+def op_output(context: Any) -> Any:
+    """What the operator gave that a policy function is asked about by PyTorch's contexts; None in 2.11, which asks first."""
+    return getattr(context, "op_output", None)
+
+
 # --- Modes and attention back ends ------------------------------------------------------------------------------------
 
 # The order that `sdpa_kernel([...], set_priority=True)` sets has no public getter. Without the private one, the order

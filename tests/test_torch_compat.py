@@ -596,6 +596,11 @@ def test_accumulated_gradients_of_a_torch_that_is_different():
     assert list(torch_compat.fsdp_param_groups(nn.Linear(1, 1))) == []
 
 
+def test_a_context_of_a_torch_that_asks_before_the_operator_runs():
+    assert torch_compat.op_output(SimpleNamespace()) is None
+    assert torch_compat.op_output(torch_compat.selective_context(3)) == 3
+
+
 _seen_by_policy: list[bool] = []
 
 

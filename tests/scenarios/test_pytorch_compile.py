@@ -150,6 +150,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], int, dict[str, tuple[int, int]]]] 
 }
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("case", CASES)
 def test_operators_in_the_graphs_of_forward_and_backward(case: str) -> None:
     fn, count, expected = CASES[case]

@@ -19,7 +19,7 @@ from nemo_like.activation_checkpointing.engine.contexts import eager_contexts, k
 from nemo_like.activation_checkpointing.engine.dispatch import COPY, RANDOM, TRACKED, kinds_for
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision, Policy, SelectivePolicy
 from nemo_like.log import warn_once
-from nemo_like.torch_compat import graph_is_being_made, without_innermost_saved_tensor_hooks
+from nemo_like.torch_compat import graph_is_being_made, op_output, without_innermost_saved_tensor_hooks
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -48,7 +48,7 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
         index = counts.get(op, 0)
         counts[op] = index + 1
         if needs_call:
-            decision: Decision = decide(op, index, args, kwargs, context.op_output)  # type: ignore[call-arg]
+            decision: Decision = decide(op, index, args, kwargs, op_output(context))  # type: ignore[call-arg]
         else:
             decision = decide(op, index)
         return must.get(decision, CheckpointPolicy.PREFER_RECOMPUTE)
