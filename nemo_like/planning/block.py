@@ -107,7 +107,7 @@ class BlockProblem:
             return self.none()
         return self.choice(solver.Point(0, 0.0), "full")
 
-    def frontier(self, *, skip: bool = True, points: int = 32, host: bool = False) -> tuple[Choice, ...]:
+    def frontier(self, *, skip: bool = True, points: int = solver.POINTS, host: bool = False) -> tuple[Choice, ...]:
         """Ways to run the block, each best for its bytes: ascending in held bytes, descending in seconds.
 
         "none" is among them unless a region does better for fewer bytes; the first is "full".

@@ -26,6 +26,10 @@ EXACT_STATES = 1 << 14
 """Non-dominated states that a sweep may hold before it thins them out; below this every answer is exact."""
 
 
+POINTS = 32
+"""Budgets between keeping as little as is needed and everything at which a block is solved."""
+
+
 @dataclass(frozen=True)
 class Op:
     """One op of a block, reduced to what the choice needs."""
@@ -246,7 +250,7 @@ def _drop_useless(ops: Sequence[Op], keep: int) -> int:
     return keep
 
 
-def closure_frontier(ops: Sequence[Op], points: int = 32, *, time_limit: float | None = 10.0) -> tuple[Point, ...]:
+def closure_frontier(ops: Sequence[Op], points: int = POINTS, *, time_limit: float | None = 10.0) -> tuple[Point, ...]:
     """Best choices with skips at about `points` budgets between the least and the most bytes that are of use.
 
     Ascending in bytes, strictly descending in cost. Each point is optimal for its bytes; between two of them there may

@@ -19,6 +19,7 @@ from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.offload import offload_activations
 from nemo_like.options import OffloadConfig
+from tests.models.blocks import train
 
 D = 16
 POLICIES: dict[str, Policy] = {"full": FullPolicy(), "selective": SelectivePolicy()}
@@ -89,16 +90,6 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def train(model: nn.Module, steps: int = 2) -> list[Tensor]:
-    """Gradients of the last of some steps: the second one runs what the first compiled."""
-    torch.manual_seed(1)
-    x = torch.randn(2, 5, D)
-    for _ in range(steps):
-        model.zero_grad()
-        model(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:

@@ -13,6 +13,7 @@ from nemo_like import parallelize
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import forget_announcements
+from tests.models.blocks import train
 from tests.releases import TORCH
 
 D = 16
@@ -55,15 +56,6 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def train(model: nn.Module, steps: int = 2) -> list[Tensor]:
-    torch.manual_seed(1)
-    x = torch.randn(2, 5, D)
-    for _ in range(steps):
-        model.zero_grad()
-        model(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
