@@ -131,7 +131,7 @@ class LinearHead:
                     torch.mm(gradient, self._weight, out=into)
                 else:
                     into.copy_(gradient @ self._weight)
-                for rows, column, value in _few(apart):
+                for rows, column, value in _few(apart, self._weight):
                     into[rows].add_(self._weight[column] * value[:, None])  # in float32
             if self._of_weight is not None:
                 states = hidden.detach().to(gradient.dtype)
@@ -139,7 +139,7 @@ class LinearHead:
                     sums.sums[self._of_weight] = torch.mm(gradient.t(), states)  # no pass to write zeros, none to read them
                 else:
                     self._add_outer(sums.zeros(self._of_weight), gradient, states)
-                for rows, column, value in _few(apart):
+                for rows, column, value in _few(apart, self._weight):
                     _add_rows(sums.zeros(self._of_weight), column, states[rows] * value[:, None])
             if self._of_bias is not None:
                 total = sums.zeros(self._of_bias)
@@ -164,10 +164,12 @@ class LinearHead:
                 total[some].addmm_(part.to(total.dtype), wide)
 
 
-def _few(apart: Apart | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """The entries in eight parts, (tokens of the chunk, columns, values): a row of the weight for each is a temporary."""
+def _few(apart: Apart | None, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The entries in parts, (tokens of the chunk, columns, values), so small that a row of the weight, (V, D), for each
+    takes 1/64 of what the chunk's logits take."""
     if apart is not None:
-        for rows in pieces(len(apart.value), -(-len(apart.value) // 8), apart.value):
+        parts = max(1, -(-64 * weight.shape[1] // max(1, len(weight))))
+        for rows in pieces(len(apart.value), max(1, len(apart.value) // parts), apart.value):
             yield rows, apart.column[rows], apart.value[rows]
 
 
