@@ -12,6 +12,7 @@ from nemo_like.extras import require
 from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, StepSpec, dtype_word
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import BudgetError, Planner, Setup
+from nemo_like.planning.sharding import optimizer_bytes
 
 MODES = ("none", "full", "selective")
 _MARKS = {"none": "none", "full": "full", "selective": "selective (every second matmul)"}
@@ -62,6 +63,8 @@ class PlanReport:
     """For each budget that was asked for and that nothing meets: why."""
     chunks: ChunkedGain | None = None
     """What a chunked loss would buy; None: nothing, or it is asked for."""
+    padding: int = 0
+    """Bytes of parameters, gradients and optimizer state on a rank that are padding: the ranks do not divide a weight."""
 
     @property
     def tp(self) -> int:
@@ -115,8 +118,15 @@ def make_report(
     best = min(fitting, key=lambda row: (row.plan.step_time, row.plan.peak_bytes)) if fitting else None
     return PlanReport(
         tuple(rows), best, limit, planner.setup, planner.device.name, problem, dp_replicate, special, tuple(unmet),
-        _gain(planner, limit),
+        _gain(planner, limit), _padding(planner),
     )  # fmt: skip
+
+
+def _padding(planner: Planner) -> int:
+    sharding, step = planner.sharding, planner.setup.step
+    state, _ = optimizer_bytes(sharding.trained, step.optimizer, foreach=False)
+    share = state / sum(sharding.trained) if sharding.trained else 0
+    return int(sharding.padding * (2 + share)) if sharding.trained else sharding.padding
 
 
 def _gain(planner: Planner, limit: int) -> ChunkedGain | None:
@@ -206,7 +216,7 @@ def breakdown(plan: Plan) -> str:
 def advice(report: PlanReport, sample: str) -> str:
     """The recommendation, and the code that runs what was planned."""
     if report.best is None:
-        return "\n".join([f"Nothing fits. {report.problem}", *_chunks_line(report)])
+        return "\n".join([f"Nothing fits. {report.problem}", *_chunks_line(report), *_padding_line(report)])
     row = report.best
     lines = [
         f"Recommended: ac={row.name!r} (predicted peak {row.plan.peak_bytes / 2**30:.2f} GiB, step "
@@ -215,7 +225,18 @@ def advice(report: PlanReport, sample: str) -> str:
     ]
     if report.tp > 1 and any(r.fits and r.name not in MODES for r in report.rows):
         lines.append("  # parallelize takes no budget beside tp=: of what fits, this is the fastest that it can run.")
-    return "\n".join(lines + _chunks_line(report))
+    return "\n".join(lines + _chunks_line(report) + _padding_line(report))
+
+
+def _padding_line(report: PlanReport) -> list[str]:
+    """Said where it is a twentieth of what the least plan peaks at."""
+    least = min(row.plan.peak_bytes for row in report.rows)
+    if report.padding < least / 20:
+        return []
+    return [
+        f"Padding: {report.padding / 2**30:.2f} GiB per rank of parameters, gradients and optimizer state belong to no "
+        f"weight, because {report.setup.shard_ranks} ranks do not divide their sizes. Shard over fewer (dp_replicate=)."
+    ]
 
 
 def _chunks_line(report: PlanReport) -> list[str]:
@@ -241,6 +262,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "call": report.call(report.best) if report.best else None,
         "problem": report.problem or None,
         "unmet": list(report.unmet),
+        "padding_bytes": report.padding,
         "chunked_loss": None if report.chunks is None else {
             "saved_bytes": report.chunks.saved_bytes, "full_peak_bytes": report.chunks.full_peak_bytes,
             "step_time": report.chunks.best.step_time if report.chunks.best else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from nemo_like import FSDP2, Plan, Precision, StepSpec, parallelize
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.module_tree import bare_modules
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.plan_report import PlanReport, make_report
+from nemo_like.planning.plan_report import PlanReport, advice, as_json, make_report
 from nemo_like.planning.planner import Planner, Setup
 from tests.models import decoders
 
@@ -69,3 +70,16 @@ def test_nothing_that_was_planned_for_is_left_out_of_the_call(setup: Setup, more
     report = _report(setup, **more)
     row = next(row for row in report.rows if row.name == "50%")
     assert words in report.call(row)
+
+
+@pytest.mark.parametrize("ranks", [8, 1000])
+def test_padding_is_named_where_it_is_much_of_what_a_rank_holds(ranks: int) -> None:
+    report = _report(Setup(shard_ranks=ranks))
+    exact = sum(p.numel() * p.element_size() for p in decoders.build("llama").parameters()) / ranks
+    parameters = report.rows[0].plan.peak["parameters"]
+    assert report.padding == pytest.approx(4 * (parameters - exact), abs=4)  # with a gradient and AdamW's two states
+    assert as_json(report)["padding_bytes"] == report.padding
+    least = min(row.plan.peak_bytes for row in report.rows)
+    for size, said in ((least // 20, False), (least // 20 + 1, True)):
+        text = advice(replace(report, padding=size), "batch")
+        assert (f"because {ranks} ranks do not divide their sizes" in text) == said
