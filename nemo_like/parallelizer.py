@@ -6,7 +6,7 @@ compile → `fully_shard` on each layer, then on the root. Everything is checked
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -171,7 +171,7 @@ def parallelize(
     _check_sharded_by_caller(model, word)
     loop = StepSpec.of(step, optimizer)
     asked_device = None if device is None else checked_device(device)
-    mesh = _mesh(word, mesh, dp_replicate, tensor.size, asked_device)
+    mesh = _mesh(word, mesh, {"dp_replicate": dp_replicate, "tp": tensor.size}, asked_device)
     shard_mesh = mesh if word == "fsdp2" else None
     target = asked_device or local_device(None if mesh is None else mesh.device_type)
     split = _check_tensor_parallel(shard_mesh, asked, tensor)
@@ -289,19 +289,19 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, precision: Pre
 
 
 def _mesh(
-    strategy: str, mesh: DeviceMesh | None, dp_replicate: int, tp: int, device: torch.device | None
+    strategy: str, mesh: DeviceMesh | None, sizes: Mapping[str, int], device: torch.device | None
 ) -> DeviceMesh | None:
-    """The mesh to work on; None for one rank, where no process group is made or used."""
-    ranks = world_size()
+    """The mesh to work on; None for one rank, where no process group is made or used. `sizes`: ranks by axis."""
+    ranks, dp_replicate = world_size(), sizes["dp_replicate"]
     if mesh is not None:
         validate_mesh(mesh)
-        for name, size in (("dp_replicate", dp_replicate), ("tp", tp)):
+        for name, size in sizes.items():
             if size not in (1, axis_size(mesh, name)):
                 raise ValueError(
                     f"{name} is {size}, but the mesh's axis has {axis_size(mesh, name)} rank(s); drop one of the two."
                 )
     if ranks == 1:
-        for name, size in (("dp_replicate", dp_replicate), ("tp", tp)):
+        for name, size in sizes.items():
             if size != 1:
                 raise ValueError(f"{name} is {size}, but this job has one rank; start more with torchrun.")
         if strategy != "single":
@@ -317,7 +317,7 @@ def _mesh(
     if strategy == "ddp" and dp_replicate not in (1, ranks):
         raise ValueError(f"dp_replicate is {dp_replicate}, but 'ddp' replicates over all {ranks} ranks; use 'fsdp2'.")
     device_type = None if device is None else device.type
-    return mesh if mesh is not None else build_mesh(dp_replicate=dp_replicate, tp=tp, device_type=device_type)
+    return mesh if mesh is not None else build_mesh(**sizes, device_type=device_type)
 
 
 def _replicate(

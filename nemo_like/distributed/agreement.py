@@ -92,7 +92,7 @@ def wire_device(group: dist.ProcessGroup | None, preferred: torch.device | None 
     served = {pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")}
     if preferred.type in served:
         return preferred
-    return torch.device("cuda", torch.cuda.current_device()) if "cuda" in served else torch.device("cpu")
+    return launch.current_device(next((kind for kind in launch.BACKENDS if kind in served), "cpu"))
 
 
 def _gather_objects(mine: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:

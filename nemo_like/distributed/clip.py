@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from nemo_like.distributed.launch import current_device
 from nemo_like.distributed.slots import show_shards
 from nemo_like.torch_compat import foreach_mul
 
@@ -115,8 +116,7 @@ def _device(params: Sequence[Tensor]) -> torch.device:
     """Where the norm is reduced: the mesh's kind of device, which the shards of an offloaded model are not on."""
     for param in params:
         if isinstance(param, DTensor):
-            kind = param.device_mesh.device_type
-            return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+            return current_device(param.device_mesh.device_type)
     return params[0].device if params else torch.device("cpu")
 
 

@@ -25,6 +25,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
+"""Kinds of device to train on, the first one that is visible first, and the back ends of a process group there."""
+
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -49,7 +52,12 @@ def local_rank() -> int:
 
 def pick_device_type() -> str:
     """``"cuda"`` where a CUDA device is visible, else ``"cpu"``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return next(kind for kind in BACKENDS if kind == "cpu" or _device_count(kind))
+
+
+def current_device(kind: str) -> torch.device:
+    """The device of that kind that this process works on, with its number; it initialises the device."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def local_device(device_type: str | None = None) -> torch.device:
@@ -61,20 +69,20 @@ def local_device(device_type: str | None = None) -> torch.device:
     device_type = device_type or pick_device_type()
     if device_type == "cpu":
         return torch.device("cpu")
-    if device_type != "cuda":
-        raise ValueError(f"device_type is {device_type!r}; it must be 'cuda' or 'cpu'.")
-    count = torch.cuda.device_count()
+    if device_type not in BACKENDS:
+        raise ValueError(f"device_type is {device_type!r}; it must be one of {', '.join(map(repr, BACKENDS))}.")
+    name, count = device_type.upper(), _device_count(device_type)
     if not count:
         raise ValueError(
-            "device_type is 'cuda', and torch sees no CUDA device here. Leave it out to run on the CPU, or install a build "
-            "of torch for CUDA."
+            f"device_type is {device_type!r}, and torch sees no {name} device here. Leave it out to run on the CPU, or "
+            f"install a build of torch for {name}."
         )
     if local_rank() >= count:
         raise ValueError(
-            f"LOCAL_RANK is {local_rank()} but this host has {count} CUDA device(s): "
+            f"LOCAL_RANK is {local_rank()} but this host has {count} {name} device(s): "
             f"start at most {count} processes per host (torchrun --nproc-per-node {count})."
         )
-    return torch.device("cuda", local_rank())
+    return torch.device(device_type, local_rank())
 
 
 def checked_device(device: str | torch.device) -> torch.device:
@@ -126,19 +134,19 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
         ValueError: a variable is no number, or there is no CUDA device for this rank.
     """
     device = local_device(device_type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    accelerated = device.type != "cpu"
+    if accelerated:
+        torch.get_device_module(device).set_device(device)
     if world_size() == 1 or dist.is_initialized():
         return device
-    needed = _LAUNCHER_VARIABLES + (("LOCAL_RANK",) if device.type == "cuda" else ())
+    needed = _LAUNCHER_VARIABLES + (("LOCAL_RANK",) if accelerated else ())
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise RuntimeError(
             f"WORLD_SIZE is {world_size()} but {', '.join(missing)} not set. Start the job with torchrun, or "
             "call torch.distributed.init_process_group yourself first."
         )
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(BACKENDS[device.type], timeout=timeout, device_id=device if accelerated else None)
     atexit.register(_leave, patience=_PATIENCE)
     return device
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.distributed.launch import current_device, pick_device_type
 from nemo_like.options import did_you_mean
 from nemo_like.planning.block_trace import OpRecord
 
@@ -67,13 +68,13 @@ def resolve_device(spec: str | Path | Device) -> Device:
 
 
 def device_at_hand() -> Device:
-    """The device this process trains on: the current CUDA device if there is one, else ``cpu``.
+    """The device this process trains on: the current GPU if there is one, else ``cpu``.
 
     A GPU that the table does not know gets the nearest known speeds (said in `sources`) and its own memory.
     """
-    if not torch.cuda.is_available():
+    if (kind := pick_device_type()) == "cpu":
         return resolve_device("cpu")
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties = torch.get_device_module(kind).get_device_properties(current_device(kind))
     table = _table()
     for name in known_devices():
         if any(part.lower() in properties.name.lower() for part in table[name].get("match", [])):

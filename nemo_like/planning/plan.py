@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
+from nemo_like.distributed.launch import pick_device_type
 from nemo_like.module_tree import bare, bare_modules
 
 FORMAT = 1
@@ -58,7 +59,7 @@ class LayerPlan:
             return None
         if not self.decisions:
             return FullPolicy()
-        target = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        target = device_type or pick_device_type()
         rename = {name: _ATTENTION.get(target, name) for name in _ATTENTION.values()}
         rows = {rename.get(name, name): row for name, row in self.decisions.items()}
         return DecisionTable.from_json(rows, strict=False)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
+from nemo_like.distributed.launch import pick_device_type
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
 from nemo_like.log import say_once, warn_once
@@ -94,7 +95,7 @@ class Planner:
             )
         self.sample = describe(tuple(tensors_in(sample_input)), {})
         self.traced: ModelTrace = trace_model(self.model, self.layers, sample_input, dtype=dtype, autocast=lower)
-        at_hand = "cuda" if torch.cuda.is_available() else "cpu"
+        at_hand = pick_device_type()
         self.problems = [
             BlockProblem(trace, device, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nemo_like.distributed.launch import BACKENDS
 from nemo_like.options import COMPILE_BACKENDS, LOSSES, STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
 from nemo_like.recipes.schedule import SCHEDULES
 
@@ -20,7 +21,7 @@ COMPILERS = ("none", *COMPILE_BACKENDS)
 RESUME = ("no", "must", "auto")
 OFFLOADS = ("none", "boundary", "saved", "all")
 INITS = ("host", "sharded")
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", *reversed(BACKENDS))
 
 
 def _option(default: Any, help: str, kind: Callable[[str], Any] = str, **argument: Any) -> Any:
