@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from nemo_like.log import logger
 from nemo_like.planning.plan import Plan, gib
@@ -23,6 +24,8 @@ from nemo_like.tensors import describe, tensors_in
 
 TOLERANCE = 0.03
 """A difference of this share of the prediction is said."""
+_left_over: list[RemovableHandle] = []
+"""Hooks of models that are gone."""
 _PATIENCE = 256
 """Forward passes without an optimizer's step after which nobody watches any longer."""
 
@@ -58,8 +61,11 @@ class _StepWatch:
     seen: Seen = field(default_factory=Seen)
     over: bool = True
     """Its hooks do nothing: it is done, or stands in a copy of the model."""
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     def install(self, model: nn.Module) -> None:
+        while _left_over:
+            _left_over.pop().remove()
         self.over = False
         self.model = weakref.ref(model)
         self.steps, self.idle = 0, 0
@@ -79,7 +85,11 @@ class _StepWatch:
         return _StepWatch, (self.plan, self.device)
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.over or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return
+        if self.over:
+            self._close()
+        if self.over or not torch.is_grad_enabled():
             return
         self.idle += 1
         if self.idle > _PATIENCE:
@@ -110,9 +120,13 @@ class _StepWatch:
         self.seen.own_loss = loss is not None or (isinstance(output, torch.Tensor) and output.dim() == 0)
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        # The hook stays where it is until the next forward: torch goes through all optimizers' hooks while this one runs.
+        if self.over:
+            return
         model = self.model()
         if model is None:
-            self._close()
+            self._finish()
+            _left_over.extend(self.handles)
             return
         ours = {id(p) for p in model.parameters()}
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
@@ -124,7 +138,7 @@ class _StepWatch:
         self.seen.output_kept = any(ref() is not None for ref in self.output)
         between = _between_steps(model, optimizer, gradients=self.seen.gradients_before)
         peak = self.meter.stop(between)
-        self._close()
+        self._finish()
         if peak is not None:
             self._compare(peak)
 
@@ -143,13 +157,17 @@ class _StepWatch:
         )  # fmt: skip
         (logger.warning if peak > predicted else logger.info)(text)
 
-    def _close(self) -> None:
+    def _finish(self) -> None:
         self.over = True
+        if isinstance(self.meter, _CpuPeak):
+            self.meter.drop()
+
+    def _close(self) -> None:
+        if not self.over:
+            self._finish()
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        if isinstance(self.meter, _CpuPeak):
-            self.meter.drop()
 
 
 def causes(planned: Mapping[str, Any], seen: Seen) -> list[str]:

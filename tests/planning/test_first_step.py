@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import re
@@ -75,6 +76,22 @@ def test_the_plainest_loop_is_what_was_planned(said: Callable[[], list[str]]) ->
     _train(model)
     assert said() == []
     assert _hooks(model) == (*bare[:2], before), "nothing is left of it"
+
+
+def test_two_models_are_watched_at_once_and_one_that_is_gone_leaves_nothing() -> None:
+    kept = _model()  # takes away what others left
+    before = len(torch_optimizer._global_optimizer_post_hooks)
+    gone = _model()
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    first, second = _model(), _model()
+    del gone
+    gc.collect()
+    other.step()  # goes through the hooks of all three
+    _train(first)
+    _train(second)
+    last = _model()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == before + 1, "the first one's and the last one's"
+    del kept, last
 
 
 @pytest.mark.parametrize(
