@@ -6,6 +6,7 @@ model and on all optimizers, on rank zero alone, and they are taken out again wh
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class _StepWatch:
 
     def _begin(self, module: nn.Module) -> None:
         self.seen.gradients_before = any(p.grad is not None for p in module.parameters())
+        gc.collect()  # else what an earlier model left in cycles may be freed within the step, and counted
         meter = _CudaPeak(self.device) if self.device.type == "cuda" else _CpuPeak()
         try:
             meter.start()
