@@ -29,9 +29,11 @@ class Block(nn.Module):
         self.register_buffer("shift", torch.full((4,), 0.5))
         self.scale, self.mode, self.config = 2.0, "a", SimpleNamespace(gain=3.0)
         self.other: Any = None
+        self.table = dict.fromkeys(range(500), 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x + self.shift).tanh() * self.scale * self.config.gain
+        y = y * self.table[400]
         y = y.sin() if self.mode == "a" else y.cos()
         if self.other is not None:
             y = y * 5
@@ -61,6 +63,7 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "attribute taken away": lambda block: delattr(block, "mode"),
     "attribute of another type": lambda block: setattr(block, "other", "there"),
     "attribute that is an object": lambda block: setattr(block, "other", object()),
+    "table of many numbers": lambda block: block.table.update({400: 3.0}),
     "frozen": lambda block: block.inner.requires_grad_(False),
 }
 

@@ -38,7 +38,7 @@ _PLAIN = frozenset({
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
 })  # fmt: skip
 _CONTAINERS = frozenset({list, dict, set, OrderedDict, defaultdict, deque})
-_SMALL = 64
+_SMALL = 1024
 """Entries up to which a container among a module's attributes is copied before every forward."""
 SMALL_TENSOR = 1 << 16
 """Bytes up to which a tensor that is part of a module's state is copied before every forward."""
@@ -120,11 +120,10 @@ class Part:
         for name in self.containers:
             container = self.own[name]
             if len(container) <= _SMALL:
-                values = container.values() if isinstance(container, dict) else container
-                plain = all(type(value) in _PLAIN for value in values)
+                plain = _PLAIN.issuperset(map(type, container.values() if isinstance(container, dict) else container))
                 yield TakenContainer(self.own, name, container, container.copy() if plain else Contents(container))
         for name in self.tuples:
-            if all(type(item) in _PLAIN for item in self.own[name]):
+            if _PLAIN.issuperset(map(type, self.own[name])):
                 yield TakenContainer(self.own, name, self.own[name], None)
 
 
