@@ -39,6 +39,19 @@ class LowRank(nn.Module):
         return self.base(hidden) + self.b(self.a(hidden))
 
 
+class Quantised(nn.Module):
+    """A head whose weight is kept in 8 bits, with a scale for each row that trains."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.scale = nn.Parameter(scale)
+
+    def forward(self, hidden):
+        return F.linear(hidden, self.weight.to(hidden.dtype) * self.scale)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     chunk=st.integers(1, 40),
@@ -83,7 +96,7 @@ def test_shift_and_num_items():
     close(gradients(ours, hidden, head), gradients(theirs, hidden, head))
 
 
-@pytest.mark.parametrize("head_of", [LowRank, Capped, lambda linear: nn.Sequential(nn.LayerNorm(D), linear)])
+@pytest.mark.parametrize("head_of", [LowRank, Capped, Quantised, lambda linear: nn.Sequential(nn.LayerNorm(D), linear)])
 def test_any_module_is_a_head(head_of):
     hidden, linear, labels = inputs()
     head = head_of(linear)
