@@ -73,6 +73,12 @@ def _private(owner: Any, path: str) -> Any:
     return owner
 
 
+def profiler_is_on() -> bool:
+    """Whether one of torch's profilers runs on this thread, beside which no other may start; False: torch can't tell."""
+    enabled: Callable[[], bool] | None = _private(torch.autograd, "_profiler_enabled")
+    return enabled is not None and enabled()
+
+
 # --- Autograd ---------------------------------------------------------------------------------------------------------
 
 # Absent in 2.11: an autograd node of our own does the same.

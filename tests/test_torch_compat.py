@@ -175,6 +175,14 @@ def test_weak_storages_tell_memory_apart_and_let_it_go(monkeypatch, reference):
     assert not any(storages.is_of(0, torch.ones(8)) for _ in range(100))
 
 
+def test_whether_a_profiler_is_on(monkeypatch):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_compat.profiler_is_on()
+    assert not torch_compat.profiler_is_on()
+    monkeypatch.delattr(torch.autograd, "_profiler_enabled")
+    assert not torch_compat.profiler_is_on()
+
+
 def test_an_operator_is_called_directly_or_as_it_is():
     x = torch.tensor([0.5])
     assert torch.equal(torch_compat.direct_call(torch.ops.aten.sin.default)(x), x.sin())

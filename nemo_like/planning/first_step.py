@@ -25,8 +25,10 @@ from nemo_like.tensors import describe, tensors_in
 
 TOLERANCE = 0.03
 """A difference of this share of the prediction is said."""
-_left_over: list[RemovableHandle] = []
-"""Hooks of models that are gone."""
+_watches: list[_StepWatch] = []
+"""Those that are not over. One hook on all optimizers serves them: torch goes through the hooks while they run, so that none
+may take itself out."""
+_hook: RemovableHandle | None = None
 _PATIENCE = 256
 """Forward passes without an optimizer's step after which nobody watches any longer."""
 
@@ -55,7 +57,7 @@ def watch_first_step(model: nn.Module, plan: Plan, device: torch.device) -> None
         _StepWatch(plan, device).install(model)
 
 
-@dataclass
+@dataclass(eq=False)
 class _StepWatch:
     plan: Plan
     device: torch.device
@@ -65,18 +67,19 @@ class _StepWatch:
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def install(self, model: nn.Module) -> None:
-        while _left_over:
-            _left_over.pop().remove()
+        global _hook
+        if _hook is None:
+            _hook = register_optimizer_step_post_hook(_after_any_step)
+        _watches.append(self)
         self.over = False
         self.model = weakref.ref(model)
-        self.steps, self.idle = 0, 0
+        self.steps, self.idle, self.between = 0, 0, True
         self.wait = 2 if isinstance(model, DistributedDataParallel) else 1  # DDP makes its buckets anew in the second step
         self.meter: _CudaPeak | _CpuPeak | None = None
         self.output: list[weakref.ref[torch.Tensor]] = []
         self.handles = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
-            register_optimizer_step_post_hook(self._after_step),
         ]
 
     def __deepcopy__(self, memo: Any) -> _StepWatch:
@@ -86,20 +89,17 @@ class _StepWatch:
         return _StepWatch, (self.plan, self.device)
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self.over:
-            self._close()
-        if self.over or not torch.is_grad_enabled():
+        if self.over or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.idle += 1
         if self.idle > _PATIENCE:
             self._close()
-        elif self.steps == self.wait:
-            if self.meter is None:
+        elif self.steps >= self.wait:
+            if self.between and not any(watch.meter is not None for watch in _watches):  # one model at a time
                 self._begin(module)
             self.seen.forwards += 1
             self.seen.batch = describe(tuple(tensors_in((args, kwargs))), {})
+        self.between = False
 
     def _begin(self, module: nn.Module) -> None:
         self.seen.gradients_before = any(p.grad is not None for p in module.parameters())
@@ -121,26 +121,23 @@ class _StepWatch:
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         self.seen.own_loss = loss is not None or (isinstance(output, torch.Tensor) and output.dim() == 0)
 
-    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        # The hook stays where it is until the next forward: torch goes through all optimizers' hooks while this one runs.
-        if self.over:
-            return
+    def after_step(self, optimizer: Optimizer) -> None:
         model = self.model()
         if model is None:
-            self._finish()
-            _left_over.extend(self.handles)
+            self._close()
             return
         ours = {id(p) for p in model.parameters()}
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
-        self.steps, self.idle = self.steps + 1, 0
+        self.steps, self.idle, self.between = self.steps + 1, 0, True
         if self.meter is None:
+            self.seen.forwards = 0
             return
         self.seen.optimizer = _word(optimizer)
         self.seen.output_kept = any(ref() is not None for ref in self.output)
         between = _between_steps(model, optimizer, gradients=self.seen.gradients_before)
         peak = self.meter.stop(between)
-        self._finish()
+        self._close()
         if peak is not None:
             self._compare(peak)
 
@@ -159,17 +156,19 @@ class _StepWatch:
         )  # fmt: skip
         (logger.warning if peak > predicted else logger.info)(text)
 
-    def _finish(self) -> None:
+    def _close(self) -> None:
         self.over = True
+        _watches.remove(self)
         if isinstance(self.meter, _CpuPeak):
             self.meter.drop()
-
-    def _close(self) -> None:
-        if not self.over:
-            self._finish()
         for handle in self.handles:
             handle.remove()
         self.handles = []
+
+
+def _after_any_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    for watch in list(_watches):
+        watch.after_step(optimizer)
 
 
 def causes(planned: Mapping[str, Any], seen: Seen) -> list[str]:

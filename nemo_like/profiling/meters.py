@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.torch_compat import TorchDispatchMode, tree_leaves
+from nemo_like.torch_compat import TorchDispatchMode, profiler_is_on, tree_leaves
 
 
 class StorageRegistry:
@@ -150,6 +150,8 @@ class AllocatorEvents:
         )
 
     def start(self) -> None:
+        if profiler_is_on():  # torch notices that too late, and its next export reads freed memory
+            raise RuntimeError("A profiler of torch is on already on this thread; end it first.")
         with quiet_profiler():
             self._profiler.start()
 

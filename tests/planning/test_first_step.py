@@ -17,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from nemo_like import StepSpec, parallelize
 from nemo_like.log import forget_announcements
+from nemo_like.planning import first_step
 from nemo_like.planning.first_step import Seen, causes
 
 transformers = pytest.importorskip("transformers")
@@ -63,35 +64,43 @@ def _train(
 
 
 def _hooks(model: nn.Module) -> tuple[int, int, int]:
-    return (
-        len(model._forward_pre_hooks), len(model._forward_hooks), len(torch_optimizer._global_optimizer_post_hooks),
-    )  # fmt: skip
+    watches = [watch for watch in first_step._watches if watch.model() is model]
+    return len(model._forward_pre_hooks), len(model._forward_hooks), len(watches)
 
 
 def test_the_plainest_loop_is_what_was_planned(said: Callable[[], list[str]]) -> None:
-    before = len(torch_optimizer._global_optimizer_post_hooks)
     bare = _hooks(_model(ac="full"))
     model = _model()
-    assert _hooks(model) == (bare[0] + 1, bare[1] + 1, before + 1)
+    assert _hooks(model) == (bare[0] + 1, bare[1] + 1, 1)
     _train(model)
     assert said() == []
-    assert _hooks(model) == (*bare[:2], before), "nothing is left of it"
+    assert _hooks(model) == (*bare[:2], 0), "nothing is left of it"
 
 
-def test_two_models_are_watched_at_once_and_one_that_is_gone_leaves_nothing() -> None:
-    kept = _model()  # takes away what others left
-    before = len(torch_optimizer._global_optimizer_post_hooks)
-    gone = _model()
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    first, second = _model(), _model()
+def test_several_models_are_watched_one_after_the_other_and_one_that_is_gone_leaves_nothing() -> None:
+    gone, first, second = _model(), _model(), _model()
     del gone
     gc.collect()
-    other.step()  # goes through the hooks of all three
-    _train(first)
-    _train(second)
-    last = _model()
-    assert len(torch_optimizer._global_optimizer_post_hooks) == before + 1, "the first one's and the last one's"
-    del kept, last
+    nothing = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    nothing.step()
+    assert all(watch.model() is not None for watch in first_step._watches)
+    both = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=1e-3)
+    left = []
+    for _ in range(3):
+        (first(**BATCH).loss + second(**BATCH).loss).backward()
+        both.step()
+        both.zero_grad()
+        left.append((_hooks(first)[2], _hooks(second)[2]))
+    assert left == [(1, 1), (0, 1), (0, 0)]
+    assert len(torch_optimizer._global_optimizer_post_hooks) == 1, "one for all"
+
+
+def test_a_profiler_of_ones_own_is_left_alone(said: Callable[[], list[str]], caplog: pytest.LogCaptureFixture) -> None:
+    model = _model()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        _train(model)
+    assert any(event.key == "aten::mm" for event in profiler.key_averages())
+    assert "A profiler of torch is on already" in caplog.text and said() == []
 
 
 @pytest.mark.parametrize(
@@ -143,13 +152,13 @@ def test_a_mode_is_not_watched_and_a_copy_neither() -> None:
     model = _model(ac="full")
     assert not any("_StepWatch" in repr(hook) for hook in model._forward_hooks.values())
     watched = _model()
-    kept = len(torch_optimizer._global_optimizer_post_hooks)
+    kept = len(first_step._watches)
     twin = copy.deepcopy(watched)
     assert pickle.loads(pickle.dumps([*twin._forward_hooks.values()][-1].__self__)) is not None
-    assert len(torch_optimizer._global_optimizer_post_hooks) == kept
+    assert len(first_step._watches) == kept
     _train(twin)  # the copy's hooks do nothing, and the model's own still wait
     _train(watched)
-    assert len(torch_optimizer._global_optimizer_post_hooks) == kept - 1
+    assert len(first_step._watches) == kept - 1
 
 
 def test_gradients_are_those_of_a_model_that_is_not_watched() -> None:
