@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.planning import Planner, Setup
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.first_step import VARIABLE
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -166,6 +169,7 @@ def _told(rank, world_size, strategy, microbatches):
     """What a loop with that many microbatches is told, by the first step of a model that was planned for one."""
     import logging
 
+    os.environ[VARIABLE] = "1"
     torch.manual_seed(rank)
     ids = torch.randint(VOCAB, (4, 64))
     batch = {"input_ids": ids, "labels": ids}

@@ -27,6 +27,11 @@ IDS = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
+@pytest.fixture(autouse=True)
+def _asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(first_step.VARIABLE, "1")  # on the CPU it is done when asked for
+
+
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     forget_announcements()
@@ -93,6 +98,12 @@ def test_several_models_are_watched_one_after_the_other_and_one_that_is_gone_lea
         left.append((_hooks(first)[2], _hooks(second)[2]))
     assert left == [(1, 1), (0, 1), (0, 0)]
     assert len(torch_optimizer._global_optimizer_post_hooks) == 1, "one for all"
+
+
+@pytest.mark.parametrize("word", ["", "0"])
+def test_without_being_asked_nothing_is_watched_on_the_cpu(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(first_step.VARIABLE, word)
+    assert _hooks(_model()) == _hooks(_model(ac="full"))
 
 
 def test_a_profiler_of_ones_own_is_left_alone(said: Callable[[], list[str]], caplog: pytest.LogCaptureFixture) -> None:
