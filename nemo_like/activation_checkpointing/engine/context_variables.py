@@ -15,16 +15,29 @@ from torch import Tensor
 from nemo_like.activation_checkpointing.engine.containers import is_container, map_leaves
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+_BUILT_IN = (list, dict, set)
+
 
 class ContextVariables:
     """The context at the moment of creation."""
 
-    __slots__ = ("_context", "_held", "_saved")
+    __slots__ = ("_context", "_empty", "_held", "_saved")
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
         self._held: tuple[contextvars.ContextVar[Any], ...] = ()
-        held = {var: value for var, value in self._context.items() if is_container(value) or isinstance(value, Tensor)}
+        self._empty: list[tuple[contextvars.ContextVar[Any], type]] = []
+        """Variables with an empty container, and its type: torch's compiler leaves some in every context."""
+        held = {}
+        for variable, value in self._context.items():
+            if is_container(value):
+                if not value and type(value) in _BUILT_IN:
+                    self._empty.append((variable, type(value)))
+                elif type(value) is not tuple or not _PLAIN.issuperset(map(type, value)):  # which nobody can change
+                    held[variable] = value
+            elif isinstance(value, Tensor):
+                held[variable] = value
         if held:
             self._held = tuple(held)
             self._saved = SavedInputs(map_leaves(_without_graph, tuple(held.values())), {})
@@ -33,6 +46,8 @@ class ContextVariables:
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function` in a copy of the context; raises RegionError if a tensor in it was changed in place."""
         context = self._context.copy()
+        for variable, kind in self._empty:
+            context.run(variable.set, kind())
         if self._held:
             context.run(_set, self._held, self._saved.get(region)[0])
         return context.run(function, *args, **kwargs)

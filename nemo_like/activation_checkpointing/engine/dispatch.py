@@ -18,6 +18,7 @@ from nemo_like.activation_checkpointing.engine.kept import (
     Kept,
     OnHost,
     Skipped,
+    decision_of,
     from_host,
     map_kept,
     map_tensors,
@@ -151,7 +152,7 @@ class ForwardMode(_Mode):
 
     def look_at(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator that is tracked, writes, or may copy to the host."""
-        kind, call = self.kinds.of(func)
+        kind, call = self.kinds.get(id(func)) or self.kinds.of(func)
         if kind == MUTABLE and not self.paused:
             self.before_change(func, args, kwargs)
         out = call(*args, **kwargs)
@@ -226,14 +227,14 @@ class ReplayMode(_Mode):
         self.region_name = name
         self.position = 0
         self.finished_at: int | None = None
-        self.skips = any(entry.decision is SKIP for entry in kept)
+        self.skips = SKIP in map(decision_of, kept)
         self.passing = {} if self.skips else kinds.passing  # one that is let pass may be given a placeholder
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = self.passing.get(id(func))
         if call is not None:
             return call(*args, **kwargs) if kwargs else call(*args)
-        kind, call = self.kinds.of(func)
+        kind, call = self.kinds.get(id(func)) or self.kinds.of(func)
         if kind in _RECORDED or (kind == COPY and ops.is_device_to_host_copy(func, args, kwargs)):
             entry, value = self.next(func)
             if entry.decision is not RECOMPUTE:

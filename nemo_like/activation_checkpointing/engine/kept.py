@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ class Kept:
         """Drop what is kept: replay computes it, unless it must never run twice."""
         if self.decision is Decision.SKIP or not facts(self.op).pinned:
             self.decision, self.value, self.rng_after = Decision.RECOMPUTE, None, None
+
+
+decision_of: Callable[[Kept], Decision] = attrgetter("decision")
 
 
 class OnHost:

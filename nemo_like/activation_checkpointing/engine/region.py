@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from nemo_like.activation_checkpointing.engine.input_writes import watch_writes
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.kept import (
     Kept,
+    decision_of,
     map_tensors,
     on_host,
     private_copy,
@@ -173,8 +174,10 @@ class Region:
     def refer_to_memory(self, index: int, tensor: Tensor) -> None:
         """Be able to tell later whether a tensor has the memory of `tensor`, handle `index`."""
         if type(tensor) in PLAIN_TENSORS:
-            with suppress(NotImplementedError):  # a sparse or an mkldnn tensor
+            try:  # noqa: SIM105 - three more frames, for each tensor from outside
                 self.storages[index] = torch_compat.weak_storage(tensor.untyped_storage())
+            except NotImplementedError:  # a sparse or an mkldnn tensor
+                pass
 
     def drop_unreachable(self) -> None:
         """At the end of forward: drop what no replay can reach, and cut the rest from the graph.
@@ -196,7 +199,7 @@ class Region:
 
     def keeps_on_host(self) -> bool:
         """Whether something that is kept waits on the host."""
-        return bool(self.kept) and any(entry.decision is HOST for entry in self.kept)
+        return HOST in map(decision_of, self.kept)
 
     def drop(self) -> None:
         """Forget everything that is kept."""
@@ -327,7 +330,7 @@ class Region:
         """Before anything is used: as many tracked calls must have been replayed as forward had made by then."""
         if not self.early_stop or self.position <= self.last:
             return
-        expected = sum(1 for entry in self.kept if entry.packs_before <= self.last)
+        expected = len([entry for entry in self.kept if entry.packs_before <= self.last])
         if mode.finished_at != expected:
             raise RegionError(
                 f"Region {self.name!r}: replay and forward disagree: forward had run {expected} tracked operators at "
@@ -339,10 +342,10 @@ class Region:
         if not self.kept:
             return []
         values = []
-        skips = any(entry.decision is SKIP for entry in self.kept)
-        for entry in self.kept:
-            if entry.decision is HOST:
-                for item in on_host(entry.value):
+        skips, waits = SKIP in map(decision_of, self.kept), self.keeps_on_host()
+        if waits:
+            for entry in self.kept:
+                for item in on_host(entry.value) if entry.decision is HOST else ():
                     self.transfer.prefetch(item.handle)
         for entry in self.kept:
             value = entry.value
@@ -353,7 +356,7 @@ class Region:
             values.append(value)
             if not keep and not (skips and facts(entry.op).pinned):
                 entry.value = None  # the list hands it out once; a second try can't run a pinned operator again
-        self.consumed = not keep and any(entry.decision in (SAVE, HOST) for entry in self.kept)
+        self.consumed = not keep and (waits or SAVE in map(decision_of, self.kept))
         return values
 
     def check_version(self, entry: Kept) -> None:
