@@ -330,6 +330,10 @@ def without_function_modes() -> Iterator[None]:
 # --- Operators --------------------------------------------------------------------------------------------------------
 
 
+inductor_writes_blocks = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+"""Whether inductor compiles functions that write blocks in place; that of 2.11 ends with ``KeyError: 'buf1'``."""
+
+
 def higher_order_op(name: str) -> Any | None:
     """``flex_attention`` or ``inductor_compiled_code``; None for another name, or, with one warning, where it moved."""
     module = {"flex_attention": "flex_attention", "inductor_compiled_code": "wrap"}.get(name)

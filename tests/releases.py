@@ -15,3 +15,7 @@ reduces_what_is_not_there = pytest.mark.skipif(
 grouped_products_differ = TORCH < (2, 12)
 """`grouped_mm`, which transformers calls in eager mode, has other last bits than the products of single experts, which
 it calls under a compiler (float32 on the CPU). From 2.13 on the bits are the same."""
+
+compiles_experts_alike = pytest.mark.skipif(
+    TORCH < (2, 12), reason="compiled by torch 2.11, a layer of DeepSeek-V3 saves other tensors in a replay, which raises"
+)

@@ -18,7 +18,7 @@ from nemo_like.log import forget_announcements
 from tests.models.decoders import LAYERS, NAMES, PlainDecoder, batch, build, loss_of
 from tests.models.families import FAMILIES
 from tests.models.kv_shared import build as build_kv_shared
-from tests.releases import TORCH, grouped_products_differ
+from tests.releases import TORCH, compiles_experts_alike, grouped_products_differ
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,7 @@ def test_aot_eager_is_eager_to_the_bit_in_every_mode(name: str) -> None:
         assert any(same(got, expected) for expected in right), ac
 
 
+@compiles_experts_alike
 def test_a_compiled_deepseek_trains_twelve_steps_without_a_false_change_in_place() -> None:
     """It used to raise a false "changed in place" in most runs."""
     steps = []
