@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nemo_like.torch_compat import tree_leaves, tree_map
 
-_SEQUENCES = (tuple, list)
+SEQUENCES = (tuple, list)
+"""Not ``tuple | list``, which makes a new object each time that it is come to."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -24,7 +25,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, _SEQUENCES):  # by hand: this runs on every operator's outputs, where a pytree is slow
+    if isinstance(value, SEQUENCES):  # by hand: this runs on every operator's outputs, where a pytree is slow
         return [tensor for item in value for tensor in tensors_in(item)]
     if isinstance(value, Mapping):
         return [tensor for item in value.values() for tensor in tensors_in(item)]

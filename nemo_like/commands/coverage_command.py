@@ -78,9 +78,7 @@ def run(args: argparse.Namespace) -> int:
         return _survey_plans(args)
     known = model_types()
     types = args.only or known
-    for name in types:
-        if name not in known:
-            raise ValueError(f"--only names {name!r}, and transformers has no such model type." + did_you_mean(name, known))
+    _check_types(types, known)
     if args.processes < 1:
         raise ValueError(f"--processes is {args.processes}; it must be a whole number >= 1.")
     chunks = [types[start :: args.processes * 4] for start in range(args.processes * 4)]
@@ -94,6 +92,12 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(failures(rows)) else 0
 
 
+def _check_types(types: Iterable[str], known: list[str]) -> None:
+    for name in types:
+        if name not in known:
+            raise ValueError(f"--only names {name!r}, and transformers has no such model type." + did_you_mean(name, known))
+
+
 def _survey_losses(args: argparse.Namespace) -> int:
     rows = list(loss_survey.survey(args.only or loss_survey.language_models()))
     _write_section(args.output, loss_survey.SECTION, loss_survey.markdown(rows))
@@ -102,11 +106,7 @@ def _survey_losses(args: argparse.Namespace) -> int:
 
 def _survey_plans(args: argparse.Namespace) -> int:
     known = plan_survey.model_types()
-    for name in args.only or ():
-        if name not in known:
-            raise ValueError(
-                f"--only names {name!r}, and transformers has no such model type." + did_you_mean(name, list(known))
-            )
+    _check_types(args.only or (), list(known))
     rows = list(plan_survey.survey(args.only or known))
     before = _page(args.output) if args.only else ""
     _write_section(args.output, plan_survey.SECTION, plan_survey.markdown(rows, before))

@@ -18,6 +18,7 @@ from nemo_like.extras import require
 from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.first_step import bytes_between_steps
 from nemo_like.planning.outer import loss_of
 from nemo_like.planning.planner import Planner, Setup
 
@@ -216,10 +217,7 @@ def measured(model: nn.Module, sample: dict[str, Tensor]) -> tuple[int, int]:
     outputs: list[Any] = []
     alive = cpu_events(lambda: outputs.append(model(**sample)))[-1]
     outputs.clear()
-    stay = {id(p): p for p in model.parameters()}.values()
-    state = [t for per in optimizer.state.values() for t in per.values() if isinstance(t, Tensor)]
-    before = sum(t.untyped_storage().nbytes() for t in (*stay, *state))
-    return before + max(cpu_events(step)), alive
+    return bytes_between_steps(model, optimizer, gradients=False) + max(cpu_events(step)), alive
 
 
 def failures(rows: Iterable[SurveyedPlan]) -> Iterator[str]:

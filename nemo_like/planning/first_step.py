@@ -141,7 +141,7 @@ class _StepWatch:
             return
         self.seen.optimizer = _word(optimizer)
         self.seen.output_kept = any(ref() is not None for ref in self.output)
-        between = _between_steps(model, optimizer, gradients=self.seen.gradients_before)
+        between = bytes_between_steps(model, optimizer, gradients=self.seen.gradients_before)
         peak = self.meter.stop(between)
         self._close()
         if peak is not None:
@@ -220,7 +220,7 @@ def _word(optimizer: Optimizer) -> str:
     return "adamw-foreach" if foreach else "adamw-loop"
 
 
-def _between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bool) -> int:
+def bytes_between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bool) -> int:
     """Bytes that are alive when a step begins: parameters, optimizer state, gradients that stay, DDP's buckets."""
     params = list(model.parameters())
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nemo_like.activation_checkpointing.engine.containers import is_container, map_leaves
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
+from nemo_like.activation_checkpointing.engine.module_parts import is_plain
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _BUILT_IN = (list, dict, set)
 
 
@@ -34,7 +34,7 @@ class ContextVariables:
             if is_container(value):
                 if not value and type(value) in _BUILT_IN:
                     self._empty.append((variable, type(value)))
-                elif type(value) is not tuple or not _PLAIN.issuperset(map(type, value)):  # which nobody can change
+                elif type(value) is not tuple or not all(map(is_plain, map(type, value))):  # which nobody can change
                     held[variable] = value
             elif isinstance(value, Tensor):
                 held[variable] = value

@@ -52,10 +52,6 @@ def _put_warn_only(value: bool) -> None:
     torch.use_deterministic_algorithms(SWITCH_READERS["deterministic"](), warn_only=value)
 
 
-def _put_mkldnn(value: bool) -> None:
-    _backends.mkldnn.enabled = value  # type: ignore[assignment]
-
-
 _ALWAYS: list[Switch] = [
     *((SWITCH_READERS[kind], getattr(_backends.cuda, f"enable_{kind}_sdp")) for kind in SDPA_KERNELS),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -65,7 +61,7 @@ _ALWAYS: list[Switch] = [
         (SWITCH_READERS["matmul_precision"], torch.set_float32_matmul_precision),
         [_backends.cuda.matmul, getattr(_backends.mkldnn, "matmul", _backends.cuda.matmul)],
     ),
-    (SWITCH_READERS["mkldnn"], _put_mkldnn),
+    *_attributes(_backends.mkldnn, "enabled"),
 ]
 _ON_CUDA: list[Switch] = [
     *_attributes(_backends.cudnn, "enabled", "benchmark", "deterministic"),

@@ -13,10 +13,7 @@ from nemo_like.activation_checkpointing.engine.transfer import WaitingTensor
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import Decision
 from nemo_like.op_lookup import Op
-from nemo_like.tensors import tensors_in
-
-_SEQUENCES = (tuple, list)
-"""Not ``tuple | list``, which makes a new object each time that it is come to."""
+from nemo_like.tensors import SEQUENCES, tensors_in
 
 
 class Kept:
@@ -79,7 +76,7 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """`function` on each tensor of an operator's output (a tensor, or a tuple or list of tensors and others)."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, _SEQUENCES):
+    if isinstance(value, SEQUENCES):
         return type(value)(map_tensors(function, item) for item in value)
     return value
 
@@ -88,7 +85,7 @@ def map_kept(function: Callable[[Any], Any], value: Any) -> Any:
     """As `map_tensors`, also on tensors that are on the host or skipped."""
     if isinstance(value, (OnHost, Skipped)):
         return function(value)
-    if isinstance(value, _SEQUENCES):
+    if isinstance(value, SEQUENCES):
         return type(value)(map_kept(function, item) for item in value)
     return function(value) if isinstance(value, Tensor) else value
 
@@ -97,7 +94,7 @@ def on_host(value: Any) -> list[OnHost]:
     """The parts of a kept output that wait in host memory."""
     if isinstance(value, OnHost):
         return [value]
-    return [item for part in value for item in on_host(part)] if isinstance(value, _SEQUENCES) else []
+    return [item for part in value for item in on_host(part)] if isinstance(value, SEQUENCES) else []
 
 
 def versions(value: Any) -> Any:

@@ -45,7 +45,6 @@ SMALL_TENSOR = 1 << 16
 _CONFIG = frozenset({"config", "cfg", "args", "hparams"})
 """The last word of the names of attributes that hold a configuration: its values are looked at as the module's own."""
 PLAIN_TENSORS = (Tensor, nn.Parameter)
-_EMPTY: tuple[Any, ...] = ()
 
 
 class Taken(NamedTuple):

@@ -371,10 +371,12 @@ class Region:
     def repack(self, tensor: Tensor) -> int:
         index = self.position
         self.position = index + 1
+        # What replay's own graph keeps: a number, good for a backward inside the region. Not the tensor: for an operator
+        # that saves its own result (exp), that graph would hold itself for ever.
+        self.lent.append(tensor)
         if index > self.last:
             if self.early_stop:
                 self.stop_unless_waited_for()
-            self.lent.append(tensor)
             return index
         handle = self.handles[index]()
         if handle is not None:
@@ -393,9 +395,6 @@ class Region:
             if self.replay_mode is not None:
                 self.replay_mode.finish()
             self.stop_unless_waited_for()
-        # What replay's own graph keeps: a number, good for a backward inside the region. Not the tensor: for an operator
-        # that saves its own result (exp), that graph would hold itself for ever.
-        self.lent.append(tensor)
         return index
 
     def stop_unless_waited_for(self) -> None:
