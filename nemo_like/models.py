@@ -88,7 +88,9 @@ class ModelSource:
         text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
         return getattr(text, "vocab_size", None)
 
-    def sample_input(self, batch_size: int, seq_len: int, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    def sample_input(
+        self, batch_size: int, seq_len: int, device: str | torch.device = "cpu"
+    ) -> dict[str, torch.Tensor]:
         """Token ids, (batch_size, seq_len) int64, as ``input_ids`` and, shifted by the model itself, as ``labels``."""
         if self.vocab_size is None:
             raise ValueError(f"Model {self.name!r} states no vocab_size, so no token input can be made up for it.")

@@ -184,9 +184,7 @@ def parallelize(
         asked = planned(
             model, asked, chosen, sample_input, _planning(shard_mesh, loop, cast, fsdp, loss, place, ddp=ddp_ranks)
         )
-    specs = resolve(
-        model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None
-    )
+    specs = resolve(model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None)
     check_specs(model, specs, compile=backend is not None)
 
     # Nothing has been changed up to here.
@@ -267,7 +265,9 @@ def _check_tensor_parallel(mesh: DeviceMesh | None, asked: Asked, tensor: Tensor
         )
     for name in ("sequence_parallel", "loss_parallel"):
         if getattr(tensor, name) and not split:
-            raise ValueError(f"{name}=True splits tensors over the ranks of tp, and there is one; TensorParallel(2, ...).")
+            raise ValueError(
+                f"{name}=True splits tensors over the ranks of tp, and there is one; TensorParallel(2, ...)."
+            )
     if tensor.plan is not None and not split:
         warn_once("TensorParallel.plan was given, and tp is one rank: no weight is split.")
     return split

@@ -153,9 +153,7 @@ def config_specs(
     if not narrowed:
         return []
     names = [layer.fqn for layer in narrowed]
-    how = How(
-        policy=_policy(config), use_reentrant=config.use_reentrant, preserve_rng_state=config.preserve_rng_state
-    )
+    how = How(policy=_policy(config), use_reentrant=config.use_reentrant, preserve_rng_state=config.preserve_rng_state)
     through_cache = kv_sharing.needs_cache(model)
     if through_cache and config.mode != "submodule":
         warn_once(

@@ -29,9 +29,7 @@ class SelectiveCheckpointer:
     ['1', '2']
     """
 
-    def __init__(
-        self, config: CheckpointConfig | Mapping[str, Any], profiler: MemoryProfiler | None = None
-    ) -> None:
+    def __init__(self, config: CheckpointConfig | Mapping[str, Any], profiler: MemoryProfiler | None = None) -> None:
         """Prepare.
 
         Args:

@@ -186,7 +186,9 @@ def sparse_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    pointers = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    pointers = (
+        (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    )
     return [*pointers, tensor.values()]
 
 

@@ -17,5 +17,6 @@ grouped_products_differ = TORCH < (2, 12)
 it calls under a compiler (float32 on the CPU). From 2.13 on the bits are the same."""
 
 compiles_experts_alike = pytest.mark.skipif(
-    TORCH < (2, 12), reason="compiled by torch 2.11, a layer of DeepSeek-V3 saves other tensors in a replay, which raises"
+    TORCH < (2, 12),
+    reason="compiled by torch 2.11, a layer of DeepSeek-V3 saves other tensors in a replay, which raises",
 )

@@ -46,7 +46,9 @@ def blocks(text: str, path: str) -> list[Block]:
         comment = (match["comment"] or "").strip()
         kind, _, rest = comment.partition(":")
         if comment and kind not in ("given", "not run"):
-            raise ValueError(f"{path}:{line}: the comment above a block starts with 'given:' or 'not run:', not {kind!r}")
+            raise ValueError(
+                f"{path}:{line}: the comment above a block starts with 'given:' or 'not run:', not {kind!r}"
+            )
         if kind == "not run" and len(rest.split()) < 2:
             raise ValueError(f"{path}:{line}: 'not run:' without a reason")
         given, reason = (rest, None) if kind == "given" else ("", rest.strip() if comment else None)
@@ -86,7 +88,9 @@ def test_most_blocks_run() -> None:
 
 
 def test_blocks_are_found_with_what_stands_above_them() -> None:
-    text = "a\n<!-- given:\nx = 1\n-->\n```python\ny = x + 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nno()\n```\n"
+    text = (
+        "a\n<!-- given:\nx = 1\n-->\n```python\ny = x + 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nno()\n```\n"
+    )
     first, second = blocks(text, "page.md")
     assert (first.line, first.reason, second.line, second.reason) == (6, None, 11, "needs a GPU")
     namespace: dict = {}

@@ -55,7 +55,9 @@ def test_signatures_are_the_same_on_every_machine() -> None:
     def call(x: int, *, torch: str = api_docs.torch.__version__, what: object = len) -> dict[str, int]:
         return {}
 
-    expected = "call(x: int, *, torch: str = torch.__version__, what: object = <built-in function len>) -> dict[str, int]"
+    expected = (
+        "call(x: int, *, torch: str = torch.__version__, what: object = <built-in function len>) -> dict[str, int]"
+    )
     assert api_docs.signature("call", call) == f"```text\n{expected}\n```\n"
 
 
@@ -81,7 +83,9 @@ def test_every_file_that_a_document_names_exists() -> None:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         named = re.findall(r"`((?:nemo_like|tests|tests_distributed|docs|\.ci)/[\w./-]*)`", text)
-        named += [f"nemo_like/{short}" for short in re.findall(r"`((?:\w+/)*\w+\.py)`", text) if not (ROOT / short).exists()]
+        named += [
+            f"nemo_like/{short}" for short in re.findall(r"`((?:\w+/)*\w+\.py)`", text) if not (ROOT / short).exists()
+        ]
         named += [str(page.parent.relative_to(ROOT) / link) for link in re.findall(r"\]\((?!http|#)([\w./-]+)\)", text)]
         missing += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
     assert not missing
@@ -90,7 +94,9 @@ def test_every_file_that_a_document_names_exists() -> None:
 @pytest.mark.parametrize("page", ["contributing.md", "design.md"])
 def test_every_name_that_the_map_or_the_design_uses_is_in_the_source(page: str) -> None:
     """Names with an underscore or of classes: words such as ``none`` say nothing."""
-    files = [path for folder in ("nemo_like", "tests", "tests_distributed", ".ci") for path in (ROOT / folder).rglob("*.py")]
+    files = [
+        path for folder in ("nemo_like", "tests", "tests_distributed", ".ci") for path in (ROOT / folder).rglob("*.py")
+    ]
     words = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in files)))
     quoted = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / page).read_text(encoding="utf-8"))
     named = {word for text in quoted for word in re.findall(r"\w+", text) if re.search(r"_|[a-z][A-Z]", word)}

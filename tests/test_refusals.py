@@ -89,7 +89,9 @@ def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
         (["profile", "--model", "llama-tiny", "--limit", "-3"], "--limit is -3"),
     ],
 )
-def test_a_wrong_option_of_a_command_is_named(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_of_a_command_is_named(
+    command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command) == 2
     assert said in capsys.readouterr().err
 
@@ -101,7 +103,10 @@ def test_a_wrong_option_of_a_command_is_named(command: list[str], said: str, cap
         ("bench --device xla:99", "device is 'xla:99'"),
         ("profile --model llama-tiny --device tpu", "device is 'tpu'"),
         ("trace --device tpu", "device is 'tpu'"),
-        ("profile --model llama-tiny --input-shape 3,4 --batch-size 1", r"failed on the sample input \(float32 \(3, 4\)\)"),
+        (
+            "profile --model llama-tiny --input-shape 3,4 --batch-size 1",
+            r"failed on the sample input \(float32 \(3, 4\)\)",
+        ),
         ("profile --model llama-tiny --input-shape 3,x", "--input-shape is '3,x'"),
         ("plan --model llama-tiny --gpu h100 --input-shape 0,3", "--input-shape is '0,3'"),
         ("plan --model llama-tiny --gpu h100 --vocab-size -4", "--vocab-size is -4"),

@@ -492,7 +492,9 @@ def test_dynamo_leaves_a_marked_function_and_what_it_calls_alone(name, monkeypat
     x = torch.ones(2, requires_grad=True)
     assert compiled_around(make(), x) == [[operator.add]]
     torch.compiler.reset()
-    own = types.FunctionType(make().__code__.replace(), globals(), closure=make().__closure__)  # a code object of its own
+    own = types.FunctionType(
+        make().__code__.replace(), globals(), closure=make().__closure__
+    )  # a code object of its own
     if name is not None:
         kept = {key: value for key, value in vars(torch._C._dynamo.eval_frame).items() if key != name}
         monkeypatch.setattr(torch_compat, "_eval_frame", SimpleNamespace(**kept))

@@ -28,7 +28,9 @@ def _compare(rank: int, world_size: int, ac: str, backend: str) -> float:
     """The largest difference to eager, relative to each tensor's largest entry."""
     dropout = backend != "inductor"  # it draws its masks from a generator of its own
     eager, compiled = _steps(ac, False, rank, dropout), _steps(ac, backend, rank, dropout)
-    return max(((a - b).abs().max() / a.abs().max().clamp_min(1e-12)).item() for a, b in zip(eager, compiled, strict=True))
+    return max(
+        ((a - b).abs().max() / a.abs().max().clamp_min(1e-12)).item() for a, b in zip(eager, compiled, strict=True)
+    )
 
 
 @pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule"])

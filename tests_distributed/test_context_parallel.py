@@ -70,9 +70,10 @@ def _step(rank: int, world_size: int) -> list[str]:
     for name, grad in expected.items():
         # Sums over ranks are added in another order; the scale is the largest gradient's, as the keys' bias has none.
         assert (grads["none"][name] - grad).abs().max() < 1e-5 * largest, name
-    return [f"{mode} {name}" for mode in MODES for name, g in grads[mode].items() if not torch.equal(g, grads["none"][name])]
+    return [
+        f"{mode} {name}" for mode in MODES for name, g in grads[mode].items() if not torch.equal(g, grads["none"][name])
+    ]
 
 
 def test_every_mode_replays_with_the_forwards_attention() -> None:
     assert run_ranks(2, _step) == [[], []]
-

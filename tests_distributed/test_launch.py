@@ -113,6 +113,10 @@ def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_without_a_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "99")
-    said = r"LOCAL_RANK is 99 but this host has \d+ CUDA device" if torch.cuda.is_available() else "sees no CUDA device here"
+    said = (
+        r"LOCAL_RANK is 99 but this host has \d+ CUDA device"
+        if torch.cuda.is_available()
+        else "sees no CUDA device here"
+    )
     with pytest.raises(ValueError, match=said):
         launch.local_device("cuda")

@@ -99,7 +99,12 @@ def test_fsdp2(name, reshard):
 
 @pytest.mark.parametrize(
     "arguments",
-    [dict(ac="full"), dict(strategy="ddp", ac="none"), dict(strategy=FSDP2(cpu_offload=True)), dict(compile="aot_eager")],
+    [
+        dict(ac="full"),
+        dict(strategy="ddp", ac="none"),
+        dict(strategy=FSDP2(cpu_offload=True)),
+        dict(compile="aot_eager"),
+    ],
     ids=["full", "ddp", "offload", "compiled"],
 )
 def test_other_ways(arguments):

@@ -16,7 +16,9 @@ from tests_distributed.spawn import run_ranks
 def _save(rank: int, world_size: int, folder: str, ac: str) -> None:
     model = parallelize(build("llama"), ac=ac, device="cpu")
     for arguments in ((folder,), (folder, rank == 0, None)):
-        with pytest.raises(RuntimeError, match=r"of LlamaForCausalLM\. Gather them .*get_model_state\(model, full=True\)"):
+        with pytest.raises(
+            RuntimeError, match=r"of LlamaForCausalLM\. Gather them .*get_model_state\(model, full=True\)"
+        ):
             model.save_pretrained(*arguments)
     assert not list(Path(folder).iterdir())  # nothing was written
     state = get_model_state(model, full=True)  # a collective; whole on rank 0

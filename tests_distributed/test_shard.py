@@ -155,7 +155,9 @@ def test_collectives_of_a_step(how: str, asked: Any, backward: int) -> None:
 
 def _gathered_at(rank: int, world_size: int, depth: int) -> tuple[list[int], list[int]]:
     model = _decoder(layers=4)
-    shard_layers(model, list(model.layers), build_mesh(), options=FSDP2(forward_prefetch=depth, backward_prefetch=depth))
+    shard_layers(
+        model, list(model.layers), build_mesh(), options=FSDP2(forward_prefetch=depth, backward_prefetch=depth)
+    )
     model(tokens()).backward()
     with CountCollectives() as counter:
         at: tuple[list[int], list[int]] = ([], [])

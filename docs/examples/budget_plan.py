@@ -18,7 +18,9 @@ from nemo_like import Plan, parallelize, plan_for
 def build() -> LlamaForCausalLM:
     """The same model in the planning and in the training process."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    )
     return LlamaForCausalLM(config).train()
 
 

@@ -34,5 +34,7 @@ with tempfile.TemporaryDirectory() as temporary:
     folder = sys.argv[1] if len(sys.argv) > 1 else temporary
     model.save_pretrained(folder)
     again = LlamaForCausalLM.from_pretrained(folder)
-same = all(torch.equal(a, b.cpu()) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+same = all(
+    torch.equal(a, b.cpu()) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True)
+)
 print("saved and loaded:", "equal" if same else "different")

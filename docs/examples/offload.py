@@ -16,7 +16,9 @@ from nemo_like.offload import offload_activations, offloader_of
 def build() -> LlamaForCausalLM:
     """The same weights every time."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    )
     return LlamaForCausalLM(config).train()
 
 

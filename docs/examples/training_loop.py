@@ -1,7 +1,7 @@
 """A loop of your own: gradient accumulation, clipping, and a checkpoint that any other mode reads.
 
-    python docs/examples/training_loop.py [FILE]
-    torchrun --nproc-per-node 2 docs/examples/training_loop.py [FILE]
+python docs/examples/training_loop.py [FILE]
+torchrun --nproc-per-node 2 docs/examples/training_loop.py [FILE]
 """
 
 import sys
@@ -21,7 +21,9 @@ MICROBATCHES = 4
 def build() -> LlamaForCausalLM:
     """The same weights on every rank: FSDP2 puts one model together from the ranks' shards."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
+    )
     return LlamaForCausalLM(config).train()
 
 

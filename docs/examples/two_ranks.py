@@ -17,7 +17,9 @@ from nemo_like.distributed.launch import rank
 def main() -> None:
     """Train a few steps; each rank sees other data."""
     device = init_distributed()
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(config).train()
     model = parallelize(model, strategy="fsdp2", ac="selective")

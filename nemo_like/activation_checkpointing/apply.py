@@ -1,6 +1,6 @@
 """`apply_specs`: the only place that puts checkpointing into a model.
 
-Everything is checked, and every wrapper made, before the first one is registered: an error leaves the model untouched.
+Everything is checked before the first wrapper is made: an error leaves the model untouched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nemo_like.activation_checkpointing.only_ours import watch_for_others
 from nemo_like.activation_checkpointing.sequential import Chunk, Segment, SegmentMember
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.timesteps import UnrolledCell
-from nemo_like.activation_checkpointing.wrapper import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper
+from nemo_like.activation_checkpointing.wrapper import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper, check_wrappable
 from nemo_like.module_tree import bare, bare_children, bare_modules, join
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import disable_dynamo_lru_cache
@@ -54,12 +54,13 @@ def apply_specs(
     """
     specs = list(specs)
     tree = _Tree(model)
-    wrappers = _make_wrappers(tree, specs, compile)
+    _check(tree, specs, compile)
+    wrappers = {name: wrapper for spec in specs for name, wrapper in _wrappers_for(tree, spec).items()}
     for name, wrapper in wrappers.items():
         tree.put(name, wrapper)
     for spec in specs:
         for name in spec.members:
-            if spec.calls is not None and isinstance(cell := bare(tree.find(name)), UnrolledCell):
+            if isinstance(cell := bare(tree.find(name)), UnrolledCell) and spec.calls is not None:
                 cell.checkpoint, cell.chunk_size = True, spec.calls
             if spec.policy is None and isinstance(spec.transfer, Placement):
                 tree.put(name, spec.transfer.enclose(tree.find(name)))
@@ -74,7 +75,7 @@ def apply_specs(
 
 def check_specs(model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: bool = False) -> None:
     """Raise what `apply_specs` would raise. Changes nothing."""
-    _make_wrappers(_Tree(model), list(specs), compile)
+    _check(_Tree(model), list(specs), compile)
 
 
 class _Tree:
@@ -115,10 +116,10 @@ class _Tree:
                 self._modules[other] = wrapper
 
 
-def _make_wrappers(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> dict[str, CheckpointWrapper]:
-    """A wrapper for each module that is to be replayed, by the module's name; nothing is registered yet."""
-    wrappers: dict[str, CheckpointWrapper] = {}
+def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
+    """Raise where a region names what is not there, what another one has, or what can't be wrapped."""
     taken: dict[int, str] = {}
+    seen: set[str] = set()
     for spec in specs:
         if spec.policy is None:
             _check_placement(tree, spec)
@@ -127,21 +128,37 @@ def _make_wrappers(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) 
             raise ValueError(
                 f"use_reentrant is True for {spec.members[0]} and compile is on: torch cannot compile it. Drop one."
             )
-        segment = _segment_of(spec)
-        how: dict[str, Any] = dict(policy=spec.policy, preserve_rng_state=spec.preserve_rng_state, transfer=spec.transfer)
-        for position, name in enumerate(spec.members):
+        for name in spec.members:
             module = tree.find(name)
             other = taken.setdefault(id(bare(module)), name)
-            if other != name or name in wrappers:
+            if other != name or name in seen:
                 raise ValueError(f"{name} is in two regions (there it is {other}): it would be replayed twice.")
-            if spec.calls is not None and isinstance(bare(module), UnrolledCell):
-                continue  # it makes its own regions
-            if segment is None:
-                wrappers[name] = CheckpointWrapper(module, spec.use_reentrant, name=name, **how)
-            else:
-                wrappers[name] = SegmentMember(module, segment, position, name=name, **how)
-            if spec.keeps_something and len(spec.members) == 1:
-                setattr(wrappers[name], SELECTIVE_AC_WRAPPER_FLAG, True)
+            seen.add(name)
+            if not _makes_its_own_regions(module, spec):
+                check_wrappable(module, spec.policy, spec.use_reentrant, name)
+
+
+def _makes_its_own_regions(module: nn.Module, spec: CheckpointSpec) -> bool:
+    return spec.calls is not None and isinstance(bare(module), UnrolledCell)
+
+
+def _wrappers_for(tree: _Tree, spec: CheckpointSpec) -> dict[str, CheckpointWrapper]:
+    """A wrapper for each module of a region that is to be replayed, by the module's name; nothing is registered yet."""
+    if spec.policy is None:
+        return {}
+    segment = _segment_of(spec)
+    wrappers: dict[str, CheckpointWrapper] = {}
+    how: dict[str, Any] = dict(policy=spec.policy, preserve_rng_state=spec.preserve_rng_state, transfer=spec.transfer)
+    for position, name in enumerate(spec.members):
+        module = tree.find(name)
+        if _makes_its_own_regions(module, spec):
+            continue
+        if segment is None:
+            wrappers[name] = CheckpointWrapper(module, spec.use_reentrant, name=name, **how)
+        else:
+            wrappers[name] = SegmentMember(module, segment, position, name=name, **how)
+        if spec.keeps_something and len(spec.members) == 1:
+            setattr(wrappers[name], SELECTIVE_AC_WRAPPER_FLAG, True)
     return wrappers
 
 

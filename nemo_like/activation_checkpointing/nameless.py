@@ -98,7 +98,9 @@ class Nameless(nn.Module):
             bases = tuple(type(self) if base is said else base for base in value.__bases__)
             # Only what FSDP2 adds. transformers puts a forward of its own into every subclass of its layers: that one
             # would run the layer past the wrapper.
-            value = type(value.__name__, bases, {key: item for key, item in vars(value).items() if not hasattr(said, key)})
+            value = type(
+                value.__name__, bases, {key: item for key, item in vars(value).items() if not hasattr(said, key)}
+            )
         _set_type(self, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -247,9 +247,7 @@ def table_of(trace: RegionTrace) -> dict[str, Any]:
     return {
         "region": trace.name,
         "tokens": trace.tokens,
-        "rows": [
-            {**vars(row), "kept_bytes_per_token": row.kept_bytes / tokens} for row in trace.rows()
-        ],
+        "rows": [{**vars(row), "kept_bytes_per_token": row.kept_bytes / tokens} for row in trace.rows()],
         "totals": {
             "none": {"bytes": trace.none_bytes, "replay_flops": 0},
             "full": {"bytes": trace.input_bytes, "replay_flops": trace.full_flops},

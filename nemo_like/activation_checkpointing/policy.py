@@ -277,7 +277,9 @@ def _as_decision(item: Decision | str) -> Decision:
     try:
         return Decision(normalise(item))
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{item!r} is no decision; it must be one of {', '.join(d.value for d in Decision)}.") from error
+        raise ValueError(
+            f"{item!r} is no decision; it must be one of {', '.join(d.value for d in Decision)}."
+        ) from error
 
 
 def _check_row(op: Op, row: tuple[Decision, ...]) -> None:
@@ -327,7 +329,9 @@ class _TableRun:
         if not wrong:
             return None
         op = wrong[0]
-        reason = f"{op} ran {self._counts.get(op, 0)} times, and the decision table has {len(self._rows[op])} entries for it"
+        reason = (
+            f"{op} ran {self._counts.get(op, 0)} times, and the decision table has {len(self._rows[op])} entries for it"
+        )
         return Misfit(frozenset(wrong), reason)
 
 

@@ -92,9 +92,7 @@ class SegmentMember(CheckpointWrapper):
         transfer: Transfer | None = None,
         name: str = "",
     ) -> None:
-        super().__init__(
-            module, preserve_rng_state=preserve_rng_state, policy=policy, transfer=transfer, name=name
-        )
+        super().__init__(module, preserve_rng_state=preserve_rng_state, policy=policy, transfer=transfer, name=name)
         self._segment = segment
         self._position = position
 

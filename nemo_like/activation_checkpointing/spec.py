@@ -45,7 +45,9 @@ class CheckpointSpec:
         object.__setattr__(self, "members", tuple(self.members))
         if len(set(self.members)) != len(self.members):
             raise ValueError(f"CheckpointSpec.members is {self.members!r}; it names a module twice.")
-        if self.calls is not None and (isinstance(self.calls, bool) or not isinstance(self.calls, int) or self.calls < 1):
+        if self.calls is not None and (
+            isinstance(self.calls, bool) or not isinstance(self.calls, int) or self.calls < 1
+        ):
             raise ValueError(f"CheckpointSpec.calls is {self.calls!r}; it must be a whole number of timesteps >= 1.")
         self._check_combination()
 

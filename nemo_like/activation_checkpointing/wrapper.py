@@ -66,19 +66,8 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
             TypeError: `module` is no module, or already such a wrapper.
             ValueError: `use_reentrant` together with a policy that keeps something.
         """
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"CheckpointWrapper wraps a torch.nn.Module, not {module!r}, a {type(module).__name__}.")
-        if isinstance(module, TorchCheckpointWrapper):
-            raise TypeError(
-                f"{name or 'The module'} is already checkpointed: wrapping it twice would replay it twice. "
-                "Apply checkpointing once, or pass unwrap_checkpoint_wrapper(module)."
-            )
         policy = FullPolicy() if policy is None else policy
-        if use_reentrant and not isinstance(policy, FullPolicy):
-            raise ValueError(
-                f"use_reentrant=True keeps nothing inside a region, so it cannot follow {type(policy).__name__}; "
-                "use use_reentrant=False."
-            )
+        check_wrappable(module, policy, use_reentrant, name)
         super().__init__(module)
         self.policy = policy
         self.region_name = name or type(module).__name__
@@ -160,6 +149,22 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
             *positional,
             use_reentrant=True,
             preserve_rng_state=self.preserve_rng_state,
+        )
+
+
+def check_wrappable(module: nn.Module, policy: Policy, use_reentrant: bool, name: str) -> None:
+    """Raise what `CheckpointWrapper` raises for such arguments."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"CheckpointWrapper wraps a torch.nn.Module, not {module!r}, a {type(module).__name__}.")
+    if isinstance(module, TorchCheckpointWrapper):
+        raise TypeError(
+            f"{name or 'The module'} is already checkpointed: wrapping it twice would replay it twice. "
+            "Apply checkpointing once, or pass unwrap_checkpoint_wrapper(module)."
+        )
+    if use_reentrant and not isinstance(policy, FullPolicy):
+        raise ValueError(
+            f"use_reentrant=True keeps nothing inside a region, so it cannot follow {type(policy).__name__}; "
+            "use use_reentrant=False."
         )
 
 

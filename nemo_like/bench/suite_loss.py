@@ -74,7 +74,13 @@ def variants(device: torch.device, peers: bool) -> dict[str, Loss]:
 
 
 def run_loss(
-    tokens: int, vocabulary: int, device: torch.device, dtype: torch.dtype, repeats: int, warmup: int, peers: bool = True
+    tokens: int,
+    vocabulary: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+    warmup: int,
+    peers: bool = True,
 ) -> list[dict[str, Any]]:
     """One row for each variant. Errors are relative, against whole logits in float32 (float64 for float32)."""
     torch.manual_seed(0)
@@ -160,5 +166,11 @@ def run(options: BenchOptions, vocabularies: tuple[int, ...] = VOCABULARIES) -> 
     rows: list[dict[str, Any]] = []
     for vocabulary in vocabularies:
         rows += run_loss(tokens, vocabulary, device, dtype, options.repeats, options.warmup, options.peers)
-    about = {"tokens": tokens, "width": WIDTH, "chunk": f"{CHUNK} tokens", "dtype": str(dtype), "repeats": options.repeats}
+    about = {
+        "tokens": tokens,
+        "width": WIDTH,
+        "chunk": f"{CHUNK} tokens",
+        "dtype": str(dtype),
+        "repeats": options.repeats,
+    }
     return Table("Head and loss", COLUMNS, rows, about | surroundings(device), x="step_ms", y="peak_mb")

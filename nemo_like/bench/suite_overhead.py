@@ -44,7 +44,9 @@ class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         shapes = {"q": (64, 64), "k": (64, 16), "v": (64, 16), "o": (64, 64), "gate": (64, 224), "up": (64, 224)}
-        self.linear = nn.ModuleDict({k: nn.Linear(a, b, bias=False) for k, (a, b) in (shapes | {"down": (224, 64)}).items()})
+        self.linear = nn.ModuleDict(
+            {k: nn.Linear(a, b, bias=False) for k, (a, b) in (shapes | {"down": (224, 64)}).items()}
+        )
         self.scale1, self.scale2 = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -108,7 +110,9 @@ def _variants(blocks: nn.ModuleList, around: tuple[Tensor, Tensor], compile: Seq
         "our context_fn in torch.utils.checkpoint": each(torchs(context_fn=context_fn)),
     }
     for backend in compile:
-        compiled = torch.compile(lambda block, x, *a: checkpoint_region(block, x, *a, policy=selective), backend=backend)
+        compiled = torch.compile(
+            lambda block, x, *a: checkpoint_region(block, x, *a, policy=selective), backend=backend
+        )
         variants[f"ours selective, {backend}"] = [_bind(compiled, block, around) for block in blocks]
     return variants
 
@@ -117,7 +121,9 @@ def _bind(compiled: Callable[..., Tensor], block: nn.Module, around: tuple[Tenso
     return lambda x: compiled(block, x, *around)
 
 
-def run_overhead(repeats: int = REPEATS, warmup: int = 5, compile: Sequence[str] = ("aot_eager",)) -> list[dict[str, Any]]:
+def run_overhead(
+    repeats: int = REPEATS, warmup: int = 5, compile: Sequence[str] = ("aot_eager",)
+) -> list[dict[str, Any]]:
     """Measure every variant `repeats` times, taking turns.
 
     Returns one row per variant: ``median_ms`` of wall time, ``cpu_ms`` (median of this thread's CPU time: less

@@ -61,8 +61,14 @@ def run(options: BenchOptions) -> Table:
                 counts = [count_operators(counted, sample) for _ in range(3)]
                 row |= {f"{word}_first": counts[0], f"{word}_third": counts[2]}
         rows.append(row | {"ratio": row["on_ms"] / row["off_ms"]})
-    about = {"model": options.model, "step": f"{options.batch_size} x {options.seq_len} tokens", "repeats": options.repeats}
-    return Table("Verification of the first replay", COLUMNS, rows, about | surroundings(device), x="on_ms", y="on_peak")
+    about = {
+        "model": options.model,
+        "step": f"{options.batch_size} x {options.seq_len} tokens",
+        "repeats": options.repeats,
+    }
+    return Table(
+        "Verification of the first replay", COLUMNS, rows, about | surroundings(device), x="on_ms", y="on_peak"
+    )
 
 
 def _maker(base: nn.Module, prepare: Callable[[nn.Module], None]) -> Callable[[], nn.Module]:

@@ -95,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
 def _check_types(types: Iterable[str], known: list[str]) -> None:
     for name in types:
         if name not in known:
-            raise ValueError(f"--only names {name!r}, and transformers has no such model type." + did_you_mean(name, known))
+            raise ValueError(
+                f"--only names {name!r}, and transformers has no such model type." + did_you_mean(name, known)
+            )
 
 
 def _survey_losses(args: argparse.Namespace) -> int:

@@ -142,7 +142,7 @@ def markdown(rows: list[LossRow]) -> str:
         f"transformers {version} has {len(rows)} classes named `*ForCausalLM`, `*ForConditionalGeneration` or "
         f"`*LMHeadModel`. {len(ran)} of them run here tiny in training mode, on text with labels, and on pictures or sound "
         "where they need them. "
-        f"With `parallelize(loss=\"chunked\")` {len(chunked)} of these compute their loss in chunks, and it is the plain "
+        f'With `parallelize(loss="chunked")` {len(chunked)} of these compute their loss in chunks, and it is the plain '
         "one (float32: loss within 1e-6 relative, gradients within 1e-5 of their norm).",
         "",
         "Chunked: " + ", ".join(row.model_class for row in chunked) + ".",

@@ -57,7 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--zero-grad", default=StepSpec.zero_grad, help="gradients between steps: free | zero (default: %(default)s)")
     add("--no-reshard", action="store_true", help="keep layers gathered after forward")
     add("--prefetch", type=int, default=1, help="layers gathered ahead (default: %(default)s)")
-    add("--budget", action="append", default=[], help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable")
+    add(
+        "--budget",
+        action="append",
+        default=[],
+        help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable",
+    )
     add("--memory", help="what a step may peak at; default: the GPU's memory less a tenth")
     add("--no-skip", action="store_true", help="replay every op, also those that nobody reads")
     add("--host", action="store_true", help="also consider keeping outputs in host memory")
@@ -121,7 +126,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.best is not None and not result.unmet else 1
 
 
-def _say(args: argparse.Namespace, planner: Planner, result: PlanReport, seconds: float, model: torch.nn.Module) -> None:
+def _say(
+    args: argparse.Namespace, planner: Planner, result: PlanReport, seconds: float, model: torch.nn.Module
+) -> None:
     from nemo_like.planning import plan_report
 
     size = sum(p.numel() for p in model.parameters())
@@ -141,10 +148,14 @@ def _say(args: argparse.Namespace, planner: Planner, result: PlanReport, seconds
         "roofline's.\n"
     )
     if result.best is not None:
-        print(f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{plan_report.breakdown(result.best.plan)}\n")
+        print(
+            f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{plan_report.breakdown(result.best.plan)}\n"
+        )
     print(plan_report.advice(result, "batch"))
     if result.special and result.best is not None and result.best.name not in plan_report.MODES and not args.save:
-        print("  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json")
+        print(
+            "  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json"
+        )
     print(f"\nPlanned in {seconds:.1f} s.")
 
 

@@ -239,7 +239,9 @@ def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
     anew = {row.model_type for row in rows}
     lines = {name: line for name, line in _lines_in(page).items() if name not in anew}
     lines |= {row.model_type: _line(row) for row in rows if row.trains}
-    others = {name for name in _others_in(page) if name not in anew} | {row.model_type for row in rows if not row.trains}
+    others = {name for name in _others_in(page) if name not in anew} | {
+        row.model_type for row in rows if not row.trains
+    }
     cells = [[part.strip() for part in line.split("|")[1:-1]] for line in lines.values()]
     errors = [float(row[4].rstrip("%")) / 100 for row in cells if row[3] == "yes"]
     close = sum(abs(error) <= CLOSE for error in errors)

@@ -55,7 +55,9 @@ def build_tiny(name: str, without: tuple[str, ...] = ()) -> nn.Module:
     initialization = require("transformers.initialization", "hf", "to build its models")
     config = cls.config_class(**_small(cls.config_class, without))
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = _SIZES["decoder_start_token_id"]  # generation configs have it since some release
+        config.decoder_start_token_id = _SIZES[
+            "decoder_start_token_id"
+        ]  # generation configs have it since some release
     with torch.device("meta"), initialization.no_init_weights():
         size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
     if size > 30_000_000:

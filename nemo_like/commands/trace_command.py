@@ -20,7 +20,9 @@ HELP = "print what a policy keeps and computes again, operator by operator, besi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="llama-tiny", help="a preset, a config.json or its folder, or module:function")
+    parser.add_argument(
+        "--model", default="llama-tiny", help="a preset, a config.json or its folder, or module:function"
+    )
     parser.add_argument("--ac", default="selective", help="the mode, or a budget such as 50%% (default: selective)")
     parser.add_argument("--batch-size", type=int, default=1, help="samples of the traced forward")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per sample")

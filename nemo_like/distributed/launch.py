@@ -206,7 +206,9 @@ def _gloo_threads() -> dict[str, str]:
         except OSError:
             continue  # it has just ended
         if status.startswith("Name:\tpt_gloo"):
-            found[path] = "".join(line for line in status.splitlines(True) if line.startswith(("State", "volun", "nonvol")))
+            found[path] = "".join(
+                line for line in status.splitlines(True) if line.startswith(("State", "volun", "nonvol"))
+            )
     return found
 
 

@@ -122,9 +122,7 @@ def check_sharding(
     options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)
     _check_reshard(options.reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
-    return plan_units(
-        model, layers, tail=tail, frozen_sharding=options.frozen_sharding, ignored_params=ignored_params
-    )
+    return plan_units(model, layers, tail=tail, frozen_sharding=options.frozen_sharding, ignored_params=ignored_params)
 
 
 def _check_reshard(value: bool | int | None, shard_size: int) -> None:

@@ -43,7 +43,9 @@ def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, p
     tokens, extra = batch.get(_TOKENS), sample.get(_TOKENS)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not isinstance(extra, Tensor) or extra.shape[:1] != (1,):
         shapes = [tuple(v.shape) if isinstance(v, Tensor) else v for v in (tokens, extra)]
-        raise ValueError(f"input_ids are {shapes[0]} in the batch and {shapes[1]} in the sample: not (B, T) and (1, S).")
+        raise ValueError(
+            f"input_ids are {shapes[0]} in the batch and {shapes[1]} in the sample: not (B, T) and (1, S)."
+        )
     rows, length, more = *tokens.shape, extra.shape[1]
     known = {_TOKENS, "labels", "attention_mask", "position_ids"}
     media = {name: value for name, value in sample.items() if name not in known and not _per_token(name, value, more)}
@@ -53,14 +55,18 @@ def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, p
     out: dict[str, Any] = dict(batch)
     for name, value in batch.items():
         if name in known and isinstance(value, Tensor):
-            tail = value.new_full((rows, more, *value.shape[2:]), _FILL.get(name, pad_token_id if name == _TOKENS else 0))
+            tail = value.new_full(
+                (rows, more, *value.shape[2:]), _FILL.get(name, pad_token_id if name == _TOKENS else 0)
+            )
             if name != "labels":
                 tail[0] = _own(name, extra, more).to(tail)
             out[name] = torch.cat([value, tail], dim=1)
         elif name not in known and _of_shape(value)[:2] == (rows, length):
             given = sample.get(name)
             if not isinstance(given, Tensor):
-                raise ValueError(f"The batch has {name}, {tuple(value.shape)}, and the sample has not: nothing to append.")
+                raise ValueError(
+                    f"The batch has {name}, {tuple(value.shape)}, and the sample has not: nothing to append."
+                )
             tail = value.new_zeros((rows, more, *value.shape[2:]))
             tail[0] = given[0].to(tail)
             out[name] = torch.cat([value, tail], dim=1)

@@ -65,7 +65,9 @@ def refuse_two_kinds_of_checkpointing(args: Any) -> None:
             "Remove it from fsdp_config, or set ac='none'."
         )
     # `accelerate launch` hands its config file on in the environment.
-    told = [os.environ.get(name, "").strip().lower() for name in ("ACCELERATE_USE_FSDP", "FSDP_ACTIVATION_CHECKPOINTING")]
+    told = [
+        os.environ.get(name, "").strip().lower() for name in ("ACCELERATE_USE_FSDP", "FSDP_ACTIVATION_CHECKPOINTING")
+    ]
     if all(value in ("1", "true", "yes", "y", "on", "t") for value in told):
         raise ValueError(
             "accelerate's config (fsdp_activation_checkpointing: true) and ac= both checkpoint the model: two wrappers "
@@ -123,7 +125,13 @@ class CheckpointingMixin:
     """
 
     def __init__(
-        self, *args: Any, ac: Any = None, ac_scope: Any = None, ac_sample_input: Any = None, loss: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        ac: Any = None,
+        ac_scope: Any = None,
+        ac_sample_input: Any = None,
+        loss: Any = None,
+        **kwargs: Any,
     ) -> None:
         self._ac_given = (ac, ac_scope, ac_sample_input, loss)
         self._ac_ready = False

@@ -204,14 +204,18 @@ def checked_inputs(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             f"each hidden state: {tuple(hidden.shape[:-1])}."
         )
     if hidden.device != labels.device:
-        raise ValueError(f"labels is on {labels.device} and hidden on {hidden.device}; move one: labels.to(hidden.device).")
+        raise ValueError(
+            f"labels is on {labels.device} and hidden on {hidden.device}; move one: labels.to(hidden.device)."
+        )
     return whole(hidden), whole(labels).long()
 
 
 def check_hidden(hidden: Tensor) -> None:
     """Raise unless `hidden` is (..., D) of a floating-point dtype."""
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
-        raise TypeError(f"hidden is {getattr(hidden, 'dtype', type(hidden).__name__)}; it must be a floating-point tensor.")
+        raise TypeError(
+            f"hidden is {getattr(hidden, 'dtype', type(hidden).__name__)}; it must be a floating-point tensor."
+        )
     if hidden.ndim < 2:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; it must be (..., width of the head's input).")
 

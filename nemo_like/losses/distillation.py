@@ -105,7 +105,9 @@ class KLRows:
         with torch.no_grad():
             width = self.teacher.shape[-1] if self.head is None else self.head(self.teacher[:1]).shape[-1]
         if width != vocabulary:
-            raise ValueError(f"The teacher has {width} logits per token, and the head makes {vocabulary}: give equal ones.")
+            raise ValueError(
+                f"The teacher has {width} logits per token, and the head makes {vocabulary}: give equal ones."
+            )
 
     def step(
         self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor | None, apart: bool
@@ -125,7 +127,9 @@ class KLRows:
         self, logits: Tensor, teacher: Tensor, vocabulary: Vocabulary, counts: Tensor, weights: Tensor | None
     ) -> Tensor:
         """Two walks over the blocks, because the other shards' sums come between them, once for all blocks."""
-        parts = new_losses(logits, 3)  # the teacher's lse, the student's, and the mean of the teacher's less the student's
+        parts = new_losses(
+            logits, 3
+        )  # the teacher's lse, the student's, and the mean of the teacher's less the student's
         run = kernel(_cut_sums, self.backend, logits)
         for block in blocks(logits):
             parts[:, block] = run(logits[block], teacher[block], self.factor, self.shape)

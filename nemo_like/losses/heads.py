@@ -114,7 +114,9 @@ class LinearHead:
         if hidden.shape[1] != width:
             raise ValueError(f"hidden has {hidden.shape[1]} features per token, and the head takes {width}.")
         if hidden.dtype != dtype and not self._cast:
-            raise ValueError(f"hidden is {hidden.dtype} and the head's weight {dtype}; cast one, or use torch.autocast.")
+            raise ValueError(
+                f"hidden is {hidden.dtype} and the head's weight {dtype}; cast one, or use torch.autocast."
+            )
 
     def logits(self, hidden: Tensor, with_gradient: bool) -> Tensor:
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -136,7 +138,9 @@ class LinearHead:
             if self._of_weight is not None:
                 states = hidden.detach().to(gradient.dtype)
                 if sums.sums[self._of_weight] is None and sums.dtype(self._of_weight) == gradient.dtype:
-                    sums.sums[self._of_weight] = torch.mm(gradient.t(), states)  # no pass to write zeros, none to read them
+                    sums.sums[self._of_weight] = torch.mm(
+                        gradient.t(), states
+                    )  # no pass to write zeros, none to read them
                 else:
                     self._add_outer(sums.zeros(self._of_weight), gradient, states)
                 for rows, column, value in _few(apart, self._weight):

@@ -36,7 +36,13 @@ class CrossEntropyRows:
     """`Terms` of each token, zero where the label is `ignore_index`."""
 
     def __init__(
-        self, labels: Tensor, ignore_index: int, smoothing: float, z_loss: float, shape: Shape, backend: str | None = None
+        self,
+        labels: Tensor,
+        ignore_index: int,
+        smoothing: float,
+        z_loss: float,
+        shape: Shape,
+        backend: str | None = None,
     ) -> None:
         """labels: (tokens,) int64. backend: the compiler of what is done with a block; None: none."""
         self.labels = labels
@@ -77,7 +83,13 @@ class CrossEntropyRows:
         return found[0], Apart(index[:, 0], found[1]) if apart and weights is not None else None
 
     def _cut(
-        self, logits: Tensor, vocabulary: Vocabulary, index: Tensor, here: Tensor, counts: Tensor, weights: Tensor | None
+        self,
+        logits: Tensor,
+        vocabulary: Vocabulary,
+        index: Tensor,
+        here: Tensor,
+        counts: Tensor,
+        weights: Tensor | None,
     ) -> Tensor:
         """Two walks over the blocks, because the other shards' sums come between them, once for all blocks."""
         terms, parts = self._terms, new_losses(logits, 3)  # lse, the label's logit, sum of the logits
@@ -100,7 +112,13 @@ def _some_do_not_count(counts: Tensor) -> bool:
 
 
 def _whole_rows(
-    raw: Tensor, index: Tensor, counts: Tensor, weights: Tensor | None, some_do_not_count: bool, apart: bool, terms: Terms
+    raw: Tensor,
+    index: Tensor,
+    counts: Tensor,
+    weights: Tensor | None,
+    some_do_not_count: bool,
+    apart: bool,
+    terms: Terms,
 ) -> Tensor:
     """(2, rows): losses of one block; with `weights`, `raw`, (rows, V), becomes the gradient, whose entries at the label
     come second and with `apart` are left out of it. Each logit is exponentiated once."""

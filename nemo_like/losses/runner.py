@@ -146,7 +146,9 @@ class LossesInBackward(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         with ctx.autocast.again(), ctx.random.again(), without_fsdp_hooks(ctx.job.unit):
             found = walk(ctx.job, hidden, params, upstream, needs[0])
-        grads = [None if grad is None else grad.to(param.dtype) for grad, param in zip(found.params, params, strict=True)]
+        grads = [
+            None if grad is None else grad.to(param.dtype) for grad, param in zip(found.params, params, strict=True)
+        ]
         return None, found.hidden, *grads
 
 

@@ -213,7 +213,9 @@ class MemoryBudget:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 way = f": write MemoryBudget.parse({value!r})" if isinstance(value, str) else ""
-                raise TypeError(f"MemoryBudget.{name} is {value!r}, a {type(value).__name__}; it must be a number{way}.")
+                raise TypeError(
+                    f"MemoryBudget.{name} is {value!r}, a {type(value).__name__}; it must be a number{way}."
+                )
         if self.peak_bytes is not None and not self.peak_bytes > 0:
             raise ValueError(f"MemoryBudget.peak_bytes is {self.peak_bytes!r}; it must be > 0.")
         for name in ("fraction", "device_share"):

@@ -75,4 +75,3 @@ class ChunkedLoss:
         if word not in LOSSES:
             raise ValueError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}." + did_you_mean(word, LOSSES))
         return cls() if word == "chunked" else None
-

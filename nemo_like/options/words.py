@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-_BYTE_UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)} | {
-    f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)
-}
+_BYTE_UNITS = (
+    {"B": 1}
+    | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+    | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+)
 _DTYPES = {
     "float32": torch.float32, "fp32": torch.float32,
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,

@@ -83,9 +83,7 @@ def block_memory(
         own = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in made}
         output = sum(size for key, size in own.items() if key not in known)
         roots = [
-            t
-            for i, t in enumerate(made)
-            if t.requires_grad and i not in kind.passed and (used is None or i in used)
+            t for i, t in enumerate(made) if t.requires_grad and i not in kind.passed and (used is None or i in used)
         ]
         if not roots:
             return BlockMemory(forward_peak, after - output, 0, 0, 0, 0, frozenset())

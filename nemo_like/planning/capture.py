@@ -208,7 +208,9 @@ class _Watcher:
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
                 passed = _handed_on(output, args, kwargs)
-                self.kinds.append(Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad))
+                self.kinds.append(
+                    Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad)
+                )
             self.calls[position] = TracedCall(layer.fqn, module, kind)
             return output
 
@@ -232,11 +234,15 @@ class _Watcher:
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
             with torch.set_grad_enabled(kind.grad):
                 kind.trace = trace_block(
-                    kind.module, kind.args, kind.kwargs, name=self._name(kind), shared=kind.shared, run=run, state=kind.state
+                    kind.module,
+                    kind.args,
+                    kind.kwargs,
+                    name=self._name(kind),
+                    shared=kind.shared,
+                    run=run,
+                    state=kind.state,
                 )
-        return ModelTrace(
-            tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs, dtype
-        )
+        return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs, dtype)
 
     def _name(self, kind: Kind) -> str:
         first = next(call.fqn for call in self.calls if call.module is kind.module)
@@ -298,8 +304,7 @@ def _settings(module: nn.Module) -> tuple:
         plain = tuple(
             (key, value)
             for key, value in sorted(vars(part).items())
-            if isinstance(value, bool | int | float | str | type(None))
-            and not any(word in key for word in _OWN_INDEX)
+            if isinstance(value, bool | int | float | str | type(None)) and not any(word in key for word in _OWN_INDEX)
         )
         found.append((name, type(part), plain))
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

@@ -80,7 +80,9 @@ class _StepWatch:
         self.over = False
         self.model = weakref.ref(model)
         self.steps, self.idle, self.between = 0, 0, True
-        self.wait = 2 if isinstance(model, DistributedDataParallel) else 1  # DDP makes its buckets anew in the second step
+        self.wait = (
+            2 if isinstance(model, DistributedDataParallel) else 1
+        )  # DDP makes its buckets anew in the second step
         self.meter: _CudaPeak | _CpuPeak | None = None
         self.output: list[weakref.ref[torch.Tensor]] = []
         self.handles = [

@@ -40,7 +40,6 @@ class Stretch:
     """Inputs of layer calls (the call's position, bytes) that are alive whether the layer holds them or not."""
 
 
-
 @dataclass(frozen=True)
 class OuterMemory:
     """A step of everything but the layers. Parameters and the step's input are not counted."""
@@ -143,7 +142,9 @@ def outer_memory(
 
     def twice(calls: int) -> tuple[tuple[int, int], ...]:
         """Which inputs of the first `calls` layer calls are alive, though stand-ins hold none."""
-        alive = ((i, sum(s.nbytes() for ref in own if (s := ref()) is not None)) for i, own in enumerate(inputs[:calls]))
+        alive = (
+            (i, sum(s.nbytes() for ref in own if (s := ref()) is not None)) for i, own in enumerate(inputs[:calls])
+        )
         return tuple((i, size) for i, size in alive if size)
 
     def stub(layer: Any, _: Callable) -> Callable:

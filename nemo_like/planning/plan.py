@@ -152,7 +152,9 @@ class Plan:
             key = "none"
             if layer.decisions is not None:
                 text = json.dumps(layer.decisions, sort_keys=True)
-                key = next((k for k, v in tables.items() if json.dumps(v, sort_keys=True) == text), f"table {len(tables)}")
+                key = next(
+                    (k for k, v in tables.items() if json.dumps(v, sort_keys=True) == text), f"table {len(tables)}"
+                )
                 tables[key] = {name: list(row) for name, row in layer.decisions.items()}
             layers.append(entry | {"decisions": key})
         head = {k: v for k, v in asdict(replace(self, layers=())).items() if k != "layers"}

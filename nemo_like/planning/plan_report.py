@@ -96,7 +96,9 @@ def make_report(
 
     `limit` defaults to the share of the device's memory that ``"auto"`` means.
     """
-    limit = int(planner.device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0)) if limit is None else limit
+    limit = (
+        int(planner.device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0)) if limit is None else limit
+    )
     rows = [_row(mode, planner.describe(planner.uniform(mode), mode), limit) for mode in MODES]
     unmet: list[str] = []
     asked = [*budgets] or [f"{share:g}%" for share in (100 * f for f in FRACTIONS)]
@@ -284,7 +286,9 @@ def as_json(report: PlanReport) -> dict[str, Any]:
 def _setup_json(setup: Setup) -> dict[str, Any]:
     made = asdict(setup)
     made["step"] = {name: _value(value) if callable(value) else value for name, value in made["step"].items()}
-    made["precision"] = {name: dtype and str(dtype).removeprefix("torch.") for name, dtype in setup.precision.dtypes.items()}
+    made["precision"] = {
+        name: dtype and str(dtype).removeprefix("torch.") for name, dtype in setup.precision.dtypes.items()
+    }
     return made
 
 

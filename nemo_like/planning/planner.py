@@ -178,7 +178,10 @@ class Planner:
         key = (kind, choice, accumulate)
         if key not in self._memories:
             self._memories[key] = block_memory(
-                self.traced.kinds[kind], self.policy(kind, choice), self.traced.run, self.outer().used[kind],
+                self.traced.kinds[kind],
+                self.policy(kind, choice),
+                self.traced.run,
+                self.outer().used[kind],
                 accumulate=accumulate,
             )
         return self._memories[key]

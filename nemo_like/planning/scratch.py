@@ -27,7 +27,9 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
     if func is _FORWARD:
         image, weight = args[0], args[1]
         groups = argument(func, args, dict(kwargs), "groups")
-        return _copies(image, weight) + (0 if _plain(func, args, kwargs, weight) else _forward(image, weight, out, groups))
+        return _copies(image, weight) + (
+            0 if _plain(func, args, kwargs, weight) else _forward(image, weight, out, groups)
+        )
     if func is _BACKWARD:
         grad, image, weight = args[0], args[1], args[2]
         if _plain(func, args, kwargs, weight):
@@ -38,7 +40,9 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
         by_weight = _weight_backward(image, weight, grad, groups) if wanted[1] else 0
         by_input = _input_backward(image, weight, grad, groups, strided) if wanted[0] else 0
         return _copies(image, weight, grad) + max(by_weight, by_input)
-    if func is _SAFE_SOFTMAX:  # which scores are -inf, and which rows are so throughout: attention without a fused kernel
+    if (
+        func is _SAFE_SOFTMAX
+    ):  # which scores are -inf, and which rows are so throughout: attention without a fused kernel
         return out.numel() + out.numel() // max(1, out.shape[-1])
     return 0
 

@@ -148,7 +148,9 @@ def _unit(
         reduce_output=sum(n * size for n, size in reduce),
         grad=sum(n * p.element_size() for n, p in trained),
         copied=sum(p.numel() * (param_dtype or p.dtype).itemsize for p in cut),
-        held_in_reduce=next((p.numel() * (param_dtype or p.dtype).itemsize for p in reversed(cut) if p.requires_grad), 0),
+        held_in_reduce=next(
+            (p.numel() * (param_dtype or p.dtype).itemsize for p in reversed(cut) if p.requires_grad), 0
+        ),
         whole_grad=sum(p.numel() * (reduce_dtype or param_dtype or p.dtype).itemsize for _, p in trained),
         reshard=reshard,
     )

@@ -282,9 +282,7 @@ def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(kept)
 
 
-def combine(
-    kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states: int = 400
-) -> tuple[Mix, ...]:
+def combine(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states: int = 400) -> tuple[Mix, ...]:
     """The frontier of a whole stack of layers: for each total of bytes, the mix of choices with the least cost.
 
     Args:

@@ -42,10 +42,13 @@ class Options:
     )
     strategy: str = _option("fsdp2", f"{' | '.join(STRATEGIES)}; on one rank all of them are 'single'")
     ac: str = _option(
-        "selective", "activation checkpointing: none | full | selective | submodule | sequential, or a budget like 40GiB"
+        "selective",
+        "activation checkpointing: none | full | selective | submodule | sequential, or a budget like 40GiB",
     )
     scope: str = _option("all", "layers to checkpoint: all | language | vision | audio; several with commas")
-    loss: str = _option("model", f"{' | '.join(LOSSES)}: head and loss of a few tokens at a time, never the whole logits")
+    loss: str = _option(
+        "model", f"{' | '.join(LOSSES)}: head and loss of a few tokens at a time, never the whole logits"
+    )
     compile: str = _option("none", f"compile each layer: {' | '.join(COMPILERS)}")
     dtype: str = _option("float32", "dtype to compute in: float32 | bfloat16; weights and gradient sums stay float32")
     device: str = _option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one")

@@ -239,6 +239,7 @@ def test_an_output_and_its_views_are_kept_once():
 def test_a_kept_output_changed_in_place_after_the_region_raises():
     a, b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     x = torch.randn(3, 8, requires_grad=True)
+
     def two(t):
         h = a(t)
         return h, b(h).tanh()

@@ -89,7 +89,12 @@ def sdpa_backend_of(fn):
 
 def sdpa_flags() -> list[bool]:
     cuda = torch.backends.cuda
-    return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()]
+    return [
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    ]
 
 
 @each_policy

@@ -184,7 +184,9 @@ def test_a_region_of_which_nothing_needs_a_gradient_holds_nothing(policy):
 def test_torch_func_is_refused():
     block = mlp()
     with pytest.raises(RuntimeError, match=r"'layers\.0' runs inside a torch\.func transform"):
-        torch.func.grad(lambda t: checkpoint_region(block, t, policy=FullPolicy(), name="layers.0").sum())(torch.ones(8))
+        torch.func.grad(lambda t: checkpoint_region(block, t, policy=FullPolicy(), name="layers.0").sum())(
+            torch.ones(8)
+        )
 
 
 class Boom(Exception):

@@ -21,7 +21,9 @@ CONFIGS = {
     "llama": lambda: hf.LlamaConfig(**SMALL),
     "qwen3": lambda: hf.Qwen3Config(**SMALL),
     "mixtral": lambda: hf.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
-    "gemma3": lambda: hf.Gemma3TextConfig(**SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),
 }
 ROUTERS = {
     "mixtral": CONFIGS["mixtral"],
@@ -60,7 +62,9 @@ def step(model, ids):
     return [loss.detach()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("policy", [SelectivePolicy(), SelectivePolicy(every_nth_matmul=None)], ids=["selective", "kept"])
+@pytest.mark.parametrize(
+    "policy", [SelectivePolicy(), SelectivePolicy(every_nth_matmul=None)], ids=["selective", "kept"]
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_held_bytes_are_the_sum_of_the_save_decisions_to_the_byte(name, policy):
     model, layers = build(CONFIGS[name]())
@@ -72,12 +76,16 @@ def test_held_bytes_are_the_sum_of_the_save_decisions_to_the_byte(name, policy):
     )
     model(input_ids=torch.arange(32).view(2, 16) % 64)
     hook.remove()
-    args = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a for a in captured["args"]]
+    args = [
+        a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a for a in captured["args"]
+    ]
     kwargs = captured["kwargs"]
     with trace_regions() as trace:
         layer(*args, **kwargs)
     gc.collect()
-    existing = [t for t in (*args, *kwargs.values(), *kwargs.get("position_embeddings", ())) if isinstance(t, torch.Tensor)]
+    existing = [
+        t for t in (*args, *kwargs.values(), *kwargs.get("position_embeddings", ())) if isinstance(t, torch.Tensor)
+    ]
     with NewBytes(*existing, *layer.parameters(), *layer.buffers()) as live:
         out = layer(*args, **kwargs)
         held = live.count() - (out if isinstance(out, torch.Tensor) else out[0]).untyped_storage().nbytes()

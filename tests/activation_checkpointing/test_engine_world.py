@@ -179,7 +179,9 @@ def test_a_backward_outside_of_functional_call(ac: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(ac), gradients("none"), strict=True))
 
 
-@pytest.mark.parametrize("ac", ["full", "selective", "sequential"])  # "submodule" uses the buffer outside of its regions
+@pytest.mark.parametrize(
+    "ac", ["full", "selective", "sequential"]
+)  # "submodule" uses the buffer outside of its regions
 @pytest.mark.parametrize("name", ["attn.bias", "shift"])
 def test_what_autograd_did_not_save_and_was_changed_in_place_is_named(ac: str, name: str) -> None:
     def change(model: nn.Module) -> None:

@@ -208,7 +208,9 @@ def test_prompt_tuning_by_peft() -> None:
 
 def test_a_frozen_tower_takes_no_segment_of_the_layers_that_train() -> None:
     model = FAMILIES["llava"].build()
-    names = {group: [layer.fqn for layer in find_layers(model) if layer.group == group] for group in ("vision", "language")}
+    names = {
+        group: [layer.fqn for layer in find_layers(model) if layer.group == group] for group in ("vision", "language")
+    }
     model.model.vision_tower.requires_grad_(False)
     found = find_layers(model)
     specs = config_specs(model, found, CheckpointConfig(enabled=True, strategy="sequential", sequential_segments=1))

@@ -26,6 +26,7 @@ from tests.models.kv_shared import build
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+
 def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     torch.manual_seed(3)
     loss = loss_of(model, batch(2))

@@ -67,8 +67,9 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
 @pytest.mark.parametrize("ac", ["selective", "submodule", "full"])
 def test_what_was_kept_may_be_changed_in_place(ac: str, breaks: bool, backend: str) -> None:
     if ac == "submodule":
-        model, expected = nn.Sequential(Stack(breaks=breaks), Stack(breaks=breaks)), train(
-            nn.Sequential(Stack(breaks=breaks), Stack(breaks=breaks))
+        model, expected = (
+            nn.Sequential(Stack(breaks=breaks), Stack(breaks=breaks)),
+            train(nn.Sequential(Stack(breaks=breaks), Stack(breaks=breaks))),
         )
         model = parallelize(model, "single", ac, layers=["0", "1"], compile=backend)
     else:
@@ -130,7 +131,10 @@ def test_the_policys_decisions_and_the_transfer_are_the_engines() -> None:
 
 
 def test_two_backwards_and_none() -> None:
-    expected_model, model = Stack(breaks=True), parallelize(Stack(breaks=True), "single", "selective", compile="aot_eager")
+    expected_model, model = (
+        Stack(breaks=True),
+        parallelize(Stack(breaks=True), "single", "selective", compile="aot_eager"),
+    )
     for m in (expected_model, model):
         torch.manual_seed(1)
         x = torch.randn(2, 5, D)

@@ -75,7 +75,12 @@ def packed_qkv():
     return packed(H, PACKED_Q, D), packed(KV, PACKED_K, D), packed(KV, PACKED_K, V)
 
 
-NAMED_OFFSETS = {"cu_seqlens_q": offsets(PACKED_Q), "cu_seqlens_k": offsets(PACKED_K), "max_seqlen_q": 5, "max_seqlen_k": 6}
+NAMED_OFFSETS = {
+    "cu_seqlens_q": offsets(PACKED_Q),
+    "cu_seqlens_k": offsets(PACKED_K),
+    "max_seqlen_q": 5,
+    "max_seqlen_k": 6,
+}
 CU = (offsets(PACKED_Q), offsets(PACKED_K))
 LONGEST = (max(PACKED_Q), max(PACKED_K))
 # operator → (arguments behind query, key and value, keywords, those of the same call with a causal mask)

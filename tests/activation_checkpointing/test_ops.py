@@ -32,7 +32,11 @@ def test_every_family_that_this_build_has_is_in_the_default_set():
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_fused_attention_overrideable.default,
         ],
-        "scaled and grouped matmuls": [aten._scaled_mm.default, aten._grouped_mm.default, aten._scaled_grouped_mm.default],
+        "scaled and grouped matmuls": [
+            aten._scaled_mm.default,
+            aten._grouped_mm.default,
+            aten._scaled_grouped_mm.default,
+        ],
         "leaf linear": [aten.linear.default],
         "routing and scales": [aten.topk.default, aten.max.default],
         "collectives": [
@@ -109,7 +113,9 @@ def test_a_packet_means_the_same_in_a_config_and_in_a_policy():
     assert {aten.mm.default, aten.max.dim} <= set(by_config.tracked_ops())
 
 
-@pytest.mark.parametrize("name", ["flex_attention", "higher_order.flex_attention", "torch.ops.higher_order.flex_attention"])
+@pytest.mark.parametrize(
+    "name", ["flex_attention", "higher_order.flex_attention", "torch.ops.higher_order.flex_attention"]
+)
 def test_names_of_higher_order_operators(name):
     assert resolve_op(name) == {torch.ops.higher_order.flex_attention}
 
@@ -237,7 +243,10 @@ def test_every_row_is_spelled_as_the_operator_calls_itself():
 
 def test_attention_draws_only_with_dropout():
     q = torch.empty(1, 2, 3, 4, device="meta")
-    flash, cpu = aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default
+    flash, cpu = (
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    )
     assert not table.draws(flash, (q, q, q), {}) and table.draws(flash, (q, q, q, 0.1), {})
     assert not table.draws(cpu, (q, q, q), {"dropout_p": 0.0}) and table.draws(cpu, (q, q, q), {"dropout_p": 0.1})
     assert table.draws(aten.native_dropout.default, (q, 0.5, True), {}) and not table.draws(aten.add.Tensor, (q, q), {})

@@ -108,7 +108,9 @@ def test_policies_can_be_pickled():
     policy = SelectivePolicy(every_nth_matmul=3, extra=extra, drop=[aten.topk])
     again = pickle.loads(pickle.dumps(policy))
     assert again.every_nth_matmul == 3 and set(again.tracked_ops()) == set(policy.tracked_ops())
-    assert {aten.gelu.default, aten.exp.default} <= set(again.tracked_ops()) and aten.topk.default not in again.tracked_ops()
+    assert {aten.gelu.default, aten.exp.default} <= set(
+        again.tracked_ops()
+    ) and aten.topk.default not in again.tracked_ops()
     table = DecisionTable({"aten.mm.default": [SAVE, RECOMPUTE]})
     assert pickle.loads(pickle.dumps(table)) == table
 
@@ -209,7 +211,9 @@ def test_a_policy_function_that_returns_something_else():
     with pytest.raises(TypeError, match="needs a function"):
         TorchPolicy("mm")
     with pytest.raises(TypeError, match="returned 'save' for"):
-        checkpoint_region(lambda t: t.exp(), torch.ones(1, requires_grad=True), policy=TorchPolicy(lambda *a, **k: "save"))
+        checkpoint_region(
+            lambda t: t.exp(), torch.ones(1, requires_grad=True), policy=TorchPolicy(lambda *a, **k: "save")
+        )
 
 
 # --- our policies behind torch.utils.checkpoint -------------------------------------------------------------------------

@@ -236,7 +236,6 @@ def test_reentrant_takes_tensors_by_keyword_and_refuses_those_it_cannot_see() ->
             wrapped(x, **arguments)
 
 
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [("selective", True), ("SELECTIVE", True), (" Selective ", True), ("full", False), (True, False), (None, False)],

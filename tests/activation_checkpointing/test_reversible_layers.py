@@ -51,7 +51,9 @@ def _gradients(ac: str, kinds: list[str], dropout: float) -> tuple[Tensor, list[
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("kinds", [["local", "local"], ["lsh", "lsh"], ["local", "lsh"]], ids="-".join)
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
-def test_reversible_layers_train_as_without_checkpointing(ac: str, kinds: list[str], dropout: float, seeds: Any) -> None:
+def test_reversible_layers_train_as_without_checkpointing(
+    ac: str, kinds: list[str], dropout: float, seeds: Any
+) -> None:
     seeds()
     wanted, expected = _gradients("none", kinds, dropout)
     seeds()

@@ -75,8 +75,10 @@ def _step(model: nn.Module) -> tuple[int, list[torch.Tensor]]:
 def test_a_policy_goes_with_every_region(strategy: str, name: str) -> None:
     held, grads = {}, {}
     for policy in ("none", None, SelectivePolicy(every_nth_matmul=None)):
-        config: object = "none" if policy == "none" else CheckpointConfig(
-            enabled=True, strategy=strategy, policy=policy, profile_before_apply=False
+        config: object = (
+            "none"
+            if policy == "none"
+            else CheckpointConfig(enabled=True, strategy=strategy, policy=policy, profile_before_apply=False)
         )
         model = parallelize(build(name), "single", config)
         held[str(policy)], grads[str(policy)] = _step(model)

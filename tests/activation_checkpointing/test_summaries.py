@@ -14,7 +14,19 @@ from nemo_like.activation_checkpointing.engine import summaries as module
 from nemo_like.activation_checkpointing.engine.summaries import summaries
 
 PIECE = 1024 * 2048
-SHAPES = [(), (1,), (7,), (1023,), (1024,), (1025,), (3, 5, 7), (PIECE,), (PIECE + 1,), (3, PIECE), (2, 3, PIECE // 2 + 3)]
+SHAPES = [
+    (),
+    (1,),
+    (7,),
+    (1023,),
+    (1024,),
+    (1025,),
+    (3, 5, 7),
+    (PIECE,),
+    (PIECE + 1,),
+    (3, PIECE),
+    (2, 3, PIECE // 2 + 3),
+]
 
 
 def values(*shape: int) -> Tensor:

@@ -32,7 +32,12 @@ def test_three_linears():
     block = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
     region = traced(block, SelectivePolicy(), torch.randn(8, 16, requires_grad=True))
     rows = by_decision(region)
-    assert (rows["SAVE"].count, rows["SAVE"].kept_bytes, rows["SAVE"].flops, rows["SAVE"].read) == (2, SIZE, 2 * UNIT, 1)
+    assert (rows["SAVE"].count, rows["SAVE"].kept_bytes, rows["SAVE"].flops, rows["SAVE"].read) == (
+        2,
+        SIZE,
+        2 * UNIT,
+        1,
+    )
     assert "1 not kept after all" in rows["SAVE"].note
     assert (rows["RECOMPUTE"].count, rows["RECOMPUTE"].kept_bytes, rows["RECOMPUTE"].read) == (1, 0, 1)
     assert (region.forward_flops, region.replay_flops, region.full_flops) == (3 * UNIT, UNIT, 2 * UNIT)

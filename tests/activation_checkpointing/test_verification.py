@@ -356,7 +356,12 @@ class _AddsInAnotherOrder:
         return _Saves.apply(x, y, y > 1)
 
 
-LAST_PLACES = [(torch.float32, 2, 100_000), (torch.bfloat16, 2, 40), (torch.float16, 2, 100), (torch.float64, 20_000, 10**9)]
+LAST_PLACES = [
+    (torch.float32, 2, 100_000),
+    (torch.bfloat16, 2, 40),
+    (torch.float16, 2, 100),
+    (torch.float64, 20_000, 10**9),
+]
 
 
 @pytest.mark.parametrize("strict", [False, True])

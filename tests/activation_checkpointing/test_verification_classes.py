@@ -226,5 +226,7 @@ def test_what_no_protection_holds_is_silent_without_verification_and_raises_with
     monkeypatch.setenv("NEMO_LIKE_VERIFY", "0")
     assert not torch.equal(gradient(ac, name), wanted)
     monkeypatch.delenv("NEMO_LIKE_VERIFY")
-    with pytest.raises(RegionError, match=r"Region 'layers\.\d'.*gradients would be wrong.*, torch.float32 of shape \("):
+    with pytest.raises(
+        RegionError, match=r"Region 'layers\.\d'.*gradients would be wrong.*, torch.float32 of shape \("
+    ):
         gradient(ac, name)

@@ -46,7 +46,9 @@ def test_kernels_that_leave_memory_unwritten_are_told_from_others() -> None:
     lengths = torch.tensor([3, 2])
 
     def paths(x: Tensor) -> Tensor:
-        loss = nn.functional.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 2], [3, 0]]), torch.tensor([5, 4]), lengths - 1)
+        loss = nn.functional.ctc_loss(
+            x.log_softmax(-1), torch.tensor([[1, 2], [3, 0]]), torch.tensor([5, 4]), lengths - 1
+        )
         return loss + nn.functional.rrelu(x).sum()
 
     for _ in range(5):

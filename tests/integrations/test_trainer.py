@@ -278,7 +278,9 @@ def test_a_chunked_loss_trains_and_evaluates_like_whole_logits(tmp_path: Path, l
     for loss in ("model", chunks):
         model = decoders.build("llama")
         model = _lora(model) if lora else model
-        settings: dict[str, Any] = dict(callbacks=[CheckpointingCallback("full", loss=loss)]) if how == "callback" else {}
+        settings: dict[str, Any] = (
+            dict(callbacks=[CheckpointingCallback("full", loss=loss)]) if how == "callback" else {}
+        )
         kind = transformers.Trainer if how == "callback" else Trainer
         settings |= {} if how == "callback" else dict(loss=loss)
         trainer = kind(

@@ -80,7 +80,9 @@ def test_scopes_wrap_exactly_the_named_towers(name: str, scope: str) -> None:
 @pytest.mark.parametrize("name", VLMS)
 def test_frozen_towers_are_not_replayed(name: str) -> None:
     model = FAMILIES[name].build()
-    towers = {fqn: "vision" if any(word in fqn for word in TOWERS["vision"]) else "language" for fqn, _ in _layers(model)}
+    towers = {
+        fqn: "vision" if any(word in fqn for word in TOWERS["vision"]) else "language" for fqn, _ in _layers(model)
+    }
     ran: Counter[str] = Counter()
     for fqn, module in _layers(model):
         module.register_forward_pre_hook(lambda *_, fqn=fqn: ran.update([fqn]))

@@ -93,7 +93,9 @@ def test_what_transformers_takes_beside_labels(more, said):
 def test_scaled_and_capped_logits(model_class, config_class, more, said):
     import transformers
 
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
     config = getattr(transformers, config_class)(vocab_size=64, pad_token_id=0, **sizes, **more)
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).train()

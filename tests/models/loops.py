@@ -247,9 +247,7 @@ class Outcome:
     error: Exception | None = None
 
 
-def run_loop(
-    model: nn.Module, actions: list[Action], reduce: Callable[[nn.Module], None] | None = None
-) -> Outcome:
+def run_loop(model: nn.Module, actions: list[Action], reduce: Callable[[nn.Module], None] | None = None) -> Outcome:
     """Run the actions on `model`. `reduce` averages gradients over ranks after each backward."""
     torch.manual_seed(0)
     random.seed(0)

@@ -95,5 +95,3 @@ def test_yaml_that_is_no_mapping_is_refused(text):
 def test_reentrant_is_accepted_where_torch_supports_it():
     assert CheckpointConfig(enabled=True, strategy="full", use_reentrant=True).use_reentrant
     assert CheckpointConfig(enabled=True, strategy="submodule", use_reentrant=True).use_reentrant
-
-

@@ -107,13 +107,17 @@ def test_llama_style_block_bytes_and_flops(llama_style):
     forward = llama_style.trace.flops
     flops = llama_style.ops(by="flops")
     assert llama_style.trace.input_bytes == 2 * S * D
-    assert _units(llama_style.none().held_bytes) == pytest.approx(49.0, abs=0.04)  # 32 bits per head and token of statistics
+    assert _units(llama_style.none().held_bytes) == pytest.approx(
+        49.0, abs=0.04
+    )  # 32 bits per head and token of statistics
     assert solver.linear_replay_cost(flops, 0) / forward == pytest.approx(23 / 30)
     kept = sum(op.bytes for k, op in enumerate(flops) if _parity(llama_style) >> k & 1)
     assert _units(kept) + 2 == pytest.approx(15.53, abs=0.005)
     assert solver.linear_replay_cost(flops, _parity(llama_style)) / forward == pytest.approx(9.5 / 30)
     keep_all = sum(1 << k for k in _matmuls(llama_style)[:-1]) | _attention(llama_style)
-    assert _units(sum(op.bytes for k, op in enumerate(flops) if keep_all >> k & 1)) + 2 == pytest.approx(23.03, abs=0.005)
+    assert _units(sum(op.bytes for k, op in enumerate(flops) if keep_all >> k & 1)) + 2 == pytest.approx(
+        23.03, abs=0.005
+    )
     assert solver.linear_replay_cost(flops, keep_all) == 0
 
 
@@ -262,9 +266,7 @@ def test_host_placement_is_chosen_where_the_link_is_free():
     slow = resolve_device("h100-80gb")
     source = resolve_model("llama-tiny")
     fast = dataclasses.replace(slow, host_link=1e18)
-    planner = Planner(
-        source.build("meta"), source.sample_input(1, 64), device=fast, setup=Setup(), host=True
-    )
+    planner = Planner(source.build("meta"), source.sample_input(1, 64), device=fast, setup=Setup(), host=True)
     plan = planner.plan(MemoryBudget(fraction=0.3))
     assert sum(layer.host_bytes for layer in plan.layers) > 0
     assert plan.replay_seconds < _planner().plan(MemoryBudget(fraction=0.3)).replay_seconds
@@ -321,7 +323,11 @@ def test_plan_survives_its_file_and_is_checked(tmp_path):
     with pytest.raises(PlanError, match=r"model\.layers\.0"):
         Plan.load(path, resolve_model("llama-small").build("meta"))
     body = json.loads(path.read_text())
-    for change, match in (({"format": 0}, "format 0"), ({"layers": None}, "damaged"), ({"decisions": {}}, "damaged|table")):
+    for change, match in (
+        ({"format": 0}, "format 0"),
+        ({"layers": None}, "damaged"),
+        ({"decisions": {}}, "damaged|table"),
+    ):
         path.write_text(json.dumps(body | change))
         with pytest.raises(PlanError, match=match):
             Plan.load(path, model)
@@ -443,7 +449,9 @@ def test_data_dependent_models_are_refused_with_the_way_out():
             return x
 
     model = Picky()
-    said = r"cannot be planned: its forward depends on values .* in line \d+ of tests.*\. Use a mode instead of a budget"
+    said = (
+        r"cannot be planned: its forward depends on values .* in line \d+ of tests.*\. Use a mode instead of a budget"
+    )
     with pytest.raises(ValueError, match=said):
         capture.trace_model(model, find_layers(model), torch.randn(2, 4, 16))
 

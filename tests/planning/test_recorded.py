@@ -70,7 +70,9 @@ def test_counts_of_kinds_are_planned_by_their_number() -> None:
     ids = torch.tensor([3, 1, 3])
     with FakeRun() as run:
         fake = run.like(ids)
-        assert torch.bincount(fake, minlength=4).shape == (4,) and torch.bincount(fake, minlength=4).dtype is torch.int64
+        assert (
+            torch.bincount(fake, minlength=4).shape == (4,) and torch.bincount(fake, minlength=4).dtype is torch.int64
+        )
         for dtype, counted in ((torch.float32, torch.float32), (torch.bfloat16, torch.float64)):
             assert torch.bincount(fake, run.like(torch.ones(3, dtype=dtype)), minlength=4).dtype is counted
         assert torch.bincount(ids).tolist() == [0, 1, 0, 2]  # small integers are really computed

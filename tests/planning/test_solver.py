@@ -100,9 +100,7 @@ def test_closure_replay_runs_exactly_what_is_read(ops, mask):
 def test_combine_is_brute_force(kinds):
     mixes = solver.combine(kinds)
     layers = [points for points, count in kinds for _ in range(count)]
-    everything = [
-        (sum(b for b, _ in pick), sum(c for _, c in pick)) for pick in itertools.product(*layers)
-    ]
+    everything = [(sum(b for b, _ in pick), sum(c for _, c in pick)) for pick in itertools.product(*layers)]
     for budget in range(0, max(b for b, _ in everything) + 3, 2):
         fitting = [c for b, c in everything if b <= budget]
         inside = [m for m in mixes if m.bytes <= budget]

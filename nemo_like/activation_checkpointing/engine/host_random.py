@@ -62,7 +62,9 @@ class _NumPy:
         self._random = numpy_random
         self._bits: Any = None
         self._memory: Any = None
-        self._generator: Callable[[], Any] = getattr(numpy_random, "get_bit_generator", lambda: None)  # since NumPy 1.24
+        self._generator: Callable[[], Any] = getattr(
+            numpy_random, "get_bit_generator", lambda: None
+        )  # since NumPy 1.24
         self._last: tuple[bytes, Any] | None = None
 
     def now(self) -> Any:

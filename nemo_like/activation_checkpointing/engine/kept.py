@@ -107,7 +107,9 @@ def storages(tensor: Tensor) -> set[int]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         parts = (getattr(tensor, name) for name in flatten()[0])
-        return {key for part in parts if isinstance(part, Tensor) for key in storages(part)}  # a DTensor names its mesh, too
+        return {
+            key for part in parts if isinstance(part, Tensor) for key in storages(part)
+        }  # a DTensor names its mesh, too
     if tensor.layout is not torch.strided:
         return set()  # sparse, mkldnn: no storage of their own to name; their version counters tell of changes
     return {tensor.untyped_storage()._cdata}

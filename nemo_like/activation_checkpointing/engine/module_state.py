@@ -18,7 +18,9 @@ _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
 histories, running statistics); what is large (masks, position tables) hardly ever changes."""
 
-_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[object, tuple[_Known, ...]]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[object, tuple[_Known, ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
 """By module and training mode: the stamp of the module's attributes, and its buffers at that time."""
 
 

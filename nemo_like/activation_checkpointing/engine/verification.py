@@ -110,7 +110,13 @@ class Verification:
         return math.sqrt(of_floats)
 
     def _raise(
-        self, index: int, saved: SavedTensor, then: list[list[float]], now: list[list[float]], worst: float, tolerance: float
+        self,
+        index: int,
+        saved: SavedTensor,
+        then: list[list[float]],
+        now: list[list[float]],
+        worst: float,
+        tolerance: float,
     ) -> None:
         raise RegionError(
             f"Region {self._name!r}: replay and forward disagree, and gradients would be wrong without a word. Tensor "
