@@ -141,17 +141,28 @@ def _from_mapping(name: str, values: Mapping[str, Any]) -> ModelSource:
     except Exception as error:  # each config class has validators of its own, with errors of their own
         reason = str(error).strip().splitlines()[-1].strip()
         raise ValueError(f"Model {name!r}: its config is not a {kind} that can be built. {reason}") from error
-    auto = transformers.AutoModelForCausalLM
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        auto = transformers.AutoModel
-        for candidate in ("IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM"):
-            if type(config) in getattr(transformers, f"MODEL_FOR_{candidate}_MAPPING", {}):
-                auto = {
-                    "IMAGE_TEXT_TO_TEXT": transformers.AutoModelForImageTextToText,
-                    "SEQ_TO_SEQ_CAUSAL_LM": transformers.AutoModelForSeq2SeqLM,
-                }[candidate]
-                break
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        # Where a release keeps it among what generation needs: shifting the labels needs it too.
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    auto = _auto_class(transformers, config)
     return ModelSource(name, config, lambda: auto.from_config(config))
+
+
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """The class that trains the whole of what `config` describes: not the decoder of an encoder-decoder alone, nor the
+    language model of one with other towers."""
+    kinds = {
+        "SPEECH_SEQ_2_SEQ": "AutoModelForSpeechSeq2Seq", "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
+        "MULTIMODAL_LM": "AutoModelForMultimodalLM", "IMAGE_TEXT_TO_TEXT": "AutoModelForImageTextToText",
+        "CAUSAL_LM": "AutoModelForCausalLM",
+    }  # fmt: skip
+    parts = getattr(config, "sub_configs", None) or {}
+    if not getattr(config, "is_encoder_decoder", False) and not set(parts) - {"text_config"}:
+        kinds = {"CAUSAL_LM": kinds["CAUSAL_LM"]} | kinds
+    for kind, auto in kinds.items():
+        if type(config) in getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", {}):
+            return getattr(transformers, auto)
+    return transformers.AutoModel
 
 
 def _import_factory(spec: str) -> Callable[[], nn.Module]:

@@ -86,6 +86,9 @@ def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
         (["bench", "--budgets", "foo"], "'foo'"),
         (["bench", "--compile", "cudagraphs"], "'cudagraphs'"),
         (["coverage", "--only", "nosuch"], "'nosuch'"),
+        (["coverage", "--losses", "--only", "LlamaForCausalLLM"], "Did you mean 'LlamaForCausalLM'"),
+        (["coverage", "--plan", "--only", "nosuch"], "'nosuch'"),
+        (["coverage", "--plan", "--resume"], "--resume"),
         (["profile", "--model", "llama-tiny", "--limit", "-3"], "--limit is -3"),
     ],
 )

@@ -68,10 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", action="store_true",
         help="survey budgets instead: plan and run every model type, tiny (most of an hour; --only renews single rows)",
     )  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true",
+        help="with --plan and --output: go on with the types that the page does not have",
+    )  # fmt: skip
     parser.add_argument("--processes", type=int, default=2, help="worker processes (default: 2)")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.resume and not (args.plan and args.output):
+        raise ValueError("--resume goes on with a page of budgets: it needs --plan and --output.")
     if args.losses:
         return _survey_losses(args)
     if args.plan:
@@ -92,16 +98,16 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(failures(rows)) else 0
 
 
-def _check_types(types: Iterable[str], known: list[str]) -> None:
+def _check_types(types: Iterable[str], known: list[str], what: str = "model type") -> None:
     for name in types:
         if name not in known:
-            raise ValueError(
-                f"--only names {name!r}, and transformers has no such model type." + did_you_mean(name, known)
-            )
+            raise ValueError(f"--only names {name!r}, and transformers has no such {what}." + did_you_mean(name, known))
 
 
 def _survey_losses(args: argparse.Namespace) -> int:
-    rows = list(loss_survey.survey(args.only or loss_survey.language_models()))
+    known = loss_survey.language_models()
+    _check_types(args.only or (), known, "class with a language head")
+    rows = list(loss_survey.survey(args.only or known))
     _write_section(args.output, loss_survey.SECTION, loss_survey.markdown(rows))
     return 1 if any(row.wrong for row in rows) else 0
 
@@ -109,9 +115,15 @@ def _survey_losses(args: argparse.Namespace) -> int:
 def _survey_plans(args: argparse.Namespace) -> int:
     known = plan_survey.model_types()
     _check_types(args.only or (), list(known))
-    rows = list(plan_survey.survey(args.only or known))
-    before = _page(args.output) if args.only else ""
-    _write_section(args.output, plan_survey.SECTION, plan_survey.markdown(rows, before))
+    before = _page(args.output) if args.only or args.resume else ""
+    done = plan_survey.surveyed(before) if args.resume else frozenset()
+    rows = []
+    for row in plan_survey.survey(name for name in args.only or known if name not in done):
+        rows.append(row)
+        if args.output is not None:  # after each: what was measured is not lost when the survey is stopped
+            _write_section(args.output, plan_survey.SECTION, plan_survey.markdown(rows, before))
+    if args.output is None:
+        sys.stdout.write(plan_survey.markdown(rows))
     wrong = list(plan_survey.failures(rows))
     for line in wrong:
         print(f"nemo-like coverage: {line}", file=sys.stderr)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_like.models import ModelSource, resolve_model
+from nemo_like.models import resolve_model
 from nemo_like.options import (
     FSDP2,
     OPTIMIZERS,
@@ -22,10 +22,10 @@ from nemo_like.options import (
     StepSpec,
     parse_bytes,
     parse_dtype,
-    parse_shape,
 )
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
+    from nemo_like.planning.model_inputs import ModelInput
     from nemo_like.planning.plan_report import PlanReport
     from nemo_like.planning.planner import Planner
 
@@ -45,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
     add("--batch-size", type=int, default=1, help="sequences per rank and microbatch (default: %(default)s)")
     add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
+    add(
+        "--images",
+        type=int,
+        default=1,
+        help="pictures per sequence, for a model that takes some (default: %(default)s)",
+    )
+    add("--image-size", type=int, help="pixels per side of a picture (default: the config's, or 448)")
+    add("--audio-seconds", type=float, help="of a sound per sequence, for a model that takes some (default: what its config "
+        "has positions for, or 30); 0: none")  # fmt: skip
     add("--vocab-size", type=int, help="for a module:function that takes token ids and states no vocab_size")
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
     add("--param-dtype", default="bf16", help="parameters in forward (default: %(default)s)")
@@ -74,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
+    from nemo_like.commands import plan_inputs
     from nemo_like.planning import plan_report
     from nemo_like.planning.devices import resolve_device
     from nemo_like.planning.planner import Planner, Setup
@@ -86,32 +96,35 @@ def run(args: argparse.Namespace) -> int:
     with _progress(f"Planning {args.model} ..."):
         source = resolve_model(args.model)
         model = source.build("meta", parse_dtype("--dtype", args.dtype))
-        planner = Planner(
-            model,
-            _sample_input(args, source),
-            device=device,
-            setup=Setup(
-                shard_ranks=shard_ranks,
-                step=step,
-                precision=_precision(args),
-                # One rank keeps the model whole, whatever the strategy, and computes under autocast.
-                fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch),
-                tp=args.tp,
-                loss=ChunkedLoss.of(args.loss),
-            ),
-            skip=False if args.no_skip else None,
-            host=args.host,
-            measure=args.measure,
+        setup = Setup(
+            shard_ranks=shard_ranks,
+            step=step,
+            precision=_precision(args),
+            # One rank keeps the model whole, whatever the strategy, and computes under autocast.
+            fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch),
+            tp=args.tp,
+            loss=ChunkedLoss.of(args.loss),
         )
+
+        def plan_with(sample: Any) -> Planner:
+            return Planner(
+                model, sample, device=device, setup=setup, skip=False if args.no_skip else None, host=args.host,
+                measure=args.measure,
+            )  # fmt: skip
+
+        planner, given = plan_inputs.planner_with_inputs(plan_with, model, source, args)
         result = plan_report.make_report(
             planner, args.budget, parse_bytes(args.memory) if args.memory else None,
             dp_replicate=args.dp_replicate, special=args.host or args.no_skip or args.measure,
         )  # fmt: skip
     seconds = time.perf_counter() - start
     if args.json != "-":
-        _say(args, planner, result, seconds, model)
+        _say(args, planner, result, seconds, model, given)
     if args.json:
-        head = {"model": args.model, "not_run": planner.idle_layers() or None}
+        head = {
+            "model": args.model, "input": given.words, "not_run": planner.idle_layers() or None,
+            "not_made_up": given.missing or None,
+        }  # fmt: skip
         text = json.dumps(head | plan_report.as_json(result), indent=1) + "\n"
         if args.json == "-":
             sys.stdout.write(text)
@@ -127,20 +140,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(
-    args: argparse.Namespace, planner: Planner, result: PlanReport, seconds: float, model: torch.nn.Module
-) -> None:
+    args: argparse.Namespace, planner: Planner, result: PlanReport, seconds: float, model: torch.nn.Module,
+    given: ModelInput,
+) -> None:  # fmt: skip
     from nemo_like.planning import plan_report
 
     size = sum(p.numel() for p in model.parameters())
     print(
         f"{args.model}: {size / 1e9:.2f} B parameters, {len(planner.traced.calls)} layers of {len(planner.problems)} "
-        f"kind(s), {_described(args)} per rank on {args.world_size} x {planner.device.name}, "
+        f"kind(s), {given.words} per rank on {args.world_size} x {planner.device.name}, "
         f"{planner.setup.step.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB.\n"
     )
-    if planner.not_run:
+    if planner.not_run or given.missing:
+        why = f" {given.missing[0].upper()}{given.missing[1:]}." if given.missing else ""
         print(
-            f"Left out: {planner.idle_layers()}. {_described(args)} do not run them, and the peaks below are those of a "
-            "step without. Plan for pictures or sound from Python: plan_for(model, budget, sample_input).\n"
+            f"Left out: {planner.idle_layers() or 'no layer'}. {given.words} do not run them, and the peaks below are those "
+            f"of a step without.{why} For what the command cannot make up: plan_for(model, budget, sample_input).\n"
         )
     print(plan_report.table(result))
     print(
@@ -157,25 +172,6 @@ def _say(
             "  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json"
         )
     print(f"\nPlanned in {seconds:.1f} s.")
-
-
-def _described(args: argparse.Namespace) -> str:
-    return f"an input of {args.input_shape}" if args.input_shape else f"{args.batch_size} x {args.seq_len} tokens"
-
-
-def _sample_input(args: argparse.Namespace, source: ModelSource) -> Any:
-    """What one step of one rank gives to the model."""
-    if args.input_shape:
-        return torch.empty(parse_shape("--input-shape", args.input_shape), device="meta")
-    if args.vocab_size is not None:
-        if args.vocab_size < 1:
-            raise ValueError(f"--vocab-size is {args.vocab_size}; it must be >= 1.")
-        return torch.zeros(args.batch_size, args.seq_len, dtype=torch.long)
-    if source.vocab_size is None:
-        raise ValueError(
-            f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape."
-        )
-    return source.sample_input(args.batch_size, args.seq_len)
 
 
 def _precision(args: argparse.Namespace) -> Precision:

@@ -237,23 +237,22 @@ def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
     rows = list(rows)
     version = require("transformers", "hf", "to name its version").__version__
     anew = {row.model_type for row in rows}
-    lines = {name: line for name, line in _lines_in(page).items() if name not in anew}
-    lines |= {row.model_type: _line(row) for row in rows if row.trains}
-    others = {name for name in _others_in(page) if name not in anew} | {
-        row.model_type for row in rows if not row.trains
-    }
+    kept, others = ({name: line for name, line in found.items() if name not in anew} for found in _tables_in(page))
+    lines = kept | {row.model_type: _line(row) for row in rows if row.trains}
+    others |= {row.model_type: f"| {row.model_type} | {cell(row.problem)} |" for row in rows if not row.trains}
     cells = [[part.strip() for part in line.split("|")[1:-1]] for line in lines.values()]
     errors = [float(row[4].rstrip("%")) / 100 for row in cells if row[3] == "yes"]
     close = sum(abs(error) <= CLOSE for error in errors)
     return "\n".join((
         SECTION,
         "",
-        "Made by `nemo-like coverage --plan --output docs/model-coverage.md`; `--only` renews the rows of some types.",
+        "Made by `nemo-like coverage --plan --output docs/model-coverage.md`; `--only` renews the rows of some types, "
+        "`--resume` goes on where it was stopped.",
         "",
         f"Of the {len(model_types())} model types of transformers {version}, {len(lines) + len(others)} were tried, and "
         f"{len(lines)} of these train here tiny (CPU, torch {torch.__version__}) on random input of the kind that they "
-        f"name as their main one: {BATCH} x {TOKENS} tokens, two pictures, or two sounds. Each was planned for "
-        f"{BUDGET:.0%} of its activation bytes (or the least that it can hold, where that "
+        f"name as their main one: {BATCH} x {TOKENS} tokens, two pictures, or two sounds. Each was planned (in at most "
+        f"{SECONDS} s of CPU time) for {BUDGET:.0%} of its activation bytes (or the least that it can hold, where that "
         "is more), on one device in float32 with AdamW, and run for two steps; the peak of the second was compared with "
         f"the prediction, by the CPU allocator's events. {len(errors)} were planned and ran; of {close} the peak is "
         f"within {CLOSE:.0%} ({close / max(1, len(lines)):.1%} of those that train); {sum(e < -CLOSE for e in errors)} "
@@ -264,27 +263,32 @@ def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
         "|---|---|---|---|---|---|---|",
         *(line for _, line in sorted(lines.items())),
         "",
-        f"{_OTHERS} ({len(others)}): {', '.join(sorted(others))}.",
+        f"{len(others)} types do not train here on such input:",
+        "",
+        _OTHERS,
+        "|---|---|",
+        *(line for _, line in sorted(others.items())),
         "",
     ))  # fmt: skip
 
 
-_OTHERS = "Types that do not train here on such input"
+_OTHERS = "| model type | what it raised |"
 
 
-def _section(page: str) -> str:
-    return page.partition(SECTION + "\n")[2].partition("\n## ")[0]
+def surveyed(page: str) -> frozenset[str]:
+    """The model types that the section in `page` has a row for."""
+    return frozenset(name for table in _tables_in(page) for name in table)
 
 
-def _lines_in(page: str) -> dict[str, str]:
-    """The lines of the table in `page`, by model type."""
-    lines = [line for line in _section(page).splitlines() if line.startswith("| ") and line != _COLUMNS]
-    return {line.split("|")[1].strip(): line for line in lines}
+def _tables_in(page: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The lines of the two tables in the section of `page`, by model type: types that train, and the others."""
+    section = page.partition(SECTION + "\n")[2].partition("\n## ")[0]
+    trained, _, others = section.partition(_OTHERS)
+    return _rows_of(trained.partition(_COLUMNS)[2]), _rows_of(others)
 
 
-def _others_in(page: str) -> list[str]:
-    line = next((line for line in _section(page).splitlines() if line.startswith(_OTHERS)), "")
-    return [name for name in line.partition(": ")[2].rstrip(".").split(", ") if name]
+def _rows_of(table: str) -> dict[str, str]:
+    return {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
 
 
 def _line(row: SurveyedPlan) -> str:

@@ -91,7 +91,9 @@ def sharding_of(
 
     `trained`: ids of the parameters that get a gradient; None: all that require one.
     """
-    plan = plan_units(model, layers)
+    # A model that stays whole may have trainable scalars (CLIP's temperature); only FSDP refuses them.
+    scalars = [p for p in model.parameters() if p.dim() == 0] if shard_ranks == 1 else []
+    plan = plan_units(model, layers, ignored_params=scalars)
     last = plan.layers[-1] if plan.layers else None
     dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
 

@@ -24,6 +24,7 @@ from nemo_like.commands.plan_survey import model_types, planned_and_run, survey_
         "doge",  # attention without a fused kernel
         "siglip",  # a gradient that a convolution copies first
         "inkling_text",  # a backward formula that writes in place
+        "altclip",  # a trainable scalar, which only FSDP refuses
         "resnet",  # a region keeps the running statistics as they were
     ],
 )

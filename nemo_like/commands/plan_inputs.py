@@ -1,0 +1,76 @@
+"""What `nemo-like plan` gives to the model: its options, and what the model's config says."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.models import ModelSource
+from nemo_like.options import parse_shape
+from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quiet_fakes
+from nemo_like.planning.planner import Planner
+
+
+def planner_with_inputs(
+    make: Callable[[Any], Planner], model: nn.Module, source: ModelSource, args: argparse.Namespace
+) -> tuple[Planner, ModelInput]:
+    """``make(sample)`` for all that the model takes; where it refuses pictures and sound as they are made up here, for
+    text alone, with the reason in `ModelInput.missing`.
+
+    Raises:
+        ValueError: an option asks for what the model does not take, or what the planner raises for text alone.
+    """
+    media = _media(args)
+    if args.input_shape:
+        shape = parse_shape("--input-shape", args.input_shape)
+        return make(torch.empty(shape, device="meta")), ModelInput({}, f"an input of {args.input_shape}")
+    text = _text(source, args)
+    words = f"{args.batch_size} x {args.seq_len} tokens"
+    if source.config is None:
+        return make(text["input_ids"]), ModelInput(text, words)
+    given = model_input(model, text, media)
+    if given.missing and _asked(args):
+        raise ValueError(f"{args.model}: {given.missing}. From Python: plan_for(model, budget, sample_input).")
+    beside = set(given.tensors) - set(text)
+    if not beside or "input_ids" not in given.tensors:
+        return make(dict(given.tensors)), given
+    try:
+        with quiet_fakes():
+            return make(dict(given.tensors)), given
+    except ValueError as error:
+        if _asked(args):
+            raise
+        alone = model_input(model, text, Media(images=0, audio_seconds=0.0))
+        reason = f"{', '.join(sorted(beside))}: {str(error).partition('. Give what')[0]}"
+        return make(dict(alone.tensors)), ModelInput(alone.tensors, alone.words, reason)
+
+
+def _asked(args: argparse.Namespace) -> bool:
+    return bool(args.image_size or args.audio_seconds or args.images > 1)
+
+
+def _media(args: argparse.Namespace) -> Media:
+    for name, least in (("images", 0), ("image_size", 1), ("audio_seconds", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be >= {least}.")
+    return Media(args.images, args.image_size, args.audio_seconds)
+
+
+def _text(source: ModelSource, args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """Token ids and labels, (batch, tokens)."""
+    if args.vocab_size is not None:
+        if args.vocab_size < 1:
+            raise ValueError(f"--vocab-size is {args.vocab_size}; it must be >= 1.")
+    elif source.vocab_size is not None:
+        return source.sample_input(args.batch_size, args.seq_len)
+    elif source.config is None:
+        raise ValueError(
+            f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape."
+        )
+    ids = torch.zeros(args.batch_size, args.seq_len, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}  # of a tower by itself, only their shape is read
