@@ -1,7 +1,7 @@
 """`parallelize`: one call from a bare model to a sharded, checkpointed, compiled one.
 
-The order, always: find the layers → tensor parallel → activation checkpointing and host offloading → loss → per-layer
-compile → `fully_shard` on each layer, then on the root. Everything is checked before the first change.
+The order, always: find the layers → tensor and expert parallel → activation checkpointing and host offloading → loss →
+per-layer compile → `fully_shard` on each layer, then on the root. Everything is checked before the first change.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
+from nemo_like.activation_checkpointing.keep_routing import keep_routing
 from nemo_like.compile import compile_layers, parse_compile
 from nemo_like.distributed.agreement import check_agreement
+from nemo_like.distributed.expert_parallel import (
+    Experts,
+    check_experts,
+    make_expert_mesh,
+    shard_experts,
+    split_experts,
+)
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
 from nemo_like.distributed.same_weights import start_from_the_same_weights
@@ -33,6 +41,7 @@ from nemo_like.options import (
     DDP,
     FSDP2,
     ChunkedLoss,
+    ExpertParallel,
     MemoryBudget,
     OffloadConfig,
     Precision,
@@ -97,6 +106,7 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     dp_replicate: int = 1,
     tp: int | TensorParallel = 1,
+    ep: int | ExpertParallel = 1,
     ac_scope: str | Iterable[str] = "all",
     layers: Iterable[str | nn.Module] | None = None,
     loss: str | ChunkedLoss = "model",
@@ -131,6 +141,8 @@ def parallelize(
         dp_replicate: FSDP2: replicas of the sharded model (HSDP); must divide the number of ranks.
         tp: FSDP2: ranks that each large weight is split over (must divide the number of ranks), or `TensorParallel(...)`
             with a plan, sequence parallelism and a loss that stays split by vocabulary.
+        ep: FSDP2: ranks that each layer's experts are split over (must divide ``dp_shard x cp x tp``, and the number of
+            experts), or `ExpertParallel(...)` with a plan. Tokens travel to the experts and back.
         ac_scope: the groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
             ``"multimodal"`` or a list. A frozen layer is replayed in calls with an input that needs a gradient.
         layers: names (globs) or modules of the layers, instead of the layers that are found.
@@ -159,8 +171,12 @@ def parallelize(
     _refuse_parallelized(model)
     word, fsdp, ddp = parse_strategy(strategy)
     tensor, cast, place = TensorParallel.of(tp), Precision.of(precision), OffloadConfig.of(offload)
-    if word != "fsdp2" and tensor != TensorParallel():
-        raise ValueError(f"tp splits weights over ranks beside FSDP2; strategy {word!r} keeps them whole. Use 'fsdp2'.")
+    expert = ExpertParallel.of(ep)
+    for name, asked_for in (("tp", tensor != TensorParallel()), ("ep", expert != ExpertParallel())):
+        if word != "fsdp2" and asked_for:
+            raise ValueError(
+                f"{name} splits weights over ranks beside FSDP2; strategy {word!r} keeps them whole. Use 'fsdp2'."
+            )
     asked = read_ac(ac)
     found, chosen = layers_for(model, asked, ac_scope, layers)
     backend = parse_compile(compile)
@@ -175,6 +191,7 @@ def parallelize(
     shard_mesh = mesh if word == "fsdp2" else None
     target = asked_device or local_device(None if mesh is None else mesh.device_type)
     split = _check_tensor_parallel(shard_mesh, asked, tensor)
+    experts = _check_expert_parallel(model, shard_mesh, asked, expert)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
     else:
@@ -194,13 +211,20 @@ def parallelize(
         apply_tensor_parallel(
             model, shard_mesh["tp"], tensor.plan,
             sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel,
+            whole=[found.fqn for found in experts],
         )  # fmt: skip
+    expert_mesh = None if shard_mesh is None or not experts else make_expert_mesh(shard_mesh, expert.size)
+    if expert_mesh is not None:
+        split_experts(experts, expert_mesh)
+        specs = keep_routing(specs, [found.fqn for found in experts])
     apply_specs(model, specs, compile=backend is not None)
     if in_chunks is not None:
         chunk_model_loss(model, in_chunks if in_chunks.compile else replace(in_chunks, compile=backend))
     if backend is not None:
         compile_layers(model, backend, [layer.module for layer in find_layers(model, names)])
     if shard_mesh is not None:
+        if expert_mesh is not None:
+            shard_experts(experts, expert_mesh, mp_policy=cast.policy, options=fsdp)
         shard_layers(model, find_layers(model, names), shard_mesh, options=fsdp, mp_policy=cast.policy)
         refuse_to_save_shards(model)
     else:
@@ -271,6 +295,24 @@ def _check_tensor_parallel(mesh: DeviceMesh | None, asked: Asked, tensor: Tensor
     if tensor.plan is not None and not split:
         warn_once("TensorParallel.plan was given, and tp is one rank: no weight is split.")
     return split
+
+
+def _check_expert_parallel(
+    model: nn.Module, mesh: DeviceMesh | None, asked: Asked, expert: ExpertParallel
+) -> tuple[Experts, ...]:
+    """The modules whose experts are to be split."""
+    if mesh is None or expert.size == 1:
+        if expert.size > 1:
+            raise ValueError(f"ep is {expert.size}, but this job has one rank; start more with torchrun.")
+        if expert.plan is not None:
+            warn_once("ExpertParallel.plan was given, and ep is one rank: no experts are split.")
+        return ()
+    if isinstance(asked, MemoryBudget):
+        raise ValueError(
+            f"ac is {asked} beside expert parallelism: a plan is traced on one rank. Use a mode such as 'selective', or "
+            "budget without ep."
+        )
+    return check_experts(model, mesh, expert)
 
 
 def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, precision: Precision) -> None:

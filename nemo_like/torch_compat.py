@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -587,6 +588,36 @@ def compiler_budget(share: float) -> contextlib.AbstractContextManager[Any]:
     if not hasattr(config, "activation_memory_budget"):
         raise AttributeError(f"torch {torch.__version__} has no activation_memory_budget. Use {RELEASES}.")
     return config.patch(activation_memory_budget=share)
+
+
+# --- Experts ----------------------------------------------------------------------------------------------------------
+
+
+def grouped_mm(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows (R, K), sorted by group, times the matrix of each one's group, (G, K, N) → (R, N).
+
+    One kernel where torch has one for these: ``F.grouped_mm``, or ``torch._grouped_mm`` before it was public; bfloat16 on
+    CUDA from Ampere on, any float on the CPU, rows of 16 bytes or a multiple. Else a loop over the groups.
+
+    Args:
+        counts: rows of each group, known on the host.
+    """
+    kernel = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    if kernel is not None and rows.shape[0] and _has_grouped_kernel(rows, weights):
+        ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=rows.device)
+        return kernel(rows, weights, offs=ends)
+    # Also without any row: the weights get gradients of zero then, and every rank reduces the same.
+    parts = zip(rows.split(list(counts)), weights.unbind(0), strict=True)
+    found = [part @ matrix for index, (part, matrix) in enumerate(parts) if part.shape[0] or index == 0]
+    return torch.cat(found)
+
+
+def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
+    if rows.dtype != weights.dtype or any(size * rows.element_size() % 16 for size in weights.shape[1:]):
+        return False
+    if rows.device.type == "cuda":
+        return rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return rows.device.type == "cpu"
 
 
 # --- Ranks ------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ OF_OBJECTS = {
 
 OF_OTHERS = {
     "_attention_backends",  # Transformer Engine
+    "_apply_gate",  # the experts of transformers
     "_data",  # os.environ
     "_init_weights", "_reset_parameters", "_no_split_modules",  # models
     "_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module",  # parts of names that are cleaned
@@ -682,3 +683,25 @@ def test_who_holds_a_tensor(monkeypatch):
     assert torch_compat.use_count(tensor) is None
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     assert torch_compat.storage_use_count(tensor) is None
+
+
+def test_a_grouped_product_with_and_without_a_kernel(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(5, 8, generator=generator), torch.randn(3, 8, 4, generator=generator)
+    expected = torch.cat([rows[:2] @ weights[0], rows[2:] @ weights[2]])
+
+    def product(rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = weights.clone().requires_grad_()
+        out = torch_compat.grouped_mm(rows, leaf, counts)
+        return out, torch.autograd.grad(out.square().sum(), leaf)[0]
+
+    out, grad = product(rows, [2, 0, 3])
+    torch.testing.assert_close(out, expected)
+    assert not grad[1].any()
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", None, raising=False)
+    monkeypatch.setattr(torch, "_grouped_mm", None, raising=False)
+    again, without = product(rows, [2, 0, 3])
+    torch.testing.assert_close(again, expected)
+    torch.testing.assert_close(without, grad)
+    none, zero = product(rows[:0], [0, 0, 0])
+    assert none.shape == (0, 4) and zero.shape == weights.shape and not zero.any()

@@ -100,6 +100,9 @@ _ROWS: dict[str, OpFacts] = {
     "hybridep.combine.default": _COLLECTIVE,
     "hybrid_ep.dispatch.default": _COLLECTIVE,
     "hybrid_ep.combine.default": _COLLECTIVE,
+    # Expert parallelism: who sends how many tokens to whom, and the tokens. These may be sent again, by all ranks alike.
+    "nemo_like.route.default": OpFacts(saved=True, pinned=True, collective=True),
+    "nemo_like.exchange_rows.default": OpFacts(saved=True, collective=True),
     # Reading a number of the device waits for the device, so it is not done twice.
     "aten._local_scalar_dense.default": OpFacts(saved=True, pinned=True),
     # They return their input's storage, which their schemas don't say: keeping the input keeps the output.
@@ -178,6 +181,11 @@ def default_save_ops() -> frozenset[Op]:
 def pinned_ops() -> frozenset[Op]:
     """The operators that are never replayed, of those that this torch and the packages imported so far have."""
     return _present(name for name, row in _ROWS.items() if row.pinned)
+
+
+def routing_ops() -> frozenset[Op]:
+    """The operators whose results say which token goes where; of those that there are."""
+    return _present(("aten.topk.default", "nemo_like.route.default"))
 
 
 def attention_ops() -> frozenset[Op]:

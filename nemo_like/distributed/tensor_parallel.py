@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ def apply_tensor_parallel(
     *,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
+    whole: Collection[str] = (),
 ) -> nn.Module:
     """Cut the weights of `model` over the ranks of `mesh`, in place; returns it.
 
@@ -45,6 +46,7 @@ def apply_tensor_parallel(
             After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
         loss_parallel: leave the logits cut by vocabulary, as a DTensor; compute the loss under
             `torch.distributed.tensor.parallel.loss_parallel`.
+        whole: names of modules that the plan is not followed in (experts that are split otherwise).
 
     Raises:
         ValueError: no plan; an unknown style; a pattern that matches nothing; heads or sizes not divisible by the
@@ -60,7 +62,7 @@ def apply_tensor_parallel(
         raise ValueError(f"mesh has the axes {mesh.mesh_dim_names}; pass the tensor-parallel one, mesh['tp'].")
     if hasattr(model, _MARK) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("The model is tensor-parallel or sharded already; apply tensor parallelism first, and once.")
-    rules = resolve_plan(model, plan, mesh.size())
+    rules = resolve_plan(model, plan, mesh.size(), whole)
     layers = find_layers(model) if sequence_parallel else ()
     if plan is None:
         _warn_of_whole_layers(model, rules)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,9 @@ class Rule:
     """Set where the rule names a single parameter of `module`."""
 
 
-def resolve_plan(model: nn.Module, plan: Mapping[str, str | ParallelStyle] | None, tp_size: int) -> list[Rule]:
+def resolve_plan(
+    model: nn.Module, plan: Mapping[str, str | ParallelStyle] | None, tp_size: int, whole: Collection[str] = ()
+) -> list[Rule]:
     """The rules for `model`, checked.
 
     Args:
@@ -48,6 +50,7 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str | ParallelStyle] | Non
         plan: FQN pattern (``*`` within one dotted segment) to style or style name; None: the model's own ``tp_plan``,
             else its config's ``base_model_tp_plan``.
         tp_size: ranks of the tensor-parallel axis.
+        whole: names of modules in which no rule holds.
 
     Raises:
         ValueError: there is no plan; a style is unknown; a pattern of the caller's plan matches nothing; a size or a
@@ -69,7 +72,8 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str | ParallelStyle] | Non
             f"The tensor-parallel plan matches nothing in this {type(model).__name__}: {', '.join(wanted)}."
         )
     named_twice = {rule.fqn: rule for rule in rules}  # a later pattern refines an earlier one
-    rules = [rule for rule in rules if named_twice[rule.fqn] is rule]
+    left = tuple(f"{name}." for name in whole)
+    rules = [rule for rule in rules if named_twice[rule.fqn] is rule and not f"{rule.fqn}.".startswith(left)]
     rules = _with_tied_partners(model, rules)
     for rule in rules:
         _check_sizes(model, rule, tp_size)

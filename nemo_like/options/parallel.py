@@ -13,6 +13,7 @@ from nemo_like.options.words import did_you_mean, normalise, parse_dtype
 
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
+EXPERT_CALLS: tuple[str, ...] = ("routed", "every")
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,40 @@ class TensorParallel:
     def of(cls, tp: int | TensorParallel) -> TensorParallel:
         """What ``tp=`` means: a number of ranks, or the object."""
         return tp if isinstance(tp, TensorParallel) else cls(tp)
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """Split each layer's experts over `size` ranks, which exchange tokens. ``ep=4`` means the defaults.
+
+    >>> ExpertParallel.of(4)
+    ExpertParallel(size=4, plan=None)
+    """
+
+    size: int = 1
+    """Ranks that share a layer's experts; must divide ``dp_shard x cp x tp`` and the number of experts."""
+    plan: Mapping[str, str] | None = None
+    """Name pattern of the modules that hold experts, in weights of ``(experts, ..., ...)``, to how they are called:
+    ``routed`` (tokens (N, D), chosen experts (N, k), their weights (N, k)) or ``every`` (rows of all experts one after the
+    other). None: the plan of the model's config, else by structure."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"ep is {self.size!r}; it must be a whole number of ranks >= 1.")
+        if self.plan is None:
+            return
+        if not isinstance(self.plan, Mapping) or not self.plan:
+            raise TypeError(f"ExpertParallel.plan is {self.plan!r}; it must map name patterns to 'routed' or 'every'.")
+        for pattern, call in self.plan.items():
+            if call not in EXPERT_CALLS:
+                raise ValueError(
+                    f"ExpertParallel.plan has {call!r} for {pattern!r}; it must be one of {', '.join(EXPERT_CALLS)}."
+                )
+
+    @classmethod
+    def of(cls, ep: int | ExpertParallel) -> ExpertParallel:
+        """What ``ep=`` means: a number of ranks, or the object."""
+        return ep if isinstance(ep, ExpertParallel) else cls(ep)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""Which modules of a model hold experts, and how they are called. Changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from nemo_like.module_tree import bare_modules, glob_to_regex
+
+ROUTED, EVERY = "routed", "every"
+_DISPATCHED = "ep_dispatch_experts"  # what plans of transformers call a module that is called with the routing
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """One module that holds all experts of a layer in fused weights, (experts, ..., ...) each."""
+
+    fqn: str
+    module: nn.Module
+    count: int
+    """Experts in all."""
+    call: str
+    """``routed``: called with tokens (N, D), chosen experts (N, k) and their weights (N, k), returns (N, D). ``every``:
+    called with the rows of every expert one after the other, (experts * N, D), returns as many (Llama 4)."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its parameters; the first dim of each is the expert's number."""
+        return tuple(name for name, parameter in self.module._parameters.items() if parameter is not None)
+
+
+def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[Experts, ...]:
+    """The modules that hold experts, in the model's order.
+
+    Args:
+        model: with or without wrappers; on any device.
+        plan: name pattern (``*`` within one dotted segment) of modules to how they are called (`Experts.call`). None:
+            the expert plan of the model's transformers config; without one, modules are found by structure: fused weights
+            of three dimensions, and no weight of their own that is not fused.
+
+    Raises:
+        ValueError: a pattern of the caller's that matches nothing, or a module without fused weights.
+    """
+    if plan is not None:
+        return tuple(_planned(model, plan))
+    patterns = _config_plan(model)
+    if patterns:
+        # The plan names modules below the base model, which may itself stand below a head or a multimodal model.
+        regexes = [glob_to_regex(f"**.{pattern}") for pattern in patterns] + [glob_to_regex(p) for p in patterns]
+        named = [(n, m) for n, m in bare_modules(model) if any(r.fullmatch(n) for r in regexes)]
+        found = tuple(_experts(name, module, ROUTED) for name, module in named if _fused(module))
+        if found:
+            return found
+    return tuple(_by_structure(model))
+
+
+def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
+    for pattern, call in plan.items():
+        regex = glob_to_regex(pattern)
+        named = [(name, module) for name, module in bare_modules(model) if regex.fullmatch(name)]
+        if not named:
+            raise ValueError(
+                f"ExpertParallel.plan has {pattern!r}, which matches no module of this {type(model).__name__}."
+            )
+        for name, module in named:
+            if not _fused(module):
+                raise ValueError(
+                    f"ExpertParallel.plan names {name!r}, a {type(module).__name__}, whose own parameters are not fused "
+                    "weights: each must have the experts as its first dim, as many in all of them. Stack the weights of a "
+                    "list of experts into one parameter each."
+                )
+            yield _experts(name, module, call)
+
+
+def _by_structure(model: nn.Module) -> Iterator[Experts]:
+    for name, module in bare_modules(model):
+        weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+        if _fused(module) and len(weights) > 1 and (call := _call_of(module)) is not None:
+            yield _experts(name, module, call)
+
+
+def unsplit_lists(model: nn.Module) -> list[str]:
+    """Names of lists of experts: modules of one class called ``experts``, one for each."""
+    return [
+        name
+        for name, module in bare_modules(model)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and name.rpartition(".")[2] == "experts"
+        and len(module) > 1
+    ]
+
+
+def _fused(module: nn.Module) -> bool:
+    """Whether `module` has parameters of its own, and all have the same first dim."""
+    own = [p for p in module._parameters.values() if p is not None]
+    return bool(own) and all(p.dim() >= 1 for p in own) and len({p.shape[0] for p in own}) == 1 and _any_matrix(own)
+
+
+def _any_matrix(parameters: list[nn.Parameter]) -> bool:
+    return any(p.dim() == 3 for p in parameters)
+
+
+def _call_of(module: nn.Module) -> str | None:
+    """How `module` is called, by the number of arguments of its forward; None: in neither of the known ways."""
+    try:
+        parameters = inspect.signature(type(module).forward).parameters
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return {2: EVERY, 4: ROUTED}.get(len(positional))  # with self
+
+
+def _experts(name: str, module: nn.Module, call: str) -> Experts:
+    count = next(p.shape[0] for p in module._parameters.values() if p is not None)
+    return Experts(name, module, count, call)
+
+
+def _config_plan(model: nn.Module) -> list[str]:
+    """The patterns of modules that the plan of the model's config, or of its text config, sends tokens to."""
+    config: Any = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    for source in (config, text() if callable(text) else None):
+        plan = getattr(source, "base_model_ep_plan", None)
+        if isinstance(plan, Mapping):
+            return [pattern for pattern, style in plan.items() if style == _DISPATCHED]
+    return []

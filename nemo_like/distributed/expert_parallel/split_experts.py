@@ -1,0 +1,186 @@
+"""Each rank keeps some of a layer's experts, and its forward sends tokens to the others and takes theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from nemo_like.distributed.expert_parallel.exchange import exchange_rows, group_key, route
+from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, check_expert_ranks
+from nemo_like.distributed.expert_parallel.find_experts import EVERY, Experts, find_experts, unsplit_lists
+from nemo_like.distributed.expert_parallel.grouped import fused_mlp, is_understood, zero_rows_stay_zero
+from nemo_like.distributed.mesh import axis_size
+from nemo_like.options import ExpertParallel
+
+
+def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) -> tuple[Experts, ...]:
+    """The experts that `split_experts` would split, or its error. Changes nothing.
+
+    Raises:
+        ValueError: no experts are found; their number is not divisible by the ranks; ranks that do not divide those of
+            one copy of the model; a module that is neither understood nor called in a known way.
+    """
+    check_expert_ranks(mesh, parallel.size)
+    found = find_experts(model, parallel.plan)
+    if not found:
+        lists = unsplit_lists(model)
+        raise ValueError(
+            f"ep is {parallel.size}, and no experts were found in this {type(model).__name__}"
+            + (
+                f": {lists[0]!r} is a list of modules, which is called expert by expert. Stack their weights into one "
+                "parameter of three dims each, in a module that is called with the routing"
+                if lists
+                else ". Name the modules that hold them: ExpertParallel(size, plan={'layers.*.experts': 'routed'})"
+            )
+            + ", or use ep=1."
+        )
+    for experts in found:
+        if experts.count % parallel.size:
+            raise ValueError(
+                f"ep is {parallel.size}, which does not divide the {experts.count} experts of {experts.fqn!r}: use a "
+                "divisor."
+            )
+        if any(isinstance(p, DTensor) for p in experts.module.parameters()):
+            raise ValueError(
+                f"The weights of {experts.fqn!r} are split or sharded already: use ep=1, or a model as built."
+            )
+    return found
+
+
+def split_experts(found: Sequence[Experts], mesh: ExpertMesh) -> None:
+    """Keep this rank's part of each module's weights, and let its forward exchange tokens. In place.
+
+    The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there.
+    """
+    for experts in found:
+        module = experts.module
+        for name in experts.parameters:
+            whole = module._parameters[name]
+            assert whole is not None
+            # src_data_rank=None: every rank cuts its own part out of its own copy, and nothing is sent.
+            part = distribute_tensor(whole.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
+            kept = nn.Parameter(_own_memory(part), requires_grad=whole.requires_grad)
+            kept.__dict__.update(whole.__dict__)
+            module._parameters[name] = kept
+        module.forward = SplitExperts(experts, mesh)
+
+
+def _own_memory(part: DTensor) -> DTensor:
+    """A copy, where the part is a view: it would keep the other ranks' experts alive."""
+    local = part.to_local()
+    if local.is_meta or local.untyped_storage().nbytes() == local.numel() * local.element_size():
+        return part
+    return DTensor.from_local(local.clone(), part.device_mesh, part.placements, run_check=False)
+
+
+class SplitExperts:
+    """The forward of a module whose experts are split: exchange, compute, exchange back.
+
+    Takes and gives what the module's own forward does (`Experts.call`), on this rank's tokens.
+    """
+
+    def __init__(self, experts: Experts, mesh: ExpertMesh) -> None:
+        self.fqn, self.count, self.call = experts.fqn, experts.count, experts.call
+        self.module = experts.module
+        self.inside = type(experts.module).forward
+        self.group = group_key(mesh.ep.get_group())
+        self.tp = mesh.dense["tp"] if axis_size(mesh.dense, "tp") > 1 else None
+        self.local = experts.count // mesh.ep.size()
+        self.understood = is_understood(experts.module)
+        self.sparse = self.understood and zero_rows_stay_zero(experts.module)
+
+    @torch.compiler.disable
+    def __call__(self, hidden: Tensor, *routing: Any, **named: Any) -> Tensor:
+        if self.call == EVERY:
+            return self.every(hidden)
+        chosen, weights = (*routing, *named.values())
+        return self.routed(hidden, chosen, weights)
+
+    def routed(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Tokens (N, D), their experts (N, k) and weights (N, k) → (N, D)."""
+        tokens = hidden.shape[0]
+        if self.tp is not None:
+            # The ranks of tp have the same tokens: each sends its part of them, or an expert would see each several times.
+            hidden, chosen, weights = (_own_part(tensor, self.tp) for tensor in (hidden, chosen, weights))
+        top_k = chosen.shape[-1]
+        order, out = self.exchanged(hidden, chosen.reshape(-1), top_k)
+        out = out[_inverse(order)].view(*chosen.shape, -1) * weights[..., None]
+        out = out.sum(1).to(hidden.dtype)
+        return out if self.tp is None else _all_parts(out, self.tp, tokens)
+
+    def every(self, hidden: Tensor) -> Tensor:
+        """The rows of each expert one after the other, (experts * N, D) → the same."""
+        rows = hidden.shape[0]
+        parts = hidden if self.tp is None else _own_part(hidden.view(self.count, -1, hidden.shape[-1]), self.tp, dim=1)
+        shape, parts = parts.shape, parts.reshape(-1, parts.shape[-1])
+        each = parts.shape[0] // self.count
+        chosen = torch.arange(self.count, device=parts.device).repeat_interleave(each)
+        if self.sparse:
+            chosen = chosen.masked_fill((parts == 0).all(-1), self.count)
+        order, out = self.exchanged(parts, chosen, 1)
+        out = torch.zeros_like(parts).index_copy(0, order[: out.shape[0]], out).view(shape)
+        return out if self.tp is None else _all_parts(out, self.tp, rows // self.count, dim=1).reshape(rows, -1)
+
+    def exchanged(self, hidden: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """What the experts make of row ``i // top_k`` of `hidden` for each `i` of `chosen`, and the order that it is in."""
+        order, table, arrange = route(chosen, self.count, self.group)
+        (sent, received), counts = table.sum(-1).tolist(), table[1].sum(0).tolist()
+        rows = hidden[order[: sum(sent)] // top_k]
+        rows = exchange_rows(rows, sent, received, self.group)
+        out = self.compute(rows[arrange], counts)
+        return order, exchange_rows(out[_inverse(arrange)], received, sent, self.group)
+
+    def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Rows (R, D), sorted by expert, `counts` of each of this rank's → (R, D)."""
+        weights = {name: _local(p) for name, p in self.module._parameters.items() if p is not None}
+        if self.understood:
+            return fused_mlp(self.module, weights, rows, counts)
+        return self.by_its_own_forward(weights, rows, counts)
+
+    def by_its_own_forward(self, weights: dict[str, Tensor], rows: Tensor, counts: list[int]) -> Tensor:
+        """The same through the module's own code, which sees a module of fewer experts."""
+        ids = torch.arange(self.local, device=rows.device)
+        ids = ids.repeat_interleave(torch.tensor(counts, device=rows.device), output_size=sum(counts))[:, None]
+        empty = rows.shape[0] == 0
+        if empty:  # no code is written for no tokens at all: one of zeros, whose result is dropped
+            rows, ids = rows.new_zeros(1, rows.shape[1]) + rows.sum(), ids.new_zeros(1, 1)
+        routing = () if self.call == EVERY else (ids, rows.new_ones(ids.shape))
+        module = self.module
+        numbers = {n: v for n, v in vars(module).items() if type(v) is int and v == self.count and "expert" in n}
+        registered: Any = dict(module._parameters)
+        try:
+            module._parameters.update(weights)  # type: ignore[arg-type]
+            vars(module).update(dict.fromkeys(numbers, self.local))
+            out = self.inside(module, rows, *routing)
+        finally:
+            module._parameters.update(registered)
+            vars(module).update(numbers)
+        return out[:0] if empty else out
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    return inverse
+
+
+def _own_part(whole: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
+    replicated = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+    return replicated.redistribute(placements=[Shard(dim)]).to_local()
+
+
+def _all_parts(part: Tensor, mesh: DeviceMesh, size: int, dim: int = 0) -> Tensor:
+    shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    cut = DTensor.from_local(part.contiguous(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    return cut.redistribute(placements=[Replicate()]).to_local()
