@@ -1,0 +1,86 @@
+"""Experts on other ranks and replay: what is sent again, counted; and the same gradients, bit for bit, whatever is kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like import parallelize
+from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, SelectivePolicy
+from nemo_like.torch_compat import TorchDispatchMode
+from tests.models.expert_families import build, tokens
+from tests_distributed.spawn import run_ranks
+from tests_distributed.test_expert_parallel import gradients
+
+LAYERS = 2
+ROUTE, ROWS = "nemo_like::route", "nemo_like::exchange_rows"
+
+
+class CountExchanges(TorchDispatchMode):
+    """How often each operator of expert parallelism runs in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "nemo_like":
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _table(first: Any, second: Any) -> DecisionTable:
+    """What becomes of a layer's two exchanges: of the tokens, and of the experts' results."""
+    return DecisionTable({ROWS.replace("::", ".") + ".default": (first, second)})
+
+
+# Mode → all-to-alls of rows in replay, per layer. Forward has two, and backward's own two are those of the gradients.
+IN_REPLAY: dict[str, tuple[Any, int]] = {
+    "none": ("none", 0),
+    "full": ("full", 2),
+    "selective": ("selective", 0),
+    "submodule": ("submodule", 2),
+    "sequential": ("sequential", 2),
+    "selective, exchanged again": (SelectivePolicy(drop=["nemo_like.exchange_rows.default"]), 2),
+    "kept, and nothing else": (SelectivePolicy(None, save_ops=["nemo_like.exchange_rows.default"]), 0),
+    "results kept": (_table(RECOMPUTE, SAVE), 1),
+    "on the host": (_table(HOST, HOST), 0),
+    "tokens on the host": (_table(HOST, RECOMPUTE), 1),
+}
+
+
+def _step(model: nn.Module, ids: torch.Tensor) -> tuple[Counter[str], Counter[str]]:
+    torch.manual_seed(7)  # jitter and dropout
+    with CountExchanges() as forward:
+        loss = model(input_ids=ids, labels=ids).loss
+    with CountExchanges() as backward:
+        loss.backward()
+    return forward.counts, backward.counts
+
+
+def _counted(rank: int, world_size: int, changes: dict[str, Any], brink: bool) -> None:
+    ids = tokens(world_size)[rank : rank + 1]
+    plain = None
+    for said, (ac, again) in IN_REPLAY.items():
+        model = build("mixtral", **changes)
+        if brink:
+            for layer in model.model.layers:
+                layer.mlp.gate.weight.data.zero_()  # equal probabilities, which any rounding would tip over
+        model = parallelize(model, ac=ac, ep=2, device="cpu")
+        forward, backward = _step(model, ids)
+        assert forward == {ROUTE: LAYERS, ROWS: 2 * LAYERS}, said
+        assert backward == {ROWS: (2 + again) * LAYERS}, said  # routing is never done twice
+        found = gradients(model)
+        plain = found if plain is None else plain
+        assert all(torch.equal(found[name], plain[name]) for name in plain), said
+
+
+def test_exchanges_of_each_mode() -> None:
+    run_ranks(2, _counted, {"router_jitter_noise": 0.3, "attention_dropout": 0.2}, False, timeout=120)
+
+
+def test_a_router_at_the_brink() -> None:
+    run_ranks(2, _counted, {}, True, timeout=120)
