@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from nemo_like.distributed.expert_parallel.own_experts import copy_own_experts, own_experts
+from nemo_like.distributed.fused_names import fused_weights, in_the_model, pieces_of
 from nemo_like.distributed.slots import Slot, copy_whole, list_names
 from nemo_like.extras import require
 
@@ -68,13 +70,16 @@ class StateDictSource:
 
 
 class SafetensorsSource:
-    """A Hugging Face folder or file: tensors are read one at a time."""
+    """A Hugging Face folder or file: tensors are read one at a time, and of experts only those that this rank holds.
+
+    Files have most mixtures of experts expert by expert (`fused_names`); here they have the names and shapes of the model.
+    """
 
     def __init__(self, path: Path) -> None:
         self.label = str(path)
         self._open = require("safetensors", "hf", "to read safetensors files").safe_open
         self._file_of: dict[str, Path] = {}
-        self.shapes: dict[str, torch.Size] = {}
+        shapes: dict[str, torch.Size] = {}
         index = path / "model.safetensors.index.json"
         if path.is_file():
             files = [path]
@@ -86,15 +91,35 @@ class SafetensorsSource:
             with self._open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  (a safe_open is no mapping)
                     self._file_of[name] = file
-                    self.shapes[name] = torch.Size(opened.get_slice(name).get_shape())
+                    shapes[name] = torch.Size(opened.get_slice(name).get_shape())
+        self._fused = fused_weights(shapes)
+        pieces = pieces_of(self._fused.values())
+        self._stored = {in_the_model(name) if self._fused else name: name for name in shapes if name not in pieces}
+        self.shapes = {name: shapes[stored] for name, stored in self._stored.items()}
+        self.shapes |= {name: weight.shape for name, weight in self._fused.items()}
 
     def get(self, name: str) -> Tensor:
-        with self._open(self._file_of[name], framework="pt") as opened:
-            return opened.get_tensor(name)
+        return self.rows(name, slice(None))
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Those rows of dim 0 of one tensor, and nothing else of it."""
+        if name not in self._fused:
+            return self._read(self._stored[name], rows)
+        parts = self._fused[name].parts[rows]
+        return torch.stack([torch.cat([self._read(piece, slice(None)) for piece in part]) for part in parts])
+
+    def _read(self, stored: str, rows: slice) -> Tensor:
+        with self._open(self._file_of[stored], framework="pt") as opened:
+            return opened.get_tensor(stored) if rows == slice(None) else opened.get_slice(stored)[rows]
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         for name, target in targets.items():
-            copy_whole(target, self.get(name))
+            rows = own_experts(target)
+            if rows is None:
+                copy_whole(target, self.get(name))
+            else:
+                assert isinstance(target, DTensor)
+                copy_own_experts(target, self.rows(name, rows))
 
 
 class DCPSource:

@@ -1,0 +1,153 @@
+"""Weights of split experts: filled from meta, saved, resumed with experts split otherwise, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from nemo_like import parallelize
+from nemo_like.distributed import (
+    clip_grad_norm_,
+    get_model_state,
+    get_optimizer_state,
+    materialize,
+    set_model_state,
+    set_optimizer_state,
+)
+from tests.models.expert_families import build, tokens
+from tests_distributed.spawn import run_ranks
+
+FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss")
+
+
+def _saved(folder: Path) -> None:
+    for name in FAMILIES:
+        build(name).save_pretrained(folder / name)
+
+
+def _filled(rank: int, world_size: int, folder: str, ep: int) -> None:
+    for name in FAMILIES:
+        bare = build(name).state_dict()
+        for source in ({"checkpoint": f"{folder}/{name}"}, {"state_dict": bare}):
+            model = parallelize(build(name, "meta"), ac="full", ep=ep, device="cpu")
+            materialize(model, **source)
+            found = get_model_state(model, full=True)
+            assert rank or found.keys() == bare.keys()
+            assert all(torch.equal(found[key], bare[key]) for key in found), (name, list(source))
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_from_meta(tmp_path: Path, ranks: int, ep: int) -> None:
+    _saved(tmp_path)
+    run_ranks(ranks, _filled, str(tmp_path), ep, timeout=120)
+
+
+def _opened(rank: int, world_size: int, folder: str) -> int:
+    """Tensors of experts that this rank read."""
+    import safetensors
+
+    read: list[str] = []
+    whole = safetensors.safe_open
+
+    class Watched:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.opened = whole(*args, **kwargs)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def get_tensor(self, name: str) -> Tensor:
+            read.append(name)
+            return self.opened.get_tensor(name)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.opened, name)
+
+    safetensors.safe_open = Watched
+    model = parallelize(build("mixtral", "meta"), ep=2, device="cpu")
+    materialize(model, checkpoint=f"{folder}/mixtral")
+    mine = {f".experts.{2 * rank}.", f".experts.{2 * rank + 1}."}
+    experts = [name for name in read if ".experts." in name]
+    assert all(any(part in name for part in mine) for name in experts)
+    return len(experts)
+
+
+def test_each_rank_reads_its_experts_only(tmp_path: Path) -> None:
+    build("mixtral").save_pretrained(tmp_path / "mixtral")
+    assert run_ranks(2, _opened, str(tmp_path)) == [2 * 3 * 2] * 2  # layers x pieces x experts
+
+
+def _initialised(rank: int, world_size: int) -> dict[str, Tensor]:
+    model = parallelize(build("mixtral", "meta"), ep=2 if world_size > 1 else 1, device="cpu")
+    materialize(model, seed=3)
+    return get_model_state(model, full=True)
+
+
+def test_what_is_drawn_does_not_depend_on_the_ranks() -> None:
+    split, whole = run_ranks(2, _initialised)[0], run_ranks(1, _initialised)[0]
+    assert split.keys() == whole.keys() and all(torch.equal(split[key], whole[key]) for key in whole)
+
+
+def _trainable(ep: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parallelize(build("mixtral"), ac="selective", ep=ep, device="cpu")
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, rank: int, world_size: int) -> None:
+    rows = 4 // world_size
+    ids = tokens(4, seed=seed)[rows * rank : rows * (rank + 1)]
+    model(input_ids=ids, labels=ids).loss.backward()
+    clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train(rank: int, world_size: int, ep: int, folder: str, resume: bool, steps: tuple[int, ...]) -> dict[str, Tensor]:
+    model, optimizer = _trainable(ep)
+    if resume:
+        _step(model, optimizer, 0, rank, world_size)  # states to load into
+        state: dict[str, Any] = {"model": get_model_state(model), "optimizer": get_optimizer_state(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state(model, state["model"])
+        set_optimizer_state(model, optimizer, state["optimizer"])
+    for seed in steps:
+        _step(model, optimizer, seed, rank, world_size)
+    if not resume:
+        saved = {"model": get_model_state(model), "optimizer": get_optimizer_state(model, optimizer)}
+        dcp.save(saved, checkpoint_id=folder)
+    return get_model_state(model, full=True)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (2, 1)), ((2, 1), (4, 4)), ((2, 2), (4, 2))])
+def test_resumed_with_experts_split_otherwise(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """(ranks, ep) before and after."""
+    run_ranks(before[0], _train, before[1], str(tmp_path), False, (1, 2), timeout=90)
+    resumed = run_ranks(after[0], _train, after[1], str(tmp_path), True, (3,), timeout=90)[0]
+    through = run_ranks(1, _train, 1, str(tmp_path / "whole"), False, (1, 2, 3), timeout=90)[0]
+    for name, value in through.items():
+        assert (resumed[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+def _exported(rank: int, world_size: int, folder: str) -> None:
+    model = parallelize(build("mixtral"), ac="full", ep=2, device="cpu")
+    state = get_model_state(model, full=True)
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=state)
+
+
+def test_the_folder_of_save_pretrained_is_that_of_the_bare_model(tmp_path: Path) -> None:
+    run_ranks(2, _exported, str(tmp_path))
+    bare = build("mixtral")
+    loaded = type(bare).from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == bare.state_dict().keys()
+    assert all(torch.equal(loaded[name], value) for name, value in bare.state_dict().items())
