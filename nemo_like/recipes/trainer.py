@@ -273,6 +273,7 @@ def _parallelize(model: nn.Module, options: Options, ranks: Ranks) -> nn.Module:
         dp_replicate=options.dp_replicate,
         offload=None if options.offload == "none" else options.offload,
         tp=options.tp,
+        ep=options.ep,
         sample_input=torch.zeros(samples, options.seq_len, dtype=torch.int64),  # the shapes of a microbatch
         step=StepSpec(
             microbatches=options.grad_accum,
