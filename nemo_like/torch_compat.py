@@ -301,6 +301,13 @@ SWITCH_READERS: dict[str, Callable[[], Any]] = {
 """What tells the state of torch's global switches: of SDPA's kernels, of deterministic algorithms, ..."""
 
 
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] | None = _private(
+    torch._C, "_AutoDispatchBelowAutograd"
+)
+"""Operators called within it are not differentiated: they go to the dispatch modes as they are, also those that autograd
+would take apart. None where torch has no such thing. Seen in all."""
+
+
 def direct_call(op: Any) -> Callable[..., Any]:
     """What `op` is when it is called, without the frame in Python around it; `op` itself where torch has no such thing."""
     inside = getattr(op, "_op", None) if type(op) is OpOverload else None

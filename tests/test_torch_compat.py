@@ -705,3 +705,15 @@ def test_a_grouped_product_with_and_without_a_kernel(monkeypatch):
     torch.testing.assert_close(without, grad)
     none, zero = product(rows[:0], [0, 0, 0])
     assert none.shape == (0, 4) and zero.shape == weights.shape and not zero.any()
+
+
+def test_without_a_way_below_autograd_rms_norm_is_traced_as_the_cpu_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_like.planning import cuda_ops
+    from nemo_like.planning.fake import FakeRun
+
+    assert torch_compat.below_autograd is not None
+    with FakeRun(cuda=(8, 0)) as run:
+        x = run.like(torch.empty(2, 8, device="meta"))
+        fused = torch.rms_norm(x.requires_grad_(), (8,))
+        monkeypatch.setattr(cuda_ops, "below_autograd", None)
+        assert torch.rms_norm(x, (8,)).shape == fused.shape

@@ -22,7 +22,7 @@ def _plan(rank, world_size, budget):
 
 def _policies(rank, world_size, budget):
     plan = _plan(rank, world_size, budget)
-    return plan.held_bytes, {name: policy and repr(policy) for name, policy in plan.policies("cpu").items()}
+    return plan.held_bytes, {name: policy and repr(policy) for name, policy in plan.policies().items()}
 
 
 def test_all_ranks_get_the_plan_of_rank_zero():

@@ -160,7 +160,7 @@ def _say(
     print(plan_report.table(result))
     print(
         "\nheld, host, peak: GiB per rank. replay: share of a forward. step: 1 = no checkpointing. Times are a "
-        "roofline's.\n"
+        f"roofline's, of the operators that run on {planner.device.kind}.\n"
     )
     if result.best is not None:
         print(

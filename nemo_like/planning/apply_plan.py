@@ -7,6 +7,7 @@ from torch import nn
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.distributed.launch import pick_device_type
 from nemo_like.module_tree import bare, bare_modules
 from nemo_like.planning.plan import Plan
 
@@ -20,9 +21,10 @@ def plan_specs(
         PlanError: the plan was made for another model.
     """
     plan.check(model)
+    plan.say_other_device(device_type or pick_device_type())
     modules = {name: bare(module) for name, module in bare_modules(model)}
     specs: dict[nn.Module, CheckpointSpec] = {}
-    for name, policy in plan.policies(device_type).items():
+    for name, policy in plan.policies().items():
         if policy is not None:
             specs.setdefault(modules[name], CheckpointSpec((name,), policy, transfer))
     return list(specs.values())
@@ -43,8 +45,8 @@ def apply_plan(
     Args:
         model: the bare model that the plan was made for.
         plan: from `plan_for` or `Plan.load`.
-        device_type: ``"cpu"`` or ``"cuda"``, where the model will run; default: CUDA if there is any. Attention is
-            another op on each.
+        device_type: ``"cpu"`` or ``"cuda"``, where the model will run; default: CUDA if there is any. Where the plan was
+            traced for the other one, that is logged.
         transfer: moves outputs that wait in host memory; default: synchronous copies.
         compile: `nemo_like.compile.compile_layers` will be called afterwards.
 

@@ -150,14 +150,17 @@ class BlockProblem:
             choice.label, self.trace.input_bytes, moved, choice.replay_flops, choice.replay_seconds + exposed, words
         )
 
-    def rows(self, choice: Choice) -> dict[str, list[str]]:
+    def rows(self, choice: Choice, *, one_attention: bool = False) -> dict[str, list[str]]:
         """A region's choice as a decision table in JSON values: op name → decision of each invocation.
 
-        Ops that are recomputed throughout are left out, except those that the engine never replays.
+        Ops that are recomputed throughout are left out, except those that the engine never replays. `one_attention`: all
+        attention kernels share the row of the first, for a table that is not strict.
         """
         by_op: dict[Op, list[str]] = {}
+        kernel = next((r.op for r in self.records if facts(r.op).attention), None) if one_attention else None
         for record, word in zip(self.records, choice.decisions, strict=True):
-            by_op.setdefault(record.op, []).append(word)
+            op = kernel if kernel is not None and facts(record.op).attention else record.op
+            by_op.setdefault(op, []).append(word)
         rows: dict[str, list[str]] = {}
         for op, row in by_op.items():
             if facts(op).pinned:

@@ -97,7 +97,7 @@ class ModelTrace:
 
 def trace_model(
     model: nn.Module, layers: Sequence[Any], sample_input: Any, *, dtype: torch.dtype | None = None,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None = None, cuda: tuple[int, int] | None = None,
 ) -> ModelTrace:  # fmt: skip
     """Run `model` on fake tensors and trace each distinct block as the model calls it.
 
@@ -108,12 +108,13 @@ def trace_model(
             and the values of small integer tensors count.
         dtype: dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
         autocast: run forward passes under autocast to this dtype; default: without.
+        cuda: trace the operators of a GPU of this compute capability; default: those of the CPU.
 
     Raises:
         ValueError: no layer was called, or a layer's behaviour cannot be traced without real values.
     """
     watcher = _Watcher(model, layers)
-    with cache_off(model), FakeRun(autocast) as run:
+    with cache_off(model), FakeRun(autocast, cuda) as run:
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)

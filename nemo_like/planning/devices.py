@@ -34,6 +34,13 @@ class Device:
     kind: str
     """``"cuda"`` or ``"cpu"``: whose attention kernels run, and how its allocator rounds."""
     sources: Mapping[str, str]
+    capability: tuple[int, int] = (8, 0)
+    """CUDA compute capability, by which attention kernels are chosen; of no meaning where `kind` is not ``"cuda"``."""
+
+    @property
+    def cuda(self) -> tuple[int, int] | None:
+        """Its compute capability; None: not a CUDA device, so that the CPU's operators run."""
+        return self.capability if self.kind == "cuda" else None
 
 
 def known_devices() -> tuple[str, ...]:
@@ -82,7 +89,10 @@ def device_at_hand() -> Device:
     else:
         name = "a100-80gb"
     found = _device(name, table[name])
-    return Device(**(vars(found) | {"name": properties.name, "memory_bytes": properties.total_memory}))
+    at_hand = {"name": properties.name, "memory_bytes": properties.total_memory}
+    if kind == "cuda":
+        at_hand["capability"] = (properties.major, properties.minor)
+    return Device(**(vars(found) | at_hand))
 
 
 def _table() -> dict[str, Any]:
@@ -103,6 +113,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         host_link=entry["host_link_gbps"] * 1e9,
         kind="cpu" if name == "cpu" else "cuda",
         sources=dict(entry.get("sources", {})),
+        capability=tuple(entry.get("capability", (8, 0))),
     )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from nemo_like.activation_checkpointing import ops
 from nemo_like.op_lookup import packet_name
+from nemo_like.planning.cuda_ops import CudaOps
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types
 
@@ -36,14 +37,28 @@ class FakeRun(TorchDispatchMode):
     integers and booleans (token ids, positions) and numbers made of these and of constants alone (masks) are therefore
     real here; whatever touches a weight or is large is fake. A single random number is 1: models draw one to leave out
     a layer now and then (layer drop), and what is planned for is a step that runs them all.
+
+    With `cuda`, a compute capability, the tensors are on the CPU all the same, but the operators are those that such a GPU
+    would run (see `CudaOps`).
     """
 
-    def __init__(self, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, autocast: torch.dtype | None = None, cuda: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.autocast = autocast
+        self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
+
+    def __enter__(self) -> Any:
+        if self.cuda is not None:
+            self.cuda.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.cuda is not None:
+            self.cuda.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -62,6 +77,10 @@ class FakeRun(TorchDispatchMode):
                     raise RuntimeError(f"embedding: indices must be of torch.int32 or torch.int64, not {args[1].dtype}")
                 if func is _BINCOUNT:
                     return self._bincount(*args, **kwargs)
+                if func in _RMS_NORM:
+                    return _RMS_NORM[func](*args, **kwargs)
+                if func is _LAYER_NORM and self.cuda is not None:
+                    return _statistics_in_float32(*func(*args, **kwargs))
                 return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         if any(t.untyped_storage() in self._unknown for t in inputs):
             return self._beside_unknown(func, args, kwargs)
@@ -149,6 +168,35 @@ class FakeRun(TorchDispatchMode):
         return state
 
 
+def _rms_norm(
+    input: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CUDA's fused kernel: the CPU has none, so that PyTorch knows no shapes of it."""
+    rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
+    double = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return torch.empty(input.shape, dtype=input.dtype), torch.empty(rows, dtype=double)
+
+
+def _rms_norm_backward(
+    grad: torch.Tensor, input: torch.Tensor, shape: Sequence[int], rstd: torch.Tensor, weight: torch.Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    made = (
+        torch.empty(t.shape, dtype=t.dtype) if t is not None and w else None for t, w in zip((input, weight), wanted)
+    )
+    return next(made), next(made)
+
+
+def _statistics_in_float32(out: torch.Tensor, *statistics: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """CUDA's layer norm keeps the mean and the spread of 16-bit rows in float32, the CPU's in their own type."""
+    return out, *(t if t.element_size() > 2 else torch.empty_like(t, dtype=torch.float32) for t in statistics)
+
+
+_RMS_NORM: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._fused_rms_norm.default: _rms_norm,
+    torch.ops.aten._fused_rms_norm_backward.default: _rms_norm_backward,
+}
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _BINCOUNT = torch.ops.aten.bincount.default
 _EMBEDDING = torch.ops.aten.embedding.default

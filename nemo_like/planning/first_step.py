@@ -59,7 +59,7 @@ def watch_first_step(model: nn.Module, plan: Plan, device: torch.device) -> None
     """
     asked = os.environ.get(VARIABLE, "")
     wanted = asked == "1" if device.type == "cpu" else asked != "0"
-    if wanted and plan.peak_bytes and (plan.device == "cpu") == (device.type == "cpu"):
+    if wanted and plan.peak_bytes and plan.traced_for == device.type:
         _StepWatch(plan, device).install(model)
 
 

@@ -13,16 +13,10 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
-from nemo_like.distributed.launch import pick_device_type
+from nemo_like.log import warn_once
 from nemo_like.module_tree import bare, bare_modules
 
 FORMAT = 1
-
-_ATTENTION = {
-    "cpu": "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "cuda": "aten._scaled_dot_product_flash_attention.default",
-}
-"""The op that scaled_dot_product_attention becomes where its flash kernel runs."""
 
 
 class PlanError(ValueError):
@@ -48,10 +42,10 @@ class LayerPlan:
     replay_flops: int
     replay_seconds: float
     decisions: Mapping[str, Sequence[str]] | None
-    """Op name → decision of each invocation; None: the layer is no region."""
+    """Op name → decision of each invocation; None: the layer is no region. All attention kernels share one row."""
 
-    def policy(self, device_type: str | None = None) -> Policy | None:
-        """The engine's policy for this layer on `device_type` (default: where this process trains); None: no region.
+    def policy(self) -> Policy | None:
+        """The engine's policy for this layer; None: no region.
 
         It is not strict: a batch with another mask than the sample's trains on, with more to replay.
         """
@@ -59,10 +53,7 @@ class LayerPlan:
             return None
         if not self.decisions:
             return FullPolicy()
-        target = device_type or pick_device_type()
-        rename = {name: _ATTENTION.get(target, name) for name in _ATTENTION.values()}
-        rows = {rename.get(name, name): row for name, row in self.decisions.items()}
-        return DecisionTable.from_json(rows, strict=False)
+        return DecisionTable.from_json(self.decisions, strict=False)
 
 
 @dataclass(frozen=True)
@@ -72,6 +63,8 @@ class Plan:
     model: str
     """Class of the model."""
     device: str
+    traced_for: str
+    """``"cuda"`` or ``"cpu"``: whose operators the decisions are for."""
     budget: str
     """As asked."""
     layers: tuple[LayerPlan, ...]
@@ -110,7 +103,7 @@ class Plan:
         """Step time relative to no checkpointing: forward 1, backward 2, and the replay (roofline, layers only)."""
         return 1 + self.replay_share / 3
 
-    def policies(self, device_type: str | None = None) -> dict[str, Policy | None]:
+    def policies(self) -> dict[str, Policy | None]:
         """Policy of each layer by name; None: leave the layer alone.
 
         Layers that keep the same have one object: Dynamo compiles a layer anew for each object that it meets.
@@ -118,9 +111,19 @@ class Plan:
         made: dict[Policy, Policy] = {}
         found: dict[str, Policy | None] = {}
         for layer in self.layers:
-            policy = layer.policy(device_type)
+            policy = layer.policy()
             found[layer.fqn] = None if policy is None else made.setdefault(policy, policy)
         return found
+
+    def say_other_device(self, device_type: str) -> None:
+        """Warn once where the plan was traced for another type of device than the model runs on."""
+        if device_type != self.traced_for:
+            warn_once(
+                f"This plan was traced for {self.traced_for} ({self.device}), and the model runs on {device_type}, where "
+                "other operators do some of the work (attention, dropout, norms). Gradients are the same; but what the plan "
+                "keeps of an operator that does not run is computed again, and its bytes and its peak do not hold. Make "
+                f"the plan for {device_type} (device=)."
+            )
 
     def check(self, model: nn.Module) -> None:
         """Compare with the model's layers.
@@ -189,7 +192,7 @@ class Plan:
         plan = cls(layers=layers, **fields)
         for layer in plan.layers:
             try:
-                layer.policy("cpu")
+                layer.policy()
             except ValueError as error:
                 raise PlanError(f"Layer {layer.fqn!r} of the plan: {error}") from error
         if model is not None:

@@ -258,6 +258,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
     """The report in JSON values; all bytes, seconds and shares as in `Plan`."""
     return {
         "device": report.device,
+        "traced_for": report.rows[0].plan.traced_for,
         "setup": _setup_json(report.setup) | {"dp_replicate": report.dp_replicate},
         "limit_bytes": report.limit,
         "recommended": report.best.name if report.best else None,

@@ -94,8 +94,15 @@ class Planner:
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
             )
         self.sample = describe(tuple(tensors_in(sample_input)), {})
-        self.traced: ModelTrace = trace_model(self.model, self.layers, sample_input, dtype=dtype, autocast=lower)
         at_hand = pick_device_type()
+        if measure and at_hand != device.kind:
+            raise ValueError(
+                f"Operators can't be measured for {device.name} ({device.kind}): this process has {at_hand} only, which "
+                "runs others. Leave measuring out (measure=False; no --measure), or plan for the device at hand."
+            )
+        self.traced: ModelTrace = trace_model(
+            self.model, self.layers, sample_input, dtype=dtype, autocast=lower, cuda=device.cuda
+        )
         self.problems = [
             BlockProblem(trace, device, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
@@ -404,7 +411,7 @@ class Planner:
             full = choice.label == "full" and set(choice.decisions) == {"recompute"}
             rows: Mapping[str, Sequence[str]] | None = None
             if choice.decisions:
-                rows = {} if full else problem.rows(choice)
+                rows = {} if full else problem.rows(choice, one_attention=True)
             layers[call.fqn] = LayerPlan(
                 call.fqn, layer_signature(modules[call.fqn]), choice.label, (choice.held_bytes - moved) * times,
                 (choice.host_bytes + moved) * times, problem.trace.none_bytes * times, choice.replay_flops * times,
@@ -414,6 +421,7 @@ class Planner:
         return Plan(
             model=type(self.whole).__name__,
             device=self.device.name,
+            traced_for=self.device.kind,
             budget=asked,
             layers=tuple(layers.values()),
             held_bytes=self.held(choices) - sum(self.moved(choices)),

@@ -181,7 +181,7 @@ def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None
     sample = {name: torch.stack([tensor, tensor]) for name, tensor in Rows()[0].items()}
     plan = plan_for(decoders.build("llama"), "60%", sample, precision="bf16", fsdp=None, device="cpu")
     plain = plan_for(decoders.build("llama"), "60%", sample, device="cpu")
-    planned, other = ([each for each in p.policies("cpu").values() if each is not None] for p in (plan, plain))
+    planned, other = ([each for each in p.policies().values() if each is not None] for p in (plan, plain))
     policies = [module.policy for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
     assert policies == planned != other
 

@@ -43,7 +43,7 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
         known = {"parallelize": parallelize, "FSDP2": FSDP2, "Precision": Precision, "Plan": Plan}
         known |= {"model": decoders.build("llama"), "batch": BATCH}
         exec(report.call(row), known)
-        planned = {name: policy for name, policy in row.plan.policies("cpu").items() if policy is not None}
+        planned = {name: policy for name, policy in row.plan.policies().items() if policy is not None}
         if row.name in ("none", "full", "selective"):
             assert len(_regions(known["model"])) == (0 if row.name == "none" else decoders.LAYERS)
         else:
