@@ -318,7 +318,7 @@ def test_plan_survives_its_file_and_is_checked(tmp_path):
     path = tmp_path / "plan.json"
     plan.save(path)
     loaded = Plan.load(path, model)
-    assert loaded.policies() == plan.policies("cpu")
+    assert loaded.policies() == plan.policies()
     assert (loaded.peak, loaded.held_bytes, loaded.budget) == (plan.peak, plan.held_bytes, "40%")
     with pytest.raises(PlanError, match=r"model\.layers\.0"):
         Plan.load(path, resolve_model("llama-small").build("meta"))
