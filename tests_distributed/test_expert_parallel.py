@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.distributed import clip_grad_norm_
@@ -13,31 +12,9 @@ from nemo_like.options import FSDP2, ExpertParallel
 from tests.models.expert_families import NAMES, build, tokens
 from tests.models.tiny import llama
 from tests_distributed.spawn import run_ranks
+from tests_distributed.whole_gradients import assert_close, expected, gradients
 
 MODES = ("none", "full", "selective", "submodule", "sequential")
-
-
-def expected(name: str, ids: Tensor, **changes: object) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process."""
-    model = build(name, **changes)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by the bare model's names. A collective."""
-    clean = lambda name: name.replace("_checkpoint_wrapped_module.", "")  # noqa: E731
-    found = {clean(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
-
-
-def assert_close(mine: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert mine.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        # Relative to the gradient's norm: sums over ranks round differently from one sum.
-        error = (mine[name] - grad).norm() / grad.norm().clamp(min=1e-8)
-        assert error <= tolerance, (name, error)
 
 
 def _one_family(rank: int, world_size: int, name: str, ep: int, modes: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Dec
 from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.expert_families import build, tokens
 from tests_distributed.spawn import run_ranks
-from tests_distributed.test_expert_parallel import gradients
+from tests_distributed.whole_gradients import gradients
 
 LAYERS = 2
 ROUTE, ROWS = "nemo_like::route", "nemo_like::exchange_rows"
