@@ -1,7 +1,7 @@
 """`parallelize`: one call from a bare model to a sharded, checkpointed, compiled one.
 
-The order, always: find the layers → tensor and expert parallel → activation checkpointing and host offloading → loss →
-per-layer compile → `fully_shard` on each layer, then on the root. Everything is checked before the first change.
+The order, always: find the layers → tensor, context and expert parallel → activation checkpointing and host offloading →
+loss → per-layer compile → `fully_shard` on each layer, then on the root. Everything is checked before the first change.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.keep_routing import keep_routing
 from nemo_like.compile import compile_layers, parse_compile
 from nemo_like.distributed.agreement import check_agreement
+from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.expert_parallel import (
     Experts,
     check_experts,
@@ -41,6 +42,7 @@ from nemo_like.options import (
     DDP,
     FSDP2,
     ChunkedLoss,
+    ContextParallel,
     ExpertParallel,
     MemoryBudget,
     OffloadConfig,
@@ -106,6 +108,7 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     dp_replicate: int = 1,
     tp: int | TensorParallel = 1,
+    cp: int | ContextParallel = 1,
     ep: int | ExpertParallel = 1,
     ac_scope: str | Iterable[str] = "all",
     layers: Iterable[str | nn.Module] | None = None,
@@ -141,6 +144,9 @@ def parallelize(
         dp_replicate: FSDP2: replicas of the sharded model (HSDP); must divide the number of ranks.
         tp: FSDP2: ranks that each large weight is split over (must divide the number of ranks), or `TensorParallel(...)`
             with a plan, sequence parallelism and a loss that stays split by vocabulary.
+        cp: FSDP2: ranks that each sequence is split over, or `ContextParallel(...)` with the method. Every rank of a ``cp``
+            group is called with the same whole sequences; the loss is that of the whole, the same on each, and other
+            outputs are this rank's part (`nemo_like.distributed.unshard_sequence`).
         ep: FSDP2: ranks that each layer's experts are split over (must divide ``dp_shard x cp x tp``, and the number of
             experts), or `ExpertParallel(...)` with a plan. Tokens travel to the experts and back.
         ac_scope: the groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
@@ -171,6 +177,11 @@ def parallelize(
     _refuse_parallelized(model)
     word, fsdp, ddp = parse_strategy(strategy)
     tensor, cast, place = TensorParallel.of(tp), Precision.of(precision), OffloadConfig.of(offload)
+    if word != "fsdp2" and tensor != TensorParallel():
+        raise ValueError(f"tp splits weights over ranks beside FSDP2; strategy {word!r} keeps them whole. Use 'fsdp2'.")
+    context = ContextParallel.of(cp)
+    if word != "fsdp2" and context.size > 1:
+        raise ValueError(f"cp splits sequences over ranks beside FSDP2; strategy {word!r} has none. Use 'fsdp2'.")
     expert = ExpertParallel.of(ep)
     for name, asked_for in (("tp", tensor != TensorParallel()), ("ep", expert != ExpertParallel())):
         if word != "fsdp2" and asked_for:
@@ -187,10 +198,18 @@ def parallelize(
     _check_sharded_by_caller(model, word)
     loop = StepSpec.of(step, optimizer)
     asked_device = None if device is None else checked_device(device)
-    mesh = _mesh(word, mesh, {"dp_replicate": dp_replicate, "tp": tensor.size}, asked_device)
+    mesh = _mesh(word, mesh, {"dp_replicate": dp_replicate, "tp": tensor.size, "cp": context.size}, asked_device)
     shard_mesh = mesh if word == "fsdp2" else None
     target = asked_device or local_device(None if mesh is None else mesh.device_type)
     split = _check_tensor_parallel(shard_mesh, asked, tensor)
+    context = replace(context, size=axis_size(shard_mesh, "cp"))
+    if context.size > 1:
+        if isinstance(asked, MemoryBudget):
+            raise ValueError(
+                f"ac is {asked} beside cp={context.size}: a plan is traced on whole sequences. Use a mode such as "
+                "'selective', or budget without cp."
+            )
+        check_context_parallel(model, context, found)
     experts = _check_expert_parallel(model, shard_mesh, asked, expert)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
@@ -213,6 +232,8 @@ def parallelize(
             sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel,
             whole=[found.fqn for found in experts],
         )  # fmt: skip
+    if context.size > 1 and shard_mesh is not None:
+        apply_context_parallel(model, shard_mesh["cp"], context, found)
     expert_mesh = None if shard_mesh is None or not experts else make_expert_mesh(shard_mesh, expert.size)
     if expert_mesh is not None:
         split_experts(experts, expert_mesh)

@@ -25,14 +25,14 @@ def test_the_public_names_are_these() -> None:
     # Frozen on purpose: a name that users import is added or taken away knowingly.
     assert nemo_like.__all__ == [
         "DDP", "FSDP2", "ActivationCheckpointTransform", "CheckpointConfig", "CheckpointWrapper", "ChunkedLoss",
-        "MemoryBudget", "MemoryProfiler", "OffloadConfig", "Plan", "Precision", "ProfileReport", "SelectiveCheckpointer",
-        "SelectivePolicy", "StepSpec", "TensorParallel", "apply_activation_checkpointing", "checkpoint_timesteps",
-        "materialize", "parallelize", "plan_for",
+        "ContextParallel", "MemoryBudget", "MemoryProfiler", "OffloadConfig", "Plan", "Precision", "ProfileReport",
+        "SelectiveCheckpointer", "SelectivePolicy", "StepSpec", "TensorParallel", "apply_activation_checkpointing",
+        "checkpoint_timesteps", "materialize", "parallelize", "plan_for",
     ]  # fmt: skip
     assert all(getattr(nemo_like, name).__doc__ for name in nemo_like.__all__)
     signature = inspect.signature(parallelize)
     assert list(signature.parameters)[:3] == ["model", "strategy", "ac"]
-    documented = {"mesh", "ac_scope", "compile", "precision", "offload", "dp_replicate", "tp", "layers",
+    documented = {"mesh", "ac_scope", "compile", "precision", "offload", "dp_replicate", "tp", "cp", "layers",
                   "sample_input", "optimizer", "device", "loss"}  # fmt: skip
     keyword_only = {n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert documented <= keyword_only

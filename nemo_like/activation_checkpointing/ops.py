@@ -57,6 +57,8 @@ _MATMUL = OpFacts(saved=True, alternates=True)
 _GROUPED = OpFacts(saved=True, flops=op_flops.grouped_mm)
 # Replaying a collective makes every rank join in once more.
 _COLLECTIVE = OpFacts(saved=True, pinned=True, collective=True)
+# Every rank repeats the same ones in the same order, so a plan may choose to.
+_GATHER = OpFacts(saved=True, collective=True)
 _FREE = OpFacts(free=True)
 
 _ROWS: dict[str, OpFacts] = {
@@ -92,6 +94,11 @@ _ROWS: dict[str, OpFacts] = {
     "_c10d_functional.all_reduce.default": _COLLECTIVE,
     "_c10d_functional.reduce_scatter_tensor.default": _COLLECTIVE,
     "_c10d_functional.all_to_all_single.default": _COLLECTIVE,
+    # The keys and values of the whole sequence: kept, unless a plan repeats the gather or puts them on the host.
+    "nemo_like.gather_sequence.default": _GATHER,
+    "nemo_like.heads_for_sequence.default": _GATHER,
+    "nemo_like.sequence_for_heads.default": _GATHER,
+    "nemo_like.scatter_sequence.default": _GATHER,
     "deepep.dispatch.default": _COLLECTIVE,
     "deepep.combine.default": _COLLECTIVE,
     "deep_ep.dispatch.default": _COLLECTIVE,

@@ -2,6 +2,7 @@
 
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.distributed.context_parallel.own_loops import shard_sequence, unshard_sequence
 from nemo_like.distributed.launch import init_distributed, shutdown, world_size
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh, validate_mesh
@@ -25,7 +26,9 @@ __all__ = [
     "set_model_state",
     "set_optimizer_state",
     "shard_layers",
+    "shard_sequence",
     "shutdown",
+    "unshard_sequence",
     "validate_mesh",
     "with_unused_sample",
     "world_size",

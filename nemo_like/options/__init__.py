@@ -7,10 +7,12 @@ the value, the reason and what is accepted. A default stands here and nowhere el
 from nemo_like.options.checkpointing import AC_STRATEGIES, CheckpointConfig, MemoryBudget, parse_ac
 from nemo_like.options.chunked_loss import COMPILE_BACKENDS, LOSSES, ChunkedLoss
 from nemo_like.options.parallel import (
+    CONTEXT_METHODS,
     DDP,
     FROZEN_SHARDING,
     FSDP2,
     STRATEGIES,
+    ContextParallel,
     ExpertParallel,
     OffloadConfig,
     Precision,
@@ -31,6 +33,7 @@ from nemo_like.options.words import (
 __all__ = [
     "AC_STRATEGIES",
     "COMPILE_BACKENDS",
+    "CONTEXT_METHODS",
     "DDP",
     "FROZEN_SHARDING",
     "FSDP2",
@@ -39,6 +42,7 @@ __all__ = [
     "STRATEGIES",
     "CheckpointConfig",
     "ChunkedLoss",
+    "ContextParallel",
     "ExpertParallel",
     "MemoryBudget",
     "OffloadConfig",

@@ -149,6 +149,45 @@ class TensorParallel:
         return tp if isinstance(tp, TensorParallel) else cls(tp)
 
 
+CONTEXT_METHODS: tuple[str, ...] = ("all_gather", "ulysses", "ring")
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Split each sequence over `size` ranks. ``cp=2`` means the defaults.
+
+    >>> ContextParallel.of(2)
+    ContextParallel(size=2, method='all_gather')
+    """
+
+    size: int = 1
+    """Ranks that share one sequence; must divide the number of ranks. They shard the parameters, too."""
+    method: str = "all_gather"
+    """How queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for any attention.
+    ``ulysses``: an all-to-all gives each rank some heads of the whole sequence; `size` must divide the heads.
+    ``ring``: is refused, with the reason, where it cannot be shown to be right."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"cp is {self.size!r}; it must be a whole number of ranks >= 1.")
+        if not isinstance(self.method, str):
+            raise TypeError(
+                f"ContextParallel.method is {self.method!r}; it must be one of {', '.join(CONTEXT_METHODS)}."
+            )
+        word = normalise(self.method)
+        if word not in CONTEXT_METHODS:
+            raise ValueError(
+                f"ContextParallel.method is {self.method!r}; it must be one of {', '.join(CONTEXT_METHODS)}."
+                + did_you_mean(word, CONTEXT_METHODS)
+            )
+        object.__setattr__(self, "method", word)
+
+    @classmethod
+    def of(cls, cp: int | ContextParallel) -> ContextParallel:
+        """What ``cp=`` means: a number of ranks, or the object."""
+        return cp if isinstance(cp, ContextParallel) else cls(cp)
+
+
 @dataclass(frozen=True)
 class ExpertParallel:
     """Split each layer's experts over `size` ranks, which exchange tokens. ``ep=4`` means the defaults.

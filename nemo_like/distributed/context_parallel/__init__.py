@@ -1,0 +1,149 @@
+"""Context parallelism: each rank of the ``cp`` axis holds a part of every sequence, and of the parameters.
+
+`check` raises before anything is changed; `apply` installs hooks on the bare model: one pair on the model (labels and
+loss), one on each stack of layers (inputs), and the attention that gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nemo_like.distributed.context_parallel import attention
+from nemo_like.distributed.context_parallel.exchange import name_group
+from nemo_like.distributed.context_parallel.parts import MARK, Parts
+from nemo_like.distributed.context_parallel.plain import AttentionHooks, PositionHook
+from nemo_like.distributed.context_parallel.relative_bias import over_whole_sequences
+from nemo_like.distributed.context_parallel.stack_calls import StackHooks
+from nemo_like.distributed.context_parallel.stacks import CutStack, find_stacks
+from nemo_like.distributed.context_parallel.whole_loss import RootHooks
+from nemo_like.layers import Layer
+from nemo_like.module_tree import bare
+from nemo_like.options import ContextParallel
+
+__all__ = ["apply_context_parallel", "check_context_parallel"]
+
+_INTERNAL = "_attn_implementation_internal"
+
+
+def check_context_parallel(
+    model: nn.Module, options: ContextParallel, layers: Sequence[Layer] | None = None
+) -> tuple[CutStack, ...]:
+    """The stacks of `model` that `options` would cut; changes nothing.
+
+    Raises:
+        ValueError: a model whose sequences cannot be cut, naming what mixes along them; a method that does not fit it.
+    """
+    if options.method == "ring":
+        raise ValueError(
+            "ContextParallel.method is 'ring', which torch has for CUDA's flash and cuDNN kernels under plain causal masks "
+            "alone, and which was not shown to be right here. Use 'all_gather' or 'ulysses'."
+        )
+    stacks = find_stacks(model, layers)
+    config = getattr(bare(model), "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "config.output_router_logits is True: the auxiliary loss of the routers is no sum over tokens, and a part of "
+            "the sequence does not give its part of it. Set it to False, or use cp=1."
+        )
+    for stack in stacks:
+        _check_heads(stack, options)
+    return stacks
+
+
+def apply_context_parallel(
+    model: nn.Module, mesh: DeviceMesh, options: ContextParallel, layers: Sequence[Layer] | None = None
+) -> nn.Module:
+    """Have `model` cut whole sequences over the ranks of `mesh`, in place; returns it.
+
+    Call it on the bare model, before checkpointing and FSDP. ``model(**batch).loss`` stays the loss of whole sequences,
+    the same on every rank; its gradients, averaged over all ranks that shard parameters, are those of the unsplit model.
+
+    Args:
+        mesh: the one-dimensional mesh, ``mesh["cp"]``.
+        layers: the repeated layers; None: they are found.
+
+    Raises:
+        ValueError: as `check_context_parallel`. The model is unchanged then.
+    """
+    stacks = check_context_parallel(model, options, layers)
+    parts = Parts(mesh.size(), mesh.get_local_rank(), name_group(mesh.get_group()), options.method)
+    install(model, stacks, parts)
+    return model
+
+
+def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts) -> list[Any]:
+    """The hooks of `apply_context_parallel`, for any `parts`; returns what undoes it, to be called in reverse."""
+    undo: list[Any] = []
+    root = RootHooks(model, parts)
+    undo.append(model.register_forward_pre_hook(root.before, with_kwargs=True).remove)
+    undo.append(model.register_forward_hook(root.after, always_call=True, prepend=True).remove)
+    plain = [stack for stack in stacks if not stack.transformers]
+    if plain:
+        hooks = AttentionHooks(parts)
+        undo.append(model.register_forward_pre_hook(hooks.before).remove)
+        undo.append(model.register_forward_hook(hooks.after, always_call=True).remove)
+    for stack in stacks:
+        inner = StackHooks(stack, parts)
+        undo.append(stack.module.register_forward_pre_hook(inner.before, with_kwargs=True).remove)
+        undo.append(stack.module.register_forward_hook(inner.after, always_call=True).remove)
+        for module in stack.module.modules():
+            setattr(module, MARK, parts)
+            undo.append(_Delete(module, MARK))
+            if stack.transformers:
+                undo.extend(over_whole_sequences(module, parts))
+            elif type(module) is nn.Embedding:
+                undo.append(module.register_forward_pre_hook(PositionHook(parts)).remove)
+        if stack.transformers:
+            undo.extend(_reroute(stack, parts))
+    return undo
+
+
+class _Delete:
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __call__(self) -> None:
+        if self._name in vars(self._owner):
+            delattr(self._owner, self._name)
+
+
+class _Set:
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __call__(self) -> None:
+        setattr(self._owner, self._name, self._value)
+
+
+def _reroute(stack: CutStack, parts: Parts) -> Iterator[Any]:
+    """Give the configs below `stack` the name of the attention that gathers."""
+    seen: set[int] = set()
+    for module in stack.module.modules():
+        config = getattr(module, "config", None)
+        if config is None or id(config) in seen or not hasattr(config, _INTERNAL):
+            continue
+        seen.add(id(config))
+        before = getattr(config, _INTERNAL)
+        setattr(config, _INTERNAL, attention.register(before or "eager"))
+        yield _Set(config, _INTERNAL, before)
+
+
+def _check_heads(stack: CutStack, options: ContextParallel) -> None:
+    if options.method != "ulysses" or not stack.transformers:
+        return
+    heads = getattr(getattr(stack.module, "config", None), "num_attention_heads", None)
+    if heads is None or heads % options.size:
+        raise ValueError(
+            f"method='ulysses' gives each of {options.size} ranks some heads, and {type(stack.module).__name__} has "
+            f"{heads}: use a divisor of it, or method='all_gather'."
+        )
+    for name, module in stack.module.named_modules():
+        if attention.uses_interface(module) and (own := [name for name, _ in module.named_parameters(recurse=False)]):
+            raise ValueError(
+                f"method='ulysses' gives each rank some heads, and {name}, a {type(module).__name__}, holds {own[0]} for "
+                "all of them (attention sinks): use method='all_gather'."
+            )

@@ -1,0 +1,72 @@
+"""Which modules mix along the sequence otherwise than by attention that can be given the whole sequence's keys.
+
+By structure and by name, before anything is changed: a module that is not known to be right is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from nemo_like.distributed.context_parallel.attention import uses_interface
+from nemo_like.layers.structure import class_of
+from nemo_like.module_tree import bare_modules
+
+_OPERATORS = (
+    nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.ZeroPad1d,
+    nn.ZeroPad2d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm,
+)  # fmt: skip
+"""Modules of torch that combine neighbours on a dim that may be the sequence, or take statistics over it."""
+_WORDS = frozenset((
+    "mamba", "ssm", "rwkv", "retention", "lightning", "recurrent", "lstm", "gru", "slstm", "mlstm", "hyena", "indexer",
+    "fourier", "xlstm", "griffin", "lru", "hawk", "deltanet", "fnet", "xlnet", "longformer", "reformer",
+))  # fmt: skip
+_PHRASES = (
+    "linear attention",
+    "delta net",
+    "gated delta",
+    "short conv",
+    "time shift",
+    "token shift",
+    "time mix",
+    "r wkv",
+)
+"""Words of class names, in lower case."""
+_ATTENTION = re.compile(r"attention$|attn$|selfattention|multi_?head", re.IGNORECASE)
+_STATES = ("A_log", "dt_bias", "time_decay", "time_mix_key", "time_first", "slope_rate", "conv_state")
+"""Parameters and attributes that only recurrences along the sequence have."""
+
+
+def sequence_mixers(stack: nn.Module, *, transformers: bool) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, module, why) of what mixes along the sequence below `stack` and cannot be cut.
+
+    transformers: whether attention must be reached through its interface; else SDPA is replaced, and a module with
+    attention of another make is seen by `nn.MultiheadAttention` alone.
+    """
+    for name, module in bare_modules(stack):
+        cls = class_of(module).__name__
+        if isinstance(module, _OPERATORS):
+            yield name, module, "combines neighbours along the sequence"
+        elif isinstance(module, nn.MultiheadAttention | nn.Transformer):
+            yield name, module, "computes its attention inside torch, where other ranks' keys cannot be given to it"
+        elif _named_mixer(cls):
+            yield name, module, "passes a state along the sequence, which a part of it does not have"
+        elif found := [state for state in _STATES if hasattr(module, state)]:
+            yield name, module, f"passes a state along the sequence ({found[0]})"
+        elif transformers and _is_own_attention(name, module):
+            yield name, module, "computes attention itself, not through transformers' AttentionInterface"
+
+
+def _named_mixer(class_name: str) -> bool:
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", class_name)
+    spaced = " ".join(words).lower()
+    return bool(_WORDS & set(spaced.split())) or any(phrase in spaced for phrase in _PHRASES)
+
+
+def _is_own_attention(name: str, module: nn.Module) -> bool:
+    """An attention module that does not ask the interface, and does not hold one that does."""
+    if not _ATTENTION.search(class_of(module).__name__) or not any(True for _ in module.parameters()):
+        return False
+    return not any(uses_interface(inner) for inner in module.modules())

@@ -1,0 +1,172 @@
+"""The hooks of one stack: whole sequences in, this rank's part out.
+
+Every argument is told apart by its name and shape: (B, S, ...) is cut, a 2-D attention mask stays whole (masks are made
+over all keys), a 4-D one keeps this rank's rows, and positions are counted before the cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.distributed.context_parallel import layout, masks
+from nemo_like.distributed.context_parallel.documents import documents_of
+from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
+from nemo_like.distributed.context_parallel.stacks import CutStack
+from nemo_like.losses.model_loss import LABELS
+
+_LENGTH = "_nemo_like_whole_length"
+_MAIN = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
+_PARTS = ("encoder_hidden_states",)
+"""Arguments that another stack made, and that are parts already."""
+
+
+class StackHooks:
+    """Of one stack of one model."""
+
+    def __init__(self, stack: CutStack, parts: Parts) -> None:
+        self._stack, self._parts = stack, parts
+        self._tokens: list[Any] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = self._stack.arguments
+        given = dict(zip(names, args)) | kwargs
+        rest = args[len(names) :]
+        if self._parts.idle or rest:
+            if rest:
+                raise NotImplementedError(
+                    f"cp cannot tell what the {len(rest)} last positional arguments are; name them."
+                )
+            self._tokens.append(CURRENT.set(None))
+            return None
+        call = self._call(given)
+        self._tokens.append(CURRENT.set(call))
+        cut = {name: self._cut(call, name, value, given) for name, value in given.items()}
+        self._positions(call, given, cut)
+        if "use_cache" in names or "use_cache" in given:
+            cut["use_cache"] = False  # a cache of a part is of no use, and a mask is made for its length
+        return (), cut
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = CURRENT.get()
+        if self._tokens:
+            CURRENT.reset(self._tokens.pop())
+        if call is not None and output is not None:
+            states = output if isinstance(output, Tensor) else next(iter(_tensors(output)), None)
+            if states is not None:
+                setattr(states, _LENGTH, call.length)
+
+    def _call(self, given: dict[str, Any]) -> StackCall:
+        main = _main(given)
+        if main is None:
+            raise ValueError(
+                f"cp cuts the sequence of {type(self._stack.module).__name__}, and this call has neither input_ids nor "
+                "inputs_embeds."
+            )
+        mask = given.get("attention_mask")
+        length = main.shape[1]
+        positions = given.get("position_ids")
+        documents = None if mask is not None else documents_of(positions, main.shape[0])
+        if documents is not None:
+            documents = torch.cat(
+                [documents, documents[:, -1:].expand(-1, layout.padded_length(length, self._parts.ranks) - length)], 1
+            )
+        return StackCall(self._parts, length, mask is not None, documents)
+
+    def _cut(self, call: StackCall, name: str, value: Any, given: dict[str, Any]) -> Any:
+        parts, length = self._parts, call.length
+        if name == "attention_mask" or name == "decoder_attention_mask":
+            if isinstance(value, dict):
+                return {key: self._cut(call, name, mask, given) for key, mask in value.items()}
+            if value is None:
+                return None
+            if isinstance(value, Tensor) and value.ndim == 2:
+                return layout.pad(value, 1, parts.ranks)
+            if isinstance(value, Tensor) and value.ndim == 4 and value.shape[-1] == length:
+                return masks.cut_given(parts, value, length)
+            raise NotImplementedError(f"cp cannot cut the attention mask {_shape(value)}; give (B, S) or (B, 1, S, S).")
+        if name == "encoder_attention_mask":
+            return None if value is None else layout.pad(value, value.ndim - 1, parts.ranks)
+        if name == "deepstack_visual_embeds":
+            return _deepstack(parts, value, given.get("visual_pos_masks"))
+        if not isinstance(value, Tensor) or name in _PARTS:
+            return value
+        if name == "position_ids":
+            return parts.cut(_continued(value, parts.ranks), value.ndim - 1)
+        if value.ndim >= 2 and value.shape[1] == length:
+            return parts.cut(value, 1)
+        if length in value.shape[1:] and name not in LABELS:
+            raise NotImplementedError(
+                f"cp cuts the sequence of {length} tokens, and cannot tell which dim of {name} {_shape(value)} it is. "
+                "Known are (B, S, ...), position_ids and attention masks."
+            )
+        return value
+
+    def _positions(self, call: StackCall, given: dict[str, Any], cut: dict[str, Any]) -> None:
+        parts, names = self._parts, self._stack.arguments
+        main = _main(cut)
+        assert main is not None  # `_call` looked
+        padded = layout.padded_length(call.length, parts.ranks)
+        if "position_ids" in names and given.get("position_ids") is None:
+            if any(hasattr(module, "create_position_ids_from_input_ids") for module in self._stack.module.modules()):
+                raise ValueError(
+                    f"{type(self._stack.module).__name__} counts its positions from the ids that are no padding, and cp "
+                    "counts them before the cut: pass position_ids."
+                )
+            cut["position_ids"] = parts.positions(padded, main.device)[None]
+        # A mask that is there tells transformers how many keys there are, and that position_ids are no sign of packing.
+        if "attention_mask" in names and cut.get("attention_mask") is None:
+            real = torch.ones(main.shape[0], call.length, dtype=torch.long, device=main.device)
+            cut["attention_mask"] = layout.pad(real, 1, parts.ranks)
+        states = given.get("encoder_hidden_states")
+        if states is None:
+            return
+        length = getattr(states, _LENGTH, None)
+        if length is None:
+            raise NotImplementedError(
+                f"cp cuts the sequence of {type(self._stack.module).__name__}, and the encoder_hidden_states of this call "
+                "do not come from a stack that was cut: its keys would be taken for a part. Give the encoder's input."
+            )
+        if cut.get("encoder_attention_mask") is None and "encoder_attention_mask" in names:
+            real = torch.ones(states.shape[0], length, dtype=torch.long, device=states.device)
+            cut["encoder_attention_mask"] = layout.pad(real, 1, parts.ranks)
+
+
+def _main(given: dict[str, Any]) -> Tensor | None:
+    """What the sequence is read from: ids or embeddings, or a plain model's first matrix of whole numbers."""
+    for name in _MAIN:
+        if isinstance(given.get(name), Tensor):
+            return given[name]
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point() and name not in LABELS:
+            return value
+    return None
+
+
+def _continued(positions: Tensor, ranks: int) -> Tensor:
+    """Positions (..., S) with padding that goes on counting, so that it is no document of its own."""
+    missing = layout.padded_length(positions.shape[-1], ranks) - positions.shape[-1]
+    if not missing:
+        return positions
+    more = positions[..., -1:] + torch.arange(1, missing + 1, device=positions.device, dtype=positions.dtype)
+    return torch.cat([positions, more], -1)
+
+
+def _deepstack(parts: Parts, embeds: Any, where: Tensor | None) -> Any:
+    """Of features (visual tokens, D) of the whole batch, those of this rank's tokens. where: (B, S)."""
+    if embeds is None or where is None:
+        return embeds
+    number = (where.flatten().long().cumsum(0) - 1).view_as(where)
+    mine = parts.cut(number, 1)[parts.cut(where, 1).bool()]
+    return [features[mine] for features in embeds]
+
+
+def _tensors(output: Any) -> Any:
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__

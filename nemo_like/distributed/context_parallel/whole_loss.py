@@ -1,0 +1,236 @@
+"""One loss for all parts of a sequence: labels shifted before the cut, normalised by all counted tokens.
+
+The model computes its loss as it always does, from its part of the logits and of the labels. While it runs, the targets
+of its cross entropy are exchanged for the right ones (the label of a part's last token is another rank's first), and
+what a "mean" divides by is counted on the whole labels, which every rank has. The parts are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nemo_like.distributed.context_parallel.exchange import find_group, sum_parts
+from nemo_like.distributed.context_parallel.parts import Parts
+from nemo_like.losses.model_loss import LABELS
+from nemo_like.module_tree import bare
+from nemo_like.torch_compat import is_fake
+
+_IGNORED = -100
+_CACHES = ("past_key_values", "cache_params", "past_key_value")
+
+
+class RootHooks:
+    """The hooks of a whole model."""
+
+    def __init__(self, model: nn.Module, parts: Parts) -> None:
+        self._model, self._parts = model, parts
+        self._open: list[_Loss | None] = []
+        self._idle: list[bool] = []
+        self._shifts: bool | None = None
+        """Whether the model's own loss shifts its labels by one; None: no call has shown it yet."""
+        self._checked = False
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = tuple(inspect.signature(self._bare().forward).parameters)
+        given = dict(zip(names, args)) | kwargs
+        self._idle.append(self._parts.idle)
+        self._open.append(None)
+        self._parts.idle = any(given.get(name) is not None for name in _CACHES)
+        if self._parts.idle:
+            self._refuse_cache_in_training(given)
+            return None
+        if given.get("return_dict") is False or given.get("logits_to_keep") not in (None, 0):
+            raise NotImplementedError(
+                "cp cuts the sequence: call the model without return_dict=False and logits_to_keep; its outputs are this "
+                "rank's part."
+            )
+        self._check_same_batch(given)
+        name = next((name for name in LABELS if isinstance(given.get(name), Tensor)), None)
+        if name is None:
+            return None
+        if name == "shift_labels":
+            raise NotImplementedError("cp shifts the labels of whole sequences itself: pass labels, not shift_labels.")
+        labels: Tensor = given[name]
+        self._make_decoder_inputs(given, labels)
+        loss = _Loss(self, labels, given.get("num_items_in_batch"))
+        given[name] = loss.labels
+        self._open[-1] = loss
+        loss.__enter__()
+        rest = args[len(names) :]
+        if rest:
+            raise NotImplementedError(f"cp cannot tell what the {len(rest)} last positional arguments are; name them.")
+        return (), given
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if not self._open:
+            return None
+        loss = self._open.pop()
+        self._parts.idle = self._idle.pop()
+        if loss is None:
+            return None
+        loss.__exit__()
+        return None if output is None else loss.put_sum(output)
+
+    def _bare(self) -> nn.Module:
+        module = bare(self._model)
+        inner = getattr(module, "get_base_model", None)
+        return inner() if callable(inner) else module
+
+    def _refuse_cache_in_training(self, given: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and self._model.training:
+            raise ValueError(
+                "cp cuts sequences, and this call brings a key/value cache (or a prefix) of whole ones in training: use "
+                "cp=1, or train without it."
+            )
+
+    def _check_same_batch(self, given: dict[str, Any]) -> None:
+        """Once: ranks that cut different sequences would give a loss of neither, silently."""
+        if self._checked:
+            return
+        tensors = [value for value in given.values() if isinstance(value, Tensor) and value.ndim >= 2]
+        if not tensors or is_fake(tensors[0]):
+            return
+        self._checked = True
+        sums = torch.stack([_digest(value) for value in tensors])
+        largest, least = sums.clone(), sums.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=find_group(self._parts.group))
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=find_group(self._parts.group))
+        if not torch.equal(largest, least):
+            raise ValueError(
+                f"The {self._parts.ranks} ranks of a cp group got different batches: each must get the same whole sequences "
+                "and cuts its part itself. Give the sampler the data-parallel rank (rank // cp) and their number."
+            )
+
+    def _make_decoder_inputs(self, given: dict[str, Any], labels: Tensor) -> None:
+        """Of an encoder-decoder that makes its decoder's input from its labels: from whole ones."""
+        model = self._bare()
+        if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            return
+        if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
+            given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]
+
+    def agree(self, plain: bool, shifted: bool, target: Tensor) -> tuple[bool, bool]:
+        """What all ranks have seen: one of them may have labels that tell nothing."""
+        if is_fake(target):
+            return plain, shifted
+        seen = torch.tensor([plain, shifted], dtype=torch.int32, device=target.device)
+        dist.all_reduce(seen, dist.ReduceOp.MIN, group=find_group(self._parts.group))
+        return bool(seen[0]), bool(seen[1])
+
+
+class _Loss:
+    """The loss of one call."""
+
+    def __init__(self, hooks: RootHooks, whole: Tensor, items: Any) -> None:
+        self.hooks, self.whole, self.items = hooks, whole, items
+        self.labels = hooks._parts.cut(whole, 1, _IGNORED)
+        self.found: list[Tensor] = []
+        self._before: Callable[..., Tensor] = F.cross_entropy
+
+    def __enter__(self) -> None:
+        self._before = F.cross_entropy
+        F.cross_entropy = self._cross_entropy
+
+    def __exit__(self) -> None:
+        F.cross_entropy = self._before
+
+    def _cross_entropy(
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+        ignore_index: int = _IGNORED, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        whole = self._targets(target, ignore_index)
+        mine = self.hooks._parts.cut(whole, 1, ignore_index).reshape(target.shape)
+        if reduction not in ("mean", "sum"):
+            raise NotImplementedError(
+                f"cp sums a model's loss over ranks, and this model asks for cross entropy with reduction={reduction!r}: "
+                "what it does with single losses is not known. Compute the loss outside, from shard_sequence's labels."
+            )
+        total = self._before(
+            input, mine, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+        )
+        if reduction == "mean":
+            counted = whole[whole != ignore_index]
+            total = total / (counted.numel() if weight is None else weight[counted].sum())
+        self.found.append(total)
+        return total
+
+    def _targets(self, target: Tensor, ignore_index: int) -> Tensor:
+        """Of the whole sequences, (B, S): the labels, or the labels of the next tokens, as this model has them."""
+        shifted = F.pad(self.labels, (0, 1), value=_IGNORED)[..., 1:]
+        hooks = self.hooks
+        if target.numel() != self.labels.numel():
+            raise NotImplementedError(
+                f"cp cuts labels {tuple(self.whole.shape)}, and this model's cross entropy has {target.numel()} targets for "
+                f"the {self.labels.numel()} tokens of a part: it drops or picks tokens by itself. Compute the loss outside, "
+                "from shard_sequence's labels."
+            )
+        flat = target.reshape(-1)
+        if is_fake(target):
+            plain, shifts = True, True
+        else:
+            plain, shifts = torch.equal(flat, self.labels.reshape(-1)), torch.equal(flat, shifted.reshape(-1))
+        if hooks._shifts is None:
+            plain, shifts = hooks.agree(plain, shifts, target)
+            if plain != shifts:
+                hooks._shifts = shifts
+        if not (plain if not hooks._shifts else shifts):
+            raise NotImplementedError(
+                "cp shifts labels before it cuts them, and this model's cross entropy has other targets than its labels or "
+                "the labels of the next tokens. Compute the loss outside, from shard_sequence's labels."
+            )
+        # Where no call has shown which of the two, no label counts on any rank, and both are the same.
+        return F.pad(self.whole, (0, 1), value=ignore_index)[..., 1:] if hooks._shifts else self.whole
+
+    def put_sum(self, output: Any) -> Any:
+        """`output` with the loss of all parts in the place of this part's."""
+        parts = self.hooks._parts
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if loss is None:
+            loss = next((item for item in _flat(output) if any(item is one for one in self.found)), None)
+        if loss is None or not self.found or not self._is_found(loss):
+            raise NotImplementedError(
+                f"cp sums a model's cross entropy over ranks, and the loss of this {type(self.hooks._model).__name__} "
+                + (
+                    "has other terms beside it (an auxiliary loss of a router?). Turn them off, "
+                    if self.found
+                    else "is none. "
+                )
+                + "or compute the loss outside, from shard_sequence's labels."
+            )
+        return _exchange(output, loss, sum_parts(loss, parts.ranks, parts.group))
+
+    def _is_found(self, loss: Tensor) -> bool:
+        if is_fake(loss) or any(loss is one for one in self.found):
+            return True
+        sums = torch.stack([one.detach() for one in self.found]).sum()
+        candidates = [sums] if self.items is None else [sums, sums / self.items]
+        return any(torch.allclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True) for one in candidates)
+
+
+def _digest(value: Tensor) -> Tensor:
+    """One number that other contents, or another order, change."""
+    flat = value.detach().reshape(-1).double()
+    return (flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).sin()).sum()
+
+
+def _flat(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _exchange(output: Any, old: Tensor, new: Tensor) -> Any:
+    if output is old:
+        return new
+    if isinstance(output, dict):
+        return type(output)(**{key: new if value is old else value for key, value in output.items()})
+    items = [new if item is old else item for item in output]
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)

@@ -1,0 +1,91 @@
+"""What context parallelism refuses: before the first change, naming what mixes along the sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import ContextParallel, parallelize
+from nemo_like.distributed.context_parallel import check_context_parallel
+from nemo_like.distributed.context_parallel.layout import cut, join, pad, padded_length, positions, split
+from tests.models.families import FAMILIES, causal
+
+REFUSED = {
+    "mamba": "Mamba", "mamba2": "Mamba", "jamba": "Mamba", "rwkv": "Rwkv", "qwen3_next": "GatedDeltaNet",
+    "bloom": "BloomAttention, computes attention itself", "bart": "takes no position_ids", "vit": "no layers of a language",
+    "transformer_encoder": "inside torch", "whisper": "states of another modality",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_structure(name: str) -> None:
+    model = FAMILIES[name].build()
+    before = {key: dict(vars(module)) for key, module in model.named_modules()}
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        check_context_parallel(model, ContextParallel(2))
+    assert all(vars(module).keys() == before[key].keys() for key, module in model.named_modules())
+
+
+def test_refused_options() -> None:
+    model = FAMILIES["llama"].build()
+    with pytest.raises(ValueError, match="ring"):
+        check_context_parallel(model, ContextParallel(2, "ring"))
+    with pytest.raises(ValueError, match="has 4: use a divisor"):
+        check_context_parallel(model, ContextParallel(3, "ulysses"))
+    with pytest.raises(ValueError, match="sinks"):
+        check_context_parallel(FAMILIES["gpt_oss"].build(), ContextParallel(2, "ulysses"))
+    with pytest.raises(ValueError, match="output_router_logits"):
+        check_context_parallel(causal("Mixtral", **_MIXTRAL, output_router_logits=True)(), ContextParallel(2))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="flash_attention_2"):
+        check_context_parallel(model, ContextParallel(2))
+    with pytest.raises(ValueError, match="strategy 'ddp' has none"):
+        parallelize(model, "ddp", cp=2)
+    with pytest.raises(ValueError, match="this job has one rank"):
+        parallelize(FAMILIES["llama"].build(), cp=2)
+    for size in (0, True, "2"):
+        with pytest.raises(ValueError, match="whole number of ranks"):
+            ContextParallel(size)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Did you mean 'ulysses'"):
+        ContextParallel(2, "ulyses")
+
+
+_MIXTRAL = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, num_local_experts=4,
+)  # fmt: skip
+
+
+class _Convolved(nn.Module):
+    """A plain block that looks at its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.near, self.out = nn.LayerNorm(8), nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(self.near(self.norm(x).transpose(1, 2)).transpose(1, 2))
+
+
+def test_a_convolution_is_named() -> None:
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Sequential(_Convolved(), _Convolved()), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"1\.0\.near, a Conv1d, combines neighbours"):
+        check_context_parallel(model, ContextParallel(2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 5, 24])
+def test_parts_are_a_cut_of_the_whole(ranks: int, length: int) -> None:
+    whole = pad(torch.arange(2 * length).view(2, length), 1, ranks, -1)
+    assert whole.shape[1] == padded_length(length, ranks) and whole.shape[1] - length < 2 * ranks
+    parts = [cut(whole, 1, ranks, rank) for rank in range(ranks)]
+    assert all(part.shape == (2, whole.shape[1] // ranks) for part in parts)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, whole[:, positions(whole.shape[1], ranks, rank)])
+    assert torch.equal(torch.stack(parts), split(whole, 1, ranks))
+    assert torch.equal(join(torch.stack(parts), 1), whole)
+
+
+def test_causal_work_is_the_same_on_every_rank() -> None:
+    assert len({int((positions(24, 3, rank) + 1).sum()) for rank in range(3)}) == 1

@@ -1,0 +1,119 @@
+"""Models, batches and comparisons for context parallelism: cut over ranks against whole on one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nemo_like.module_tree import bare_name
+from tests.models.families import COMMON, FAMILIES, HEADED, VOCAB, hf, text
+from tests.models.tied_decoder import TiedDecoder
+
+LENGTH = 13
+"""Divides nothing: padding at the end for 2 and for 4 ranks."""
+LOSS, GRADIENT = 1e-6, 1e-5
+
+
+class NanoGPT(TiedDecoder):
+    """A plain model whose forward computes its own loss, as nanoGPT's: (idx, targets) to (logits, loss)."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        logits = super().forward(idx)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+def build(name: str) -> nn.Module:
+    """The family's model without dropout: it would draw other numbers for a part than for the whole."""
+    torch.manual_seed(0)
+    if name == "nanogpt":
+        return NanoGPT()
+    if name == "gemma2":  # soft caps, and sliding windows
+        make = hf("Gemma2ForCausalLM", "Gemma2Config", **HEADED, sliding_window=4, attn_implementation="eager")
+        return make().float().train()
+    if name == "llama4":  # chunked attention
+        make = hf(
+            "Llama4ForCausalLM", "Llama4TextConfig", **HEADED, intermediate_size_mlp=48, attention_chunk_size=4,
+            num_local_experts=2,
+        )  # fmt: skip
+        return make().float().train()
+    if name == "gemma3_text":
+        layers = ["sliding_attention", "full_attention"]
+        make = hf(
+            "Gemma3ForCausalLM", "Gemma3TextConfig", **HEADED, sliding_window=4, layer_types=layers,
+            attn_logit_softcapping=5.0, final_logit_softcapping=3.0, attn_implementation="eager",
+        )  # fmt: skip
+        return without_dropout(make().float().train())
+    if name == "gpt2":
+        make = hf("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        return without_dropout(make().float().train())
+    if name == "stablelm":
+        return hf("StableLmForCausalLM", "StableLmConfig", **COMMON)().float().train()
+    return without_dropout(FAMILIES[name].build())
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout", "dropout_prob", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def batch(name: str, seed: int = 3, rows: int = 2) -> dict[str, Any]:
+    """Whole sequences, some labels of which do not count."""
+    family = FAMILIES.get(name)
+    if family is not None and family.kind == "multimodal":
+        return dict(family.inputs())
+    ids = torch.randint(1, 48, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    if name == "nanogpt":
+        return {"idx": ids, "targets": labels.masked_fill(labels == -100, -1)}
+    return text() | {"input_ids": ids, "labels": labels}
+
+
+def loss_of(output: Any) -> Tensor:
+    return output[1] if isinstance(output, tuple) else output.loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By names of the bare model, whole."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is not None:
+            found[bare_name(name)] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    return found
+
+
+def step(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """One forward and backward; the gradients are taken away again."""
+    loss = loss_of(model(**inputs))
+    loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+    return loss.item(), found
+
+
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """The gradients that are off by more than `GRADIENT`, relative to their norm.
+
+    Some have none in truth (the keys' bias: softmax does not see it): their scale is a thousandth of the largest.
+    """
+    least = 1e-3 * max(grad.norm().item() for grad in expected.values())
+    off = []
+    for name, grad in expected.items():
+        if name not in found:
+            off += [f"{name} has no gradient"] if grad.any() else []
+            continue
+        error = (found[name] - grad).norm().item() / max(grad.norm().item(), least)
+        if not error < GRADIENT:
+            off.append(f"{name}: {error:.1e}")
+    return off

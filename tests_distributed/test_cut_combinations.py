@@ -1,0 +1,178 @@
+"""Context parallelism with everything else: chunked loss, LoRA, tensor parallelism, replicas, offload, compile, ..."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from nemo_like import ContextParallel, parallelize
+from nemo_like.distributed import build_mesh, set_gradient_sync, shard_sequence, unshard_sequence
+from tests_distributed.cut_models import LENGTH, LOSS, batch, build, differences, gradients, step
+from tests_distributed.spawn import run_ranks
+
+
+def _close(found: float, expected: float) -> list[str]:
+    return [] if abs(found - expected) <= LOSS * abs(expected) else [f"loss {found} for {expected}"]
+
+
+def _with_options(rank: int, world_size: int, name: str, cases: list[dict[str, Any]]) -> list[str]:
+    whole, inputs = build(name), batch(name)
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    wrong = []
+    for options in cases:
+        model = parallelize(copy.deepcopy(whole), **({"cp": 2} | options))
+        found, grads = step(model, inputs)
+        wrong += [f"{options}: {text}" for text in _close(found, loss) + differences(grads, expected)]
+    return wrong
+
+
+ONE_AT_A_TIME: list[dict[str, Any]] = [
+    {"loss": "chunked"},
+    {"loss": "chunked", "ac": "full"},
+    {"offload": "saved"},
+    {"offload": "all", "ac": "none"},
+    {"offload": "boundary", "ac": "full"},
+    {"ac": "sequential"},
+]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "t5"])
+def test_with_other_options(name: str) -> None:
+    assert run_ranks(2, _with_options, name, ONE_AT_A_TIME, timeout=120) == [[], []]
+
+
+def test_with_compiled_layers() -> None:
+    cases = [{"compile": "aot_eager", "ac": ac} for ac in ("none", "selective")]
+    assert run_ranks(2, _with_options, "llama", cases, timeout=180) == [[], []]
+
+
+def test_with_tensor_parallelism_and_replicas() -> None:
+    cases = [{"tp": 2}, {"tp": 2, "cp": ContextParallel(2, "ulysses"), "ac": "full"}, {"dp_replicate": 2}, {"cp": 2}]
+    assert run_ranks(4, _with_options, "llama", cases, timeout=120) == [[]] * 4
+
+
+def _lora(rank: int, world_size: int) -> list[str]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    whole: Any = get_peft_model(
+        build("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    inputs = batch("llama")
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    assert expected and all("lora" in name for name in expected)
+    wrong = []
+    for ac in ("none", "full", "selective", "submodule"):
+        found, grads = step(parallelize(copy.deepcopy(whole), ac=ac, cp=2), inputs)
+        wrong += [f"{ac}: {text}" for text in _close(found, loss) + differences(grads, expected)]
+    return wrong
+
+
+def test_with_lora() -> None:
+    pytest.importorskip("peft")
+    assert run_ranks(2, _lora, timeout=120) == [[], []]
+
+
+def _rest(rank: int, world_size: int) -> list[str]:
+    """Evaluation, accumulation, a sum over items, outputs, own loops, generation: one model each."""
+    whole, wrong = build("llama"), []
+    first, second = batch("llama", 3), batch("llama", 4)
+
+    # Accumulation over two microbatches with the trainer's number of items, and evaluation in between.
+    items = torch.tensor(37.0)
+    single, model = copy.deepcopy(whole), parallelize(copy.deepcopy(whole), cp=2)
+    mesh = build_mesh(cp=2)
+    for number, inputs in enumerate((first, second)):
+        single(**inputs, num_items_in_batch=items).loss.backward()
+        set_gradient_sync(model, number == 1)
+        model(**inputs, num_items_in_batch=items).loss.backward()
+    wrong += differences(gradients(model), gradients(single))
+    single.zero_grad(), model.zero_grad()  # after an evaluation FSDP2 shows other parameters than those with gradients
+    with torch.no_grad():
+        single.eval(), model.eval()
+        wrong += _close(model(**first).loss.item(), single(**first).loss.item())
+
+    # Outputs are this rank's part.
+    with torch.no_grad():
+        given, expected = model(**first, output_hidden_states=True), single(**first, output_hidden_states=True)
+    assert given.logits.shape[1] == 8  # of 13, padded to 16
+    torch.testing.assert_close(unshard_sequence(given.logits, mesh, length=LENGTH), expected.logits)
+    for part, states in zip(given.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(unshard_sequence(part, mesh, length=LENGTH), states)
+    assert torch.equal(
+        unshard_sequence(shard_sequence(first["input_ids"], mesh), mesh, length=LENGTH), first["input_ids"]
+    )
+
+    # A padded batch.
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :3], mask[1, -2:] = 0, 0
+    padded = first | {"attention_mask": mask, "labels": first["input_ids"].masked_fill(mask == 0, -100)}
+    with torch.no_grad():
+        wrong += _close(model(**padded).loss.item(), single(**padded).loss.item())
+        explicit = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        explicit[5:, 1] = False
+        masked = first | {"attention_mask": explicit[None, None].expand(2, 1, -1, -1)}
+        wrong += _close(model(**masked).loss.item(), single(**masked).loss.item())
+
+    # A loop of one's own: logits of a part, labels of a part.
+    single.train(), model.train()
+    single(**first).loss.backward()
+    ids = first["input_ids"]
+    targets = F.pad(first["labels"], (0, 1), value=-100)[:, 1:]
+    part = shard_sequence({"input_ids": ids, "labels": targets}, mesh)
+    logits = model(input_ids=ids).logits
+    total = F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum")
+    (total * 2 / (targets != -100).sum()).backward()
+    wrong += differences(gradients(model), gradients(single))
+
+    # Generation runs on whole sequences.
+    single.eval(), model.eval()
+    prompt = first["input_ids"][:, :5]
+    ours = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    if not torch.equal(ours, single.generate(prompt, max_new_tokens=4, do_sample=False)):
+        wrong.append(f"generated {ours}")
+    return wrong
+
+
+def test_evaluation_accumulation_outputs_and_own_loops() -> None:
+    assert run_ranks(2, _rest, timeout=120) == [[], []]
+
+
+def _mesh_of_a_framework(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "cp"))
+    whole, inputs = build("qwen3"), batch("qwen3")
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    found, grads = step(parallelize(whole, mesh=mesh), inputs)
+    return _close(found, loss) + differences(grads, expected)
+
+
+def test_with_a_mesh_from_a_framework() -> None:
+    assert run_ranks(2, _mesh_of_a_framework) == [[], []]
+
+
+def _data_and_sequence(rank: int, world_size: int) -> list[str]:
+    """2 x data, 2 x sequence: each group of two has a batch of its own, and gradients are their mean."""
+    whole = build("llama")
+    batches = [batch("llama", 3), batch("llama", 5)]
+    losses, grads = zip(*(step(copy.deepcopy(whole), inputs) for inputs in batches))
+    mean = {name: (grads[0][name] + grads[1][name]) / 2 for name in grads[0]}
+    found, mine = step(parallelize(whole, cp=2), batches[rank // 2])
+    return _close(found, losses[rank // 2]) + differences(mine, mean)
+
+
+def test_data_beside_sequences() -> None:
+    assert run_ranks(4, _data_and_sequence) == [[]] * 4
+
+
+def _different_batches(rank: int, world_size: int) -> None:
+    parallelize(build("llama"), cp=2)(**batch("llama", rank))
+
+
+def test_different_batches_in_a_group_are_refused() -> None:
+    with pytest.raises(ValueError, match="got different batches"):
+        run_ranks(2, _different_batches)

@@ -1,0 +1,56 @@
+"""`parallelize(model, cp=...)` on whole sequences: loss and gradients are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like import ContextParallel, parallelize
+from tests_distributed.cut_models import LOSS, batch, build, differences, step
+from tests_distributed.spawn import run_ranks
+
+MODES = ("none", "full", "selective", "submodule")
+FAMILY_NAMES = (
+    "llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral", "bert", "t5", "qwen2_vl", "qwen3_vl", "nanogpt",
+)  # fmt: skip
+MORE_NAMES = ("gemma2", "gemma3", "llama4", "gpt2", "opt", "modernbert", "phi3", "stablelm", "llava", "olmoe")
+
+
+def _modes(rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...]) -> list[str]:
+    """What is wrong under some mode; nothing is right."""
+    whole = build(name)
+    inputs = batch(name)
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    wrong, first = [], None
+    for mode in modes:
+        model = parallelize(copy.deepcopy(whole), ac=mode, cp=cp)
+        found, grads = step(model, inputs)
+        if not abs(found - loss) <= LOSS * abs(loss):
+            wrong.append(f"{mode}: loss {found} for {loss}")
+        wrong += [f"{mode}: {text}" for text in differences(grads, expected)]
+        first = grads if first is None else first
+        wrong += [f"{mode}: {name} is not as without" for name in grads if not torch.equal(grads[name], first[name])]
+    return wrong
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_families(name: str) -> None:
+    assert run_ranks(2, _modes, name, 2, MODES) == [[], []]
+
+
+@pytest.mark.parametrize("name", MORE_NAMES)
+def test_more_families(name: str) -> None:
+    assert run_ranks(2, _modes, name, 2, ("selective",)) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "t5", "bert", "qwen3", "nanogpt"])
+def test_ulysses(name: str) -> None:
+    assert run_ranks(2, _modes, name, ContextParallel(2, "ulysses"), ("none", "selective")) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "nanogpt"])
+def test_four_ranks(name: str) -> None:
+    assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
