@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.context_parallel import attention
-from nemo_like.distributed.context_parallel.exchange import name_group
 from nemo_like.distributed.context_parallel.parts import MARK, Parts
 from nemo_like.distributed.context_parallel.plain import AttentionHooks, PositionHook
 from nemo_like.distributed.context_parallel.relative_bias import over_whole_sequences
+from nemo_like.distributed.context_parallel.sequence_ops import name_group
 from nemo_like.distributed.context_parallel.stack_calls import StackHooks
 from nemo_like.distributed.context_parallel.stacks import CutStack, find_stacks
 from nemo_like.distributed.context_parallel.whole_loss import RootHooks

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import masks
-from nemo_like.distributed.context_parallel.exchange import heads_for_sequence, sequence_for_heads
 from nemo_like.distributed.context_parallel.parts import Parts, parts_of
+from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
 
 _PREFIX = "nemo_like_parts|"
 _SDPA = F.scaled_dot_product_attention

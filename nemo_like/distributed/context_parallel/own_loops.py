@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.context_parallel import layout
-from nemo_like.distributed.context_parallel.exchange import gather_sequence, name_group
+from nemo_like.distributed.context_parallel.sequence_ops import gather_sequence, name_group
 from nemo_like.distributed.mesh import axis_size
 
 T = TypeVar("T", bound=Tensor | Mapping[str, Any])

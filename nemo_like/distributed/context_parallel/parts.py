@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout
-from nemo_like.distributed.context_parallel.exchange import gather_sequence
+from nemo_like.distributed.context_parallel.sequence_ops import gather_sequence
 
 MARK = "_nemo_like_sequence_parts"
 """The attribute of every module below a cut stack, which leads its attention to the `Parts`."""
@@ -21,7 +21,7 @@ class Parts:
     ranks: int
     rank: int
     group: str
-    """Name of the process group, for the operators of `exchange`."""
+    """Name of the process group, for the operators of `sequence_ops`."""
     method: str = "all_gather"
     idle: bool = False
     """This call is not cut: every rank has whole sequences (generation with a cache)."""

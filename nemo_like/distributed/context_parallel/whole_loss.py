@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like.distributed.context_parallel.exchange import find_group, sum_parts
 from nemo_like.distributed.context_parallel.parts import Parts
+from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_parts
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.module_tree import bare
 from nemo_like.torch_compat import is_fake
