@@ -30,6 +30,7 @@ from nemo_like.distributed.expert_parallel import (
 )
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
+from nemo_like.distributed.packing import keep_documents_apart
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
@@ -226,6 +227,7 @@ def parallelize(
     # Nothing has been changed up to here.
     start_from_the_same_weights(model, shard_mesh)
     names = [layer.fqn for layer in found]
+    keep_documents_apart(model)
     if split and shard_mesh is not None:
         apply_tensor_parallel(
             model, shard_mesh["tp"], tensor.plan,

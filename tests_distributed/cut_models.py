@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,11 +30,38 @@ class NanoGPT(TiedDecoder):
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 
 
+class OwnAttention(NanoGPT):
+    """Computes attention by hand: nothing says that its layers look along the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attn.forward = types.MethodType(_by_hand, block.attn)  # type: ignore[method-assign, assignment]
+
+
+def _by_hand(self: Any, x: Tensor) -> Tensor:
+    q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q, self.k, self.v))
+    scores = (q @ k.transpose(-1, -2)).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), float("-inf"))
+    return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Rotated(NanoGPT):
+    """Counts positions inside its layers, by no table that could be seen."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.embed(idx) * (1 + torch.linspace(0, 1, 64)[: idx.shape[1], None])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)), None
+
+
 def build(name: str) -> nn.Module:
     """The family's model without dropout: it would draw other numbers for a part than for the whole."""
     torch.manual_seed(0)
     if name == "nanogpt":
         return NanoGPT()
+    if name in ("own_attention", "rotated"):
+        return OwnAttention() if name == "own_attention" else Rotated()
     if name == "gemma2":  # soft caps, and sliding windows
         make = hf("Gemma2ForCausalLM", "Gemma2Config", **HEADED, sliding_window=4, attn_implementation="eager")
         return make().float().train()

@@ -176,3 +176,33 @@ def _different_batches(rank: int, world_size: int) -> None:
 def test_different_batches_in_a_group_are_refused() -> None:
     with pytest.raises(ValueError, match="got different batches"):
         run_ranks(2, _different_batches)
+
+
+def _first_call(rank: int, world_size: int, name: str, labelled: bool) -> float:
+    inputs = batch("nanogpt" if name in ("own_attention", "rotated") else name)
+    model = parallelize(build(name), cp=2)
+    return step(model, inputs if labelled else {"idx": inputs["idx"]})[0]
+
+
+@pytest.mark.parametrize("name", ["own_attention", "rotated"])
+def test_a_plain_model_that_cannot_be_cut_is_found_in_its_first_call(name: str) -> None:
+    errors = run_ranks(2, _first_call, name, name == "own_attention", return_exceptions=True)
+    assert all(isinstance(error, ValueError) and "other outputs than whole sequences" in str(error) for error in errors)
+
+
+def _verified(rank: int, world_size: int) -> list[str]:
+    """Verification changes nothing of a model that is right, and finds a layer that is not."""
+    whole, inputs = build("qwen3"), batch("qwen3")
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    found, grads = step(parallelize(copy.deepcopy(whole), cp=2, loss="chunked"), inputs)
+    wrong = _close(found, loss) + differences(grads, expected)
+    whole.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
+    try:
+        step(parallelize(whole, cp=2), inputs)
+    except ValueError as error:
+        return wrong + ([] if "other outputs" in str(error) else [str(error)])
+    return [*wrong, "a mean over the sequence was not seen"]
+
+
+def test_verification_compares_with_whole_sequences() -> None:
+    assert run_ranks(2, _verified, env={"NEMO_LIKE_VERIFY": "1"}) == [[], []]

@@ -78,10 +78,10 @@ def apply_context_parallel(
 def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts) -> list[Any]:
     """The hooks of `apply_context_parallel`, for any `parts`; returns what undoes it, to be called in reverse."""
     undo: list[Any] = []
-    root = RootHooks(model, parts)
+    plain = [stack for stack in stacks if not stack.transformers]
+    root = RootHooks(model, parts, bool(plain))
     undo.append(model.register_forward_pre_hook(root.before, with_kwargs=True).remove)
     undo.append(model.register_forward_hook(root.after, always_call=True, prepend=True).remove)
-    plain = [stack for stack in stacks if not stack.transformers]
     if plain:
         hooks = AttentionHooks(parts)
         undo.append(model.register_forward_pre_hook(hooks.before).remove)

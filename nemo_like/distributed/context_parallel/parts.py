@@ -23,6 +23,8 @@ class Parts:
     group: str
     """Name of the process group, for the operators of `sequence_ops`."""
     method: str = "all_gather"
+    verifying: str | None = None
+    """``whole`` or ``parts`` in the two calls that are compared."""
     idle: bool = False
     """This call is not cut: every rank has whole sequences (generation with a cache)."""
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout, masks
-from nemo_like.distributed.context_parallel.documents import documents_of
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
 from nemo_like.distributed.context_parallel.stacks import CutStack
+from nemo_like.distributed.packing import documents_of
 from nemo_like.losses.model_loss import LABELS
 
 _LENGTH = "_nemo_like_whole_length"
@@ -59,7 +59,7 @@ class StackHooks:
                 setattr(states, _LENGTH, call.length)
 
     def _call(self, given: dict[str, Any]) -> StackCall:
-        main = _main(given)
+        main = main_input(given)
         if main is None:
             raise ValueError(
                 f"cp cuts the sequence of {type(self._stack.module).__name__}, and this call has neither input_ids nor "
@@ -106,7 +106,7 @@ class StackHooks:
 
     def _positions(self, call: StackCall, given: dict[str, Any], cut: dict[str, Any]) -> None:
         parts, names = self._parts, self._stack.arguments
-        main = _main(cut)
+        main = main_input(cut)
         assert main is not None  # `_call` looked
         padded = layout.padded_length(call.length, parts.ranks)
         if "position_ids" in names and given.get("position_ids") is None:
@@ -134,7 +134,7 @@ class StackHooks:
             cut["encoder_attention_mask"] = layout.pad(real, 1, parts.ranks)
 
 
-def _main(given: dict[str, Any]) -> Tensor | None:
+def main_input(given: dict[str, Any]) -> Tensor | None:
     """What the sequence is read from: ids or embeddings, or a plain model's first matrix of whole numbers."""
     for name in _MAIN:
         if isinstance(given.get(name), Tensor):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.parts import Parts
 from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_parts
+from nemo_like.distributed.context_parallel.stack_calls import main_input
+from nemo_like.distributed.context_parallel.verify_cut import verify_cut, wanted
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.module_tree import bare
 from nemo_like.torch_compat import is_fake
@@ -29,8 +31,9 @@ _CACHES = ("past_key_values", "cache_params", "past_key_value")
 class RootHooks:
     """The hooks of a whole model."""
 
-    def __init__(self, model: nn.Module, parts: Parts) -> None:
-        self._model, self._parts = model, parts
+    def __init__(self, model: nn.Module, parts: Parts, plain: bool = False) -> None:
+        """plain: some of its attention is torch's function, called by whom nothing is known."""
+        self._model, self._parts, self._plain = model, parts, plain
         self._open: list[_Loss | None] = []
         self._idle: list[bool] = []
         self._shifts: bool | None = None
@@ -45,13 +48,15 @@ class RootHooks:
         self._parts.idle = any(given.get(name) is not None for name in _CACHES)
         if self._parts.idle:
             self._refuse_cache_in_training(given)
+        self._parts.idle |= self._parts.verifying == "whole"
+        if self._parts.idle:
             return None
         if given.get("return_dict") is False or given.get("logits_to_keep") not in (None, 0):
             raise NotImplementedError(
                 "cp cuts the sequence: call the model without return_dict=False and logits_to_keep; its outputs are this "
                 "rank's part."
             )
-        self._check_same_batch(given)
+        self._check_first_call(given)
         name = next((name for name in LABELS if isinstance(given.get(name), Tensor)), None)
         if name is None:
             return None
@@ -90,16 +95,20 @@ class RootHooks:
                 "cp=1, or train without it."
             )
 
-    def _check_same_batch(self, given: dict[str, Any]) -> None:
-        """Once: ranks that cut different sequences would give a loss of neither, silently."""
-        if self._checked:
-            return
-        tensors = [value for value in given.values() if isinstance(value, Tensor) and value.ndim >= 2]
-        if not tensors or is_fake(tensors[0]):
+    def _check_first_call(self, given: dict[str, Any]) -> None:
+        """Once: what would give a wrong loss silently."""
+        main = main_input(given)
+        if self._checked or main is None or is_fake(main):
             return
         self._checked = True
-        sums = torch.stack([_digest(value) for value in tensors])
-        largest, least = sums.clone(), sums.clone()
+        self._check_same_batch(given)
+        tokens = wanted(self._plain)
+        if tokens is not None:
+            verify_cut(self._model, self._parts, given, main.shape[1], tokens)
+
+    def _check_same_batch(self, given: dict[str, Any]) -> None:
+        digest = torch.stack([_digest(value) for value in given.values() if isinstance(value, Tensor)]).sum()
+        largest, least = digest.clone(), digest.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=find_group(self._parts.group))
         dist.all_reduce(least, dist.ReduceOp.MIN, group=find_group(self._parts.group))
         if not torch.equal(largest, least):
@@ -215,9 +224,9 @@ class _Loss:
 
 
 def _digest(value: Tensor) -> Tensor:
-    """One number that other contents, or another order, change."""
-    flat = value.detach().reshape(-1).double()
-    return (flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).sin()).sum()
+    """One number that other contents, another order or another shape change."""
+    flat = value.detach().reshape(-1).nan_to_num().double()
+    return len(flat) + (flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).sin()).sum()
 
 
 def _flat(output: Any) -> list[Tensor]:
