@@ -21,6 +21,7 @@ from nemo_like.activation_checkpointing.keep_routing import keep_routing
 from nemo_like.compile import compile_layers, parse_compile
 from nemo_like.distributed.agreement import check_agreement
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
+from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.expert_parallel import (
     Experts,
     check_experts,
@@ -30,7 +31,6 @@ from nemo_like.distributed.expert_parallel import (
 )
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
-from nemo_like.distributed.packing import keep_documents_apart
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards

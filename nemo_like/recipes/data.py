@@ -73,6 +73,10 @@ class Corpus:
             at += 1
         return torch.frombuffer(found, dtype=torch.uint8).long()
 
+    def documents(self, start: int, length: int) -> torch.Tensor:
+        """The number of the piece that each byte from `start` on is of, (length,) int64."""
+        return torch.bucketize(torch.arange(start, start + length), torch.tensor(self._starts), right=True)
+
 
 @dataclass(frozen=True)
 class TextData:
@@ -199,6 +203,12 @@ class Sampler:
         size = self.batch_size // parts
         first = step * self.batch_size + part * size
         return torch.stack([self.corpus.read(self.start_of(first + i), self.seq_len + 1) for i in range(size)])
+
+    def documents(self, step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
+        """Of `batch` with the same arguments, the number of each byte's document."""
+        size = self.batch_size // parts
+        first = step * self.batch_size + part * size
+        return torch.stack([self.corpus.documents(self.start_of(first + i), self.seq_len + 1) for i in range(size)])
 
 
 def held_out_windows(corpus: Corpus, seq_len: int, count: int) -> list[int]:

@@ -59,8 +59,12 @@ class Options:
     cpu_offload: bool = _option(False, "keep weights, gradients and optimizer state in host memory (fsdp2)", bool)
     dp_replicate: int = _option(1, "replicas of the sharded model (HSDP); must divide the number of ranks", int)
     tp: int = _option(1, "ranks that share a layer's matmuls (tensor parallel); must divide the number of ranks", int)
+    cp: int = _option(1, "ranks that share each sequence (context parallel); must divide the number of ranks", int)
     ep: int = _option(1, "ranks that share a layer's experts (expert parallel); must divide the number of experts", int)
     seq_len: int = _option(256, "tokens per sample", int)
+    pack: bool = _option(
+        False, "the files of the text are documents: packed into samples, apart from each other in attention and loss", bool
+    )
     batch_size: int = _option(8, "samples per step over all ranks and microbatches", int)
     grad_accum: int = _option(1, "microbatches per step; gradients are summed over ranks once, in the last", int)
     steps: int = _option(200, "steps of the whole run, those before a resume included", int)
@@ -144,7 +148,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "offload": OFFLOADS,
 }
 _LEAST: Mapping[str, float] = {
-    **dict.fromkeys(("dp_replicate", "tp", "ep", "seq_len", "batch_size", "grad_accum", "steps", "log_every"), 1),
+    **dict.fromkeys(("dp_replicate", "tp", "cp", "ep", "seq_len", "batch_size", "grad_accum", "steps", "log_every"), 1),
     **dict.fromkeys(("save_every", "keep"), 1),
     **dict.fromkeys(("warmup_steps", "eval_every", "eval_samples", "seed", "lr", "lr_floor", "weight_decay"), 0),
     **dict.fromkeys(("beta1", "beta2", "clip"), 0),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from nemo_like.distributed import shard_sequence
+from nemo_like.distributed.documents import since_start
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import Corpus, held_out_windows, unigram_entropy
 
@@ -29,27 +33,76 @@ def check_own_loss(model: nn.Module) -> None:
         )
 
 
-def own_next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The mean of `next_byte_loss` as the model computes it: in chunks, where `parallelize` was told so."""
+@dataclass(frozen=True)
+class NextByte:
+    """The loss of predicting each byte after the first, on this rank's part of the sequence, if they are cut."""
+
+    own: bool = False
+    """As the model computes it: in chunks, where `parallelize` was told so."""
+    mesh: DeviceMesh | None = None
+    """With a ``cp`` axis, where sequences are cut: the model then returns logits of a part."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        tokens: torch.Tensor,
+        documents: torch.Tensor | None = None,
+        counted: float | None = None,
+    ) -> torch.Tensor:
+        """Nats per byte; its mean over the ranks is the loss of the batch.
+
+        tokens, documents: (B, T + 1) int64. counted: targets that count in this microbatch of one rank, where documents
+        are packed: the average of all, so that every target of the step weighs the same.
+        """
+        target, extra = _targets(tokens, documents)
+        if self.own:
+            if counted is not None:
+                extra["num_items_in_batch"] = torch.tensor(counted, device=tokens.device)
+            loss: torch.Tensor = model(tokens[:, :-1], labels=target, shift_labels=target, **extra).loss
+            return loss
+        output = model(tokens[:, :-1], **extra)
+        if self.mesh is None and counted is None:
+            return _cross_entropy(output, target, "mean")
+        counted = target.numel() if counted is None else counted
+        return _cross_entropy(output, self._part(target), "sum") * self._ranks / counted
+
+    def each(self, model: nn.Module, tokens: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        """Of every target of this rank's part, (B, T / ranks); 0 where it does not count. In evaluation."""
+        target, extra = _targets(tokens, documents)
+        losses = _cross_entropy(model(tokens[:, :-1], **extra), self._part(target), "none")
+        return losses.view(len(tokens), -1)
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self.mesh is None else self.mesh["cp"].size()
+
+    def _part(self, target: torch.Tensor) -> torch.Tensor:
+        return target if self.mesh is None else shard_sequence({"labels": target}, self.mesh)["labels"]
+
+
+def _targets(tokens: torch.Tensor, documents: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Targets (B, T), -100 for a document's first byte, and what else the model is to be given."""
     target = tokens[:, 1:].contiguous()
-    return model(tokens[:, :-1], labels=target, shift_labels=target).loss
+    if documents is None:
+        return target, {}
+    starts = documents[:, 1:] != documents[:, :-1]
+    first = torch.ones_like(starts[:, :1])
+    return target.masked_fill(starts, -100), {"position_ids": since_start(torch.cat([first, starts[:, :-1]], 1))}
 
 
-def next_byte_loss(model: nn.Module, tokens: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Cross entropy of each byte after the first, nats; tokens: (B, T + 1) int64.
-
-    The model may return logits, (B, T, V), or an object that has them as ``.logits``.
-    """
-    return _cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction)
+def count_targets(documents: torch.Tensor) -> int:
+    """Targets that count of samples whose bytes are of these documents, (B, T + 1)."""
+    return int((documents[:, 1:] == documents[:, :-1]).sum())
 
 
 def _cross_entropy(output: Any, target: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The model may return logits, (B, T, V), or an object that has them as ``.logits``."""
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction=reduction)
 
 
 def planned_loss(output: Any) -> torch.Tensor:
-    """The loss of `next_byte_loss` for what the model returned, with targets of the right shape: what a budget counts."""
+    """The loss of `NextByte` for what the model returned, with targets of the right shape: what a budget counts."""
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return _cross_entropy(output, torch.zeros(logits.shape[:-1], dtype=torch.long), "mean")
 
@@ -93,8 +146,8 @@ class HeldOut:
         ValueError: the text is shorter than one sample.
     """
 
-    def __init__(self, corpus: Corpus, seq_len: int, samples: int):
-        self._corpus = corpus
+    def __init__(self, corpus: Corpus, seq_len: int, samples: int, pack: bool = False):
+        self._corpus, self._pack = corpus, pack
         self._seq_len = seq_len
         self._starts = held_out_windows(corpus, seq_len, samples)
 
@@ -102,7 +155,7 @@ class HeldOut:
         """Byte-unigram entropy of what is to be predicted, nats: a model that ignores context gets no lower loss."""
         return unigram_entropy(self._read(self._starts)[:, 1:])
 
-    def loss(self, model: nn.Module, ranks: Ranks, size: int) -> float:
+    def loss(self, model: nn.Module, ranks: Ranks, size: int, next_byte: NextByte) -> float:
         """Mean loss over all samples, nats per byte, `size` samples at a time on each rank. A collective."""
         rounds = math.ceil(len(self._starts) / (size * ranks.data_ranks))
         total = torch.zeros((), dtype=torch.float64)
@@ -113,10 +166,15 @@ class HeldOut:
                 starts = self._starts[first : first + size]
                 # A rank without samples left runs the forward too (FSDP2's ranks gather together) and counts nothing.
                 padded = starts + self._starts[:1] * (size - len(starts))
-                losses = next_byte_loss(model, self._read(padded).to(ranks.device), reduction="none")
-                total += losses.view(size, -1)[: len(starts)].double().sum().cpu()
+                documents = self._documents(padded).to(ranks.device) if self._pack else None
+                losses = next_byte.each(model, self._read(padded).to(ranks.device), documents)
+                total += losses[: len(starts)].double().sum().cpu()
         model.train()
-        return float(ranks.sum(total)) / (len(self._starts) * self._seq_len * ranks.tp)
+        counted = count_targets(self._documents(self._starts)) if self._pack else len(self._starts) * self._seq_len
+        return float(ranks.sum(total)) / (counted * ranks.tp)
+
+    def _documents(self, starts: list[int]) -> torch.Tensor:
+        return torch.stack([self._corpus.documents(start, self._seq_len + 1) for start in starts])  # (samples, T + 1)
 
     def _read(self, starts: list[int]) -> torch.Tensor:
         return torch.stack([self._corpus.read(start, self._seq_len + 1) for start in starts])  # (samples, T + 1)

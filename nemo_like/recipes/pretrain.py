@@ -65,10 +65,11 @@ def joined(options: Options) -> Iterator[Ranks]:
     device = launch.init_distributed(None if options.device == "auto" else options.device)
     world_size, rank = launch.world_size(), launch.rank()
     try:
-        if world_size % options.tp:
-            raise ValueError(f"--tp is {options.tp}, which does not divide the {world_size} rank(s).")
+        for name, size in (("--tp", options.tp), ("--cp", options.cp), ("--cp times --tp", options.cp * options.tp)):
+            if world_size % size:
+                raise ValueError(f"{name} is {size}, which does not divide the {world_size} rank(s).")
         control = dist.new_group(backend="gloo") if world_size > 1 else None
-        yield Ranks(rank, world_size, device, options.tp, control)
+        yield Ranks(rank, world_size, device, options.tp, options.cp, control)
     finally:
         launch.shutdown()
 

@@ -19,7 +19,7 @@ from nemo_like.log import warn_once
 from nemo_like.recipes.job_options import Options
 
 # Another of these makes another run: the checkpoint's weights or place in the data would mean nothing.
-_SAME = ("seq_len", "batch_size", "seed")
+_SAME = ("seq_len", "batch_size", "seed", "pack")
 # These may change on purpose (train longer, with another rate); the change is said.
 _MAY_CHANGE = ("steps", "lr", "schedule", "warmup_steps", "lr_floor", "weight_decay", "beta1", "beta2", "clip", "dtype")
 

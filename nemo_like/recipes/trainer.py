@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import random
 import signal
@@ -13,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.materialize import materialize
+from nemo_like.distributed.mesh import build_mesh
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.options import FSDP2, Precision, StepSpec, parse_dtype
 from nemo_like.parallelizer import parallelize
@@ -31,9 +34,9 @@ from nemo_like.recipes.loss import (
     DivergedError,
     HeldOut,
     LossLog,
+    NextByte,
     check_own_loss,
-    next_byte_loss,
-    own_next_byte_loss,
+    count_targets,
     planned_loss,
 )
 from nemo_like.recipes.progress import Progress
@@ -57,14 +60,20 @@ class Trainer:
             self.text = load_text(options.data)
             self.sampler = Sampler(self.text.train, options.seq_len, options.batch_size, options.seed)
             samples = options.eval_samples
-            self.held_out = HeldOut(self.text.held_out, options.seq_len, samples) if samples else None
+            held_out = self.text.held_out
+            self.held_out = HeldOut(held_out, options.seq_len, samples, options.pack) if samples else None
         _check_same_text(self.text, ranks)
         self.schedule = Schedule(options.schedule, options.lr, options.warmup_steps, options.steps, options.lr_floor)
         with ranks.together("building the model"):
             self.source = resolve_model(options.model)
             self.model = _build(self.source, options)
-        self._loss = own_next_byte_loss if options.loss == "chunked" else next_byte_loss
-        self.model = _parallelize(self.model, options, ranks)
+        if options.pack and "position_ids" not in inspect.signature(self.model.forward).parameters:
+            raise ValueError(
+                f"--pack tells documents apart by position_ids, which {type(self.model).__name__} does not take."
+            )
+        mesh = _mesh(options, ranks)
+        self._loss = NextByte(options.loss == "chunked", mesh)
+        self.model = _parallelize(self.model, options, ranks, mesh)
         self.optimizer = make_optimizer(self.model, options)
         self.about = about_run(options, self.text.fingerprint, self.model)
         self.step = 0
@@ -160,7 +169,7 @@ class Trainer:
             progress.step(self.step, self.log.losses[-1], rate, self.tokens_per_second)
         if self.held_out is not None and evaluate and not self.interrupted:
             size = options.batch_size // (options.grad_accum * self.ranks.data_ranks)
-            loss = self.held_out.loss(self.model, self.ranks, size)
+            loss = self.held_out.loss(self.model, self.ranks, size, self._loss)
             self.eval_losses.append({"step": self.step, "loss": loss})
             progress.say(f"step {self.step}: held-out loss {loss:.4f} nats per byte")
         if self.store is not None and (save or self.interrupted):
@@ -188,12 +197,18 @@ class Trainer:
             group["lr"] = self.schedule.at(step)
         total = torch.zeros((), device=ranks.device)
         parts = options.grad_accum * ranks.data_ranks
+        documents, counted = None, None
+        if options.pack:
+            counted = count_targets(self.sampler.documents(step)) / parts
         for micro in range(options.grad_accum):
-            tokens = self.sampler.batch(step, micro * ranks.data_ranks + ranks.data_rank, parts).to(ranks.device)
+            part = micro * ranks.data_ranks + ranks.data_rank
+            tokens = self.sampler.batch(step, part, parts).to(ranks.device)
+            if options.pack:
+                documents = self.sampler.documents(step, part, parts).to(ranks.device)
             with synced_only_if(self.model, micro == options.grad_accum - 1):
                 # Every part has equally many tokens, so the mean of the parts' means is the mean over all tokens;
                 # DDP and FSDP2 take the mean over the ranks.
-                loss = self._loss(self.model, tokens) / options.grad_accum
+                loss = self._loss(self.model, tokens, documents, counted) / options.grad_accum
                 loss.backward()
             total += loss.detach()
         norm = clip_grad_norm_(self.model, options.clip or math.inf)
@@ -258,7 +273,16 @@ def _build(source: ModelSource, options: Options) -> nn.Module:
     return model
 
 
-def _parallelize(model: nn.Module, options: Options, ranks: Ranks) -> nn.Module:
+def _mesh(options: Options, ranks: Ranks) -> DeviceMesh | None:
+    """The mesh that the loss cuts its targets over; None where sequences are whole."""
+    if options.cp == 1:
+        return None
+    return build_mesh(
+        dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp, device_type=ranks.device.type
+    )
+
+
+def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceMesh | None) -> nn.Module:
     samples = options.batch_size // (options.grad_accum * ranks.data_ranks)
     if options.loss == "chunked":
         check_own_loss(model)
@@ -273,6 +297,8 @@ def _parallelize(model: nn.Module, options: Options, ranks: Ranks) -> nn.Module:
         dp_replicate=options.dp_replicate,
         offload=None if options.offload == "none" else options.offload,
         tp=options.tp,
+        cp=options.cp,
+        mesh=mesh,
         ep=options.ep,
         sample_input=torch.zeros(samples, options.seq_len, dtype=torch.int64),  # the shapes of a microbatch
         step=StepSpec(

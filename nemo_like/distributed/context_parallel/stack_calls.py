@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel import layout, masks
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
 from nemo_like.distributed.context_parallel.stacks import CutStack
-from nemo_like.distributed.packing import documents_of
+from nemo_like.distributed.documents import documents_of
 from nemo_like.losses.model_loss import LABELS
 
 _LENGTH = "_nemo_like_whole_length"

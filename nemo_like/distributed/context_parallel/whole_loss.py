@@ -57,15 +57,15 @@ class RootHooks:
                 "rank's part."
             )
         self._check_first_call(given)
-        name = next((name for name in LABELS if isinstance(given.get(name), Tensor)), None)
-        if name is None:
+        names_given = [name for name in LABELS if isinstance(given.get(name), Tensor)]
+        if not names_given:
             return None
-        if name == "shift_labels":
-            raise NotImplementedError("cp shifts the labels of whole sequences itself: pass labels, not shift_labels.")
+        # Where the caller has shifted them, the model's loss reads those alone.
+        name = "shift_labels" if "shift_labels" in names_given else names_given[0]
         labels: Tensor = given[name]
         self._make_decoder_inputs(given, labels)
-        loss = _Loss(self, labels, given.get("num_items_in_batch"))
-        given[name] = loss.labels
+        loss = _Loss(self, labels, given.get("num_items_in_batch"), shifted=name == "shift_labels")
+        given |= {other: self._parts.cut(given[other], 1, _IGNORED) for other in names_given} | {name: loss.labels}
         self._open[-1] = loss
         loss.__enter__()
         rest = args[len(names) :]
@@ -137,8 +137,9 @@ class RootHooks:
 class _Loss:
     """The loss of one call."""
 
-    def __init__(self, hooks: RootHooks, whole: Tensor, items: Any) -> None:
-        self.hooks, self.whole, self.items = hooks, whole, items
+    def __init__(self, hooks: RootHooks, whole: Tensor, items: Any, shifted: bool = False) -> None:
+        """shifted: the labels are those of the next tokens already."""
+        self.hooks, self.whole, self.items, self.shifted = hooks, whole, items, shifted
         self.labels = hooks._parts.cut(whole, 1, _IGNORED)
         self.found: list[Tensor] = []
         self._before: Callable[..., Tensor] = F.cross_entropy
@@ -185,6 +186,8 @@ class _Loss:
             plain, shifts = True, True
         else:
             plain, shifts = torch.equal(flat, self.labels.reshape(-1)), torch.equal(flat, shifted.reshape(-1))
+        if self.shifted and plain:
+            return self.whole
         if hooks._shifts is None:
             plain, shifts = hooks.agree(plain, shifts, target)
             if plain != shifts:

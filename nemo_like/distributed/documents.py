@@ -123,7 +123,7 @@ class _PackedCalls:
         starts = torch.ones_like(numbers, dtype=torch.bool)
         starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         _refuse_scattered(numbers, starts)
-        positions = _since_start(starts)
+        positions = since_start(starts)
         own = given.get("position_ids")
         if isinstance(own, Tensor) and own.ndim == 2:
             if not bool(((own[:, 1:] != own[:, :-1] + 1) | ~starts[:, 1:]).all()):
@@ -198,7 +198,7 @@ def _refuse_scattered(numbers: Tensor, starts: Tensor) -> None:
             )
 
 
-def _since_start(starts: Tensor) -> Tensor:
+def since_start(starts: Tensor) -> Tensor:
     """Positions that restart where `starts` is True, (B, S)."""
     index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
     return index - index.masked_fill(~starts, 0).cummax(1).values
