@@ -379,14 +379,17 @@ def foreach_mul() -> Callable[[list[Tensor], Tensor], None] | None:
     return getattr(torch, "_foreach_mul_", None)
 
 
-def shape_only(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+def shape_only(
+    cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    stride: tuple[int, ...] | None = None,
+) -> Any:  # fmt: skip
     """A `cls` that looks like a tensor of these and holds nothing; `cls` answers all that is done with it.
 
     Without the name: one NaN, expanded, which cannot be made where tensors are fake. Seen in all.
     """
     make = _private(Tensor, "_make_wrapper_subclass")
     if make is not None:
-        return make(cls, shape, dtype=dtype, device=device)
+        return make(cls, shape, stride, dtype=dtype, device=device)
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape).as_subclass(cls)
 
 

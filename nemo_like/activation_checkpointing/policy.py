@@ -26,7 +26,8 @@ class Decision(enum.Enum):
     RECOMPUTE = "recompute"
     """Dropped; replay computes it again."""
     SKIP = "skip"
-    """Dropped, and replay puts a `meta` placeholder in its place: backward needs neither it nor what is made of it."""
+    """Dropped, and replay puts a placeholder without numbers in its place: backward needs neither it nor what is made of
+    it."""
     HOST = "host"
     """Kept in host memory; replay takes it back to the device."""
 

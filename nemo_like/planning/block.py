@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.op_lookup import Op
 from nemo_like.planning import solver
 from nemo_like.planning.block_trace import BlockTrace, OpRecord
 from nemo_like.planning.devices import Device, op_seconds
+
+_MOST = 4096
+"""Choices of one block that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -114,21 +118,31 @@ class BlockProblem:
 
         Args:
             skip: let replay leave ops out (needs scipy, extra ``plan``).
-            points: how many budgets are solved for with `skip`; without it the frontier is complete.
+            points: how many budgets are solved for where not `every` point is known.
             host: also offer to keep outputs in host memory, over the device's link.
         """
-        ops = self.ops()
-        found = solver.closure_frontier(ops, points) if skip else _spread(solver.linear_frontier(ops), 2 * points)
-        return best_of([self.full(), *self._choices(found, host), self.none()])
+        found = self.every(skip)
+        if found is None:
+            found = solver.closure_frontier(self.ops(), points)
+        return best_of([self.full(), *self._choices(_spread(found, _MOST), host), self.none()])
 
-    def at_budgets(self, budgets: Iterable[int], *, skip: bool, host: bool) -> list[Choice]:
-        """The best way to run the block for each of these numbers of held bytes, inputs included."""
+    def every(self, skip: bool) -> tuple[solver.Point, ...] | None:
+        """Every best choice for its bytes; None where the block has too many to go through."""
+        return self._with_skips if skip else self._without_skips
+
+    @cached_property
+    def _with_skips(self) -> tuple[solver.Point, ...] | None:
+        return solver.closure_every(self.ops())
+
+    @cached_property
+    def _without_skips(self) -> tuple[solver.Point, ...]:
+        return solver.linear_frontier(self.ops())
+
+    def at_budgets(self, budgets: Iterable[int], *, host: bool) -> list[Choice]:
+        """The best way to run the block with skips for each of these numbers of held bytes, inputs included."""
         if not self.trace.saves_something:
             return []
-        ops = self.ops()
-        linear = () if skip else solver.linear_frontier(ops)
-        inside = [budget - self.trace.input_bytes for budget in budgets]
-        found = [solver.closure_optimum(ops, left) if skip else solver.at_budget(linear, left) for left in inside]
+        found = [solver.closure_optimum(self.ops(), budget - self.trace.input_bytes) for budget in budgets]
         return self._choices([point for point in found if point is not None], host)
 
     def _choices(self, points: Iterable[solver.Point], host: bool) -> list[Choice]:

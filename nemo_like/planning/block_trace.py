@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from nemo_like.activation_checkpointing import ops
 from nemo_like.op_lookup import argument, packet_name
@@ -50,7 +49,7 @@ class OpRecord:
     half: bool
     """Computes in a 16-bit floating-point type."""
     needed: bool = False
-    """Autograd keeps an output of it, or a view of one; or a call above the ops asks for the real tensor."""
+    """Autograd keeps an output of it, or a view of one."""
     changed: bool = False
     """A later op changes one of its outputs in place."""
 
@@ -140,7 +139,6 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.ops: list[OpRecord] = []
         self.packs: list[tuple[int, int]] = []
-        self._asked: list[tuple[int, int]] = []
         self.storages = _Storages()
         self.changed: set[int] = set()
         """Keys of the storages that ops changed in place."""
@@ -154,10 +152,6 @@ class Recorder(TorchDispatchMode):
         """A saved-tensor hook: autograd keeps `tensor`."""
         self.packs.append((len(self.ops), self.storages.key(tensor)))
         return tensor
-
-    def ask(self, tensor: torch.Tensor) -> None:
-        """A call above the ops looks at `tensor` (its device): replay must have the real one, not a placeholder."""
-        self._asked.append((len(self.ops), self.storages.key(tensor)))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -202,7 +196,7 @@ class Recorder(TorchDispatchMode):
     def needed(self) -> tuple[OpRecord, ...]:
         """The ops, with those marked whose storages autograd keeps."""
         ops = list(self.ops)
-        for position, key in self.packs + self._asked:
+        for position, key in self.packs:
             for writer in self.storages.writers.get(key, ()):
                 if writer < position:
                     ops[writer] = replace(ops[writer], needed=True)
@@ -217,27 +211,6 @@ def _statistics(func: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tenso
 
 
 _BATCH_NORMS = ("aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
-
-
-class _Asking(TorchFunctionMode):
-    """Calls that look at devices before any op runs, so that a placeholder would send them another way.
-
-    Attention picks its kernel by all its inputs; ``type_as`` and ``to(device)`` copy between devices. What they look at
-    may not be skipped.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        moves = func is torch.Tensor.to and any(isinstance(v, torch.device | str | torch.Tensor) for v in args[1:])
-        moves = moves or (func is torch.Tensor.to and bool({"device", "other"} & kwargs.keys()))
-        if moves or func in (torch.nn.functional.scaled_dot_product_attention, torch.Tensor.type_as):
-            for tensor in tensors_in((args, kwargs)):
-                self.recorder.ask(tensor)
-        return func(*args, **kwargs)
 
 
 def record(
@@ -257,7 +230,7 @@ def record(
     recorder.declare("param", params)
     recorder.declare("shared", shared)
     recorder.declare("input", inputs)
-    with recorder, _Asking(recorder), torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+    with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
         out = call()
     s = recorder.storages
     origin, packed = s.origin, {key for _, key in recorder.packs}

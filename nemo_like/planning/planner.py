@@ -20,7 +20,7 @@ from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, F
 from nemo_like.distributed.launch import pick_device_type
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
-from nemo_like.log import say_once, warn_once
+from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.module_tree import bare, bare_modules
 from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, Precision, StepSpec
@@ -82,7 +82,7 @@ class Planner:
         dtype, lower = setup.precision.dtypes["param_dtype"], None
         if setup.fsdp is None:
             dtype, lower = None, None if dtype is torch.float32 else dtype
-        self.skip = _can_skip(lower) if skip is None else skip
+        self.skip = _can_skip() if skip is None else skip
         self.whole = model
         self.model = local_twin(model, setup.tp)
         if setup.loss is not None:
@@ -318,6 +318,15 @@ class Planner:
         Raises:
             BudgetError: none fits; it names the budget as it was `asked` for.
         """
+        stack, mix = self.fastest(budget, asked)
+        return self.proved_all(stack.assignment(mix)), stack.gap(mix)
+
+    def fastest(self, budget: MemoryBudget, asked: str = "") -> tuple[Stack, solver.Mix]:
+        """The mix of choices with the least replay within `budget`, and the stack that it is of; not run by the engine yet.
+
+        Raises:
+            BudgetError: none fits.
+        """
         limit, stack = self._limit(budget), self.stack
         bytes_of = self._held_of if budget.fraction is not None else self._peak_of
 
@@ -335,7 +344,7 @@ class Planner:
             between = [m for m in finer.mixes if m.bytes < mixes[best + 1].bytes and m.cost < mix.cost]
             if (found := last_that_fits(finer, between)) >= 0:
                 stack, mix = finer, between[found]
-        return self.proved_all(stack.assignment(mix)), stack.gap(mix)
+        return stack, mix
 
     def _limit(self, budget: MemoryBudget) -> int:
         """The bytes that a fraction allows the layers to hold, or that a step may peak at."""
@@ -480,8 +489,7 @@ def plan_for(
             others are left without checkpointing, and count in the peak.
         precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``). ``fsdp=None``: the
             model stays whole (``"ddp"``, ``"single"``, one rank), and `precision` means autocast.
-        skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed and the model does not
-            compute under autocast (else said once).
+        skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed (else said once).
         host: also consider keeping outputs in host memory, over the device's link.
         loss: as `nemo_like.parallelize` will be called with: ``"chunked"`` where head and loss are computed in chunks.
         offload: as `nemo_like.parallelize` will be called with: what then waits in host memory is not held by the device.
@@ -528,13 +536,7 @@ def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, 
     return (found if names <= {layer.fqn for layer in found} else asked), names
 
 
-def _can_skip(autocast: torch.dtype | None) -> bool:
-    if autocast is not None:
-        say_once(
-            f"Plans for a model under autocast ({autocast}) are made without skipped ops: autocast does not cast the "
-            "placeholders that a replay has in their place."
-        )
-        return False
+def _can_skip() -> bool:
     try:
         require("scipy.optimize", "plan", "to plan with skipped ops")
     except MissingExtraError as error:

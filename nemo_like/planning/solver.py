@@ -5,9 +5,10 @@ Three problems, smallest first:
 * **Linear replay** of one block (`linear_frontier`): replay runs every op that is not kept, up to the early stop. What
   an op costs in replay does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save
   cost. Solved exactly by a sweep over non-dominated (bytes, cost) states.
-* **Replay with skips** (`closure_optimum`, `closure_frontier`): an op whose output neither backward nor a replayed op
-  reads need not run. Now decisions hang together (whoever is replayed needs its inputs), which makes it a closure
-  problem with a budget: a small mixed-integer program, solved to proven optimality by HiGHS through scipy.
+* **Replay with skips** (`closure_every`, `closure_optimum`, `closure_frontier`): an op whose output neither backward nor a
+  replayed op reads need not run. Now decisions hang together (whoever is replayed needs its inputs), which makes it a
+  closure problem with a budget. A sweep finds every best point of most blocks; where it would grow too large, one budget
+  at a time is a small mixed-integer program, solved to proven optimality by HiGHS through scipy.
 * **Many layers** (`combine`): one point per layer from the frontier of its kind, at least total cost for total bytes:
   a multiple-choice knapsack. Identical layers are summed by doubling, so 126 layers cost seven merges.
 
@@ -25,6 +26,9 @@ from nemo_like.extras import require
 EXACT_STATES = 1 << 14
 """Non-dominated states that a sweep may hold before it thins them out; below this every answer is exact."""
 
+
+EVERY_STATES = 1 << 16
+"""The same for replay with skips; past it, budgets are solved for one by one."""
 
 POINTS = 32
 """Budgets between keeping as little as is needed and everything at which a block is solved."""
@@ -271,6 +275,39 @@ def closure_frontier(ops: Sequence[Op], points: int = POINTS, *, time_limit: flo
         if point is not None:
             found[point.keep] = point
     return frontier(found.values())
+
+
+def closure_every(ops: Sequence[Op], max_states: int = EVERY_STATES) -> tuple[Point, ...] | None:
+    """Every best trade of bytes for replay cost with skips; None where the sweep would hold more than `max_states`.
+
+    Ops are gone through from the last to the first. All that matters of the choices so far is which earlier outputs they
+    ask for, what they keep and what it costs; layers are nearly chains, so that few outputs are asked for at a time.
+    """
+    states: dict[int, list[tuple[int, float, int]]] = {0: [(0, 0.0, 0)]}
+    for i in reversed(range(len(ops))):
+        op, bit = ops[i], 1 << i
+        reads = sum(1 << j for j in set(op.reads))
+        grown: dict[int, list[tuple[int, float, int]]] = {}
+        for asked, found in states.items():
+            rest = asked & ~bit
+            kept = [(b + op.bytes, c, keep | bit) for b, c, keep in found]
+            if op.forced == "save":
+                grown.setdefault(rest, []).extend(kept)
+            elif asked & bit or op.needed or op.forced == "replay":
+                grown.setdefault(rest | reads, []).extend((b, c + op.cost, keep) for b, c, keep in found)
+                if op.keepable and op.forced is None:
+                    grown.setdefault(rest, []).extend(kept)
+            else:
+                grown.setdefault(rest, []).extend(found)
+        states = {asked: _non_dominated(sorted(found)) for asked, found in grown.items()}
+        if sum(map(len, states.values())) > max_states:
+            return None
+    best = _non_dominated(sorted(state for found in states.values() for state in found))
+    points = []
+    for size, _, keep in best:
+        cost, skip = closure_replay(ops, keep)  # summed afresh, in the order of the ops
+        points.append(Point(size, cost, keep, skip))
+    return frontier(points)
 
 
 def frontier(points: Iterable[Point]) -> tuple[Point, ...]:

@@ -12,6 +12,8 @@ from nemo_like.planning.block import BlockProblem, Choice, best_of
 
 _FINER = 6
 """How many budgets are solved for between two neighbouring choices, where a mix stands on them."""
+_AROUND = 100
+"""How many choices on either side of those that a mix uses are looked at again, where all are known."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,16 @@ class Stack:
     def finer(self, mix: solver.Mix, problems: Sequence[BlockProblem], *, skip: bool, host: bool) -> Stack:
         """The same stack with more choices around those that `mix` uses.
 
-        A frontier is solved at some budgets only, and whoever asks for bytes between two of them would get the lower.
+        Of many choices, `mixes` looks at some; and where a frontier is solved at some budgets only, whoever asks for bytes
+        between two of them would get the lower.
         """
         groups = []
         for group, counts in zip(self.groups, mix.counts):
             used = [index for index, count in enumerate(counts) if count]
+            if problems[group.kind].every(skip) is not None:
+                near = {i for u in used for i in range(max(0, u - _AROUND), u + _AROUND + 1)}
+                groups.append(replace(group, choices=tuple(c for i, c in enumerate(group.choices) if i in near)))
+                continue
             low, high = max(0, used[0] - 1), min(len(group.choices) - 1, used[-1] + 1)
             held = [choice.held_bytes for choice in group.choices[low : high + 1]]
             budgets = [
@@ -77,6 +84,6 @@ class Stack:
                 for lower, upper in pairwise(held)
                 for step in range(1, _FINER + 1)
             ]
-            added = problems[group.kind].at_budgets(budgets, skip=skip, host=host)
+            added = problems[group.kind].at_budgets(budgets, host=host)
             groups.append(replace(group, choices=best_of([*group.choices, *added])))
         return Stack(tuple(groups))

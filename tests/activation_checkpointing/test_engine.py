@@ -332,6 +332,31 @@ def test_skip_replays_with_placeholders():
     assert counter.get_total_flops() == 4 * 2 * 6**3  # two forward, two for the gradient of x; none replayed
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x, skipped: x.type_as(skipped),
+        lambda x, skipped: x.to(skipped),
+        lambda x, skipped: x.to(skipped.device, skipped.dtype),
+        lambda x, skipped: x * torch.ones(6, device=skipped.device, dtype=skipped.dtype),
+        lambda x, skipped: x * torch.full(skipped.shape, 2.0, dtype=skipped.dtype, device=skipped.device),
+        lambda x, skipped: x * (skipped.size(-1) + skipped.stride(0)) if skipped.is_contiguous() else x,
+        lambda x, skipped: x + 0 * skipped.to(x.dtype).type_as(x).detach().shape[0],
+    ],
+)
+def test_what_is_skipped_still_tells_its_dtype_and_its_device(ask):
+    """As norms do that compute in float32 and go back: ``out.type_as(x)``."""
+    w = torch.randn(6, 6)
+
+    def fn(x):
+        skipped = (x.detach() @ w).double()
+        return ask((x @ w).sin(), skipped).float().tanh().sin()
+
+    x, holder = torch.randn(6, 6), nn.Module()
+    policy = DecisionTable({"aten.mm.default": [SKIP, RECOMPUTE]})
+    assert_bitwise(gradients(region(fn, policy), holder, x), gradients(fn, holder, x))
+
+
 def test_skipping_what_backward_needs_raises_and_names_it():
     w = torch.randn(6, 6, requires_grad=True)
     x = torch.randn(6, 6, requires_grad=True)

@@ -13,6 +13,7 @@ from nemo_like.options import MemoryBudget, Precision, StepSpec
 from nemo_like.planning import solver
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner, Setup
+from tests.planning.brute_force import all_best, least_cost, least_cost_of_two
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 pytest.importorskip("scipy", reason="needs the extra 'plan'")
@@ -46,24 +47,36 @@ def _planner(name: str, **setup: Any) -> Planner:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_plan_is_within_half_a_per_cent_of_the_optimum_at_any_budget(name: str) -> None:
-    """Of one forward pass, at budgets that lie nowhere near those that the frontier was solved for."""
+def test_a_block_gets_the_optimum_of_a_brute_force_at_32_budgets(name: str) -> None:
+    for problem in _planner(name).problems:
+        ops = problem.ops()
+        points, most = all_best(ops), problem.none().held_bytes - problem.trace.input_bytes
+        for step in range(33):
+            found, optimum = solver.closure_optimum(ops, most * step // 32), least_cost(points, most * step // 32)
+            assert (found is None) == (optimum is None)
+            if found is not None and optimum is not None:
+                assert found.gap == 0.0 and abs(found.cost - optimum) <= 1e-9 * problem.forward_seconds, step
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plan_is_within_half_a_per_cent_of_a_brute_force_at_32_budgets(name: str) -> None:
+    """Two layers together, in shares of one forward pass."""
     planner = _planner(name)
     problems = [planner.problems[call.kind] for call in planner.traced.calls]
     forward = sum(problem.forward_seconds for problem in problems)
-    none = planner.held(planner.uniform("none"))
-    for step in range(1, 32, 6):
-        total, optimum = planner.traced.shared_bytes, 0.0
-        for kind, problem in enumerate(planner.problems):
-            inside = (problem.none().held_bytes - problem.trace.input_bytes) * step // 32
-            best = solver.closure_optimum(problem.ops(), inside)
-            assert best is not None and best.gap == 0.0
-            count = sum(call.kind == kind for call in planner.traced.calls)
-            total, optimum = total + count * (problem.trace.input_bytes + inside), optimum + count * best.cost
-        plan = planner.plan(MemoryBudget(fraction=(total + 1) / none))
-        # Layers need not all get the same: a mix may even be better than each layer's optimum at its share.
-        assert plan.held_bytes <= total + 1
-        assert sum(layer.replay_seconds for layer in plan.layers) <= optimum + 0.005 * forward, step
+    inputs = planner.traced.shared_bytes + sum(problem.trace.input_bytes for problem in problems)
+    least, most = (planner.held(planner.uniform(mode)) for mode in ("full", "none"))
+    points = []
+    for problem in problems:
+        none = problem.none().held_bytes - problem.trace.input_bytes, 0.0
+        points.append([(0, problem.full().replay_seconds), *(p for p in all_best(problem.ops()) if p[0] < none[0]), none])
+    worst = 0.0
+    for step in range(32):
+        budget = least + (most - least) * step // 32
+        stack, mix = planner.fastest(MemoryBudget(fraction=(budget + 1) / most))
+        assert planner.held(stack.assignment(mix)) <= budget + 1
+        worst = max(worst, (mix.cost - least_cost_of_two(*points, budget - inputs)) / forward)
+    assert worst <= 0.005
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -27,6 +27,7 @@ from nemo_like.activation_checkpointing.engine.kept import (
     storages,
     versions,
 )
+from nemo_like.activation_checkpointing.engine.placeholder import Placeholder, beside_placeholders
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.op_lookup import Op
@@ -279,23 +280,21 @@ class ReplayMode(_Mode):
     def run_beside_placeholders(self, func: Op, kind: int, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `func`; where it reads a placeholder, give a placeholder for its output or raise."""
         present = tensors_in(args) + tensors_in(kwargs)
-        if not any(tensor.is_meta for tensor in present):
+        if not any(isinstance(tensor, Placeholder) for tensor in present):
             return func(*args, **kwargs)
         reason = None
         if ops.facts(func).random:
             reason = "it draws random numbers, and later ones would change"
-        elif kind == MUTABLE and not all(tensor.is_meta for tensor in ops.written_tensors(func, args, kwargs)):
+        elif kind == MUTABLE and not all(
+            isinstance(tensor, Placeholder) for tensor in ops.written_tensors(func, args, kwargs)
+        ):
             reason = "it would write into a tensor that exists"
         elif ops.facts(func).collective:
             reason = "it is a collective, which every rank must join with data"
         if reason is not None:
             self.raise_skipped(func, reason)
-        to_meta: Callable[[Any], Any] = lambda t: t if t.is_meta else t.to("meta")  # noqa: E731
-        meta_kwargs = {key: map_tensors(to_meta, value) for key, value in kwargs.items()}
-        if meta_kwargs.get("device") is not None:
-            self.raise_skipped(func, "it moves the data to a device")
         try:
-            return func(*map_tensors(to_meta, args), **meta_kwargs)
+            return beside_placeholders(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             self.raise_skipped(func, f"it needs the data ({error})", error)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_like.activation_checkpointing.engine.placeholder import placeholder
 from nemo_like.activation_checkpointing.engine.transfer import WaitingTensor
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import Decision
@@ -51,15 +52,15 @@ class OnHost:
 
 
 class Skipped:
-    """What is known of the output of a skipped call: enough for a `meta` placeholder."""
+    """What is known of the output of a skipped call: enough for a placeholder."""
 
-    __slots__ = ("dtype", "size", "stride")
+    __slots__ = ("like",)
 
-    def __init__(self, like: Tensor) -> None:
-        self.size, self.stride, self.dtype = like.size(), like.stride(), like.dtype
+    def __init__(self, output: Tensor) -> None:
+        self.like = placeholder(output)
 
     def placeholder(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return placeholder(self.like)
 
 
 def from_host(item: OnHost) -> Tensor:

@@ -31,6 +31,7 @@ from nemo_like.activation_checkpointing.engine.kept import (
 from nemo_like.activation_checkpointing.engine.module_parts import PLAIN_TENSORS
 from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot
 from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld, module_of
+from nemo_like.activation_checkpointing.engine.placeholder import Placeholder
 from nemo_like.activation_checkpointing.engine.transfer import SynchronousTransfer, Transfer
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
@@ -381,7 +382,7 @@ class Region:
         handle = self.handles[index]()
         if handle is not None:
             shape, dtype, version = self.saved[index]
-            if shape != tensor.shape or dtype != tensor.dtype or tensor.is_meta:
+            if shape != tensor.shape or dtype != tensor.dtype or isinstance(tensor, Placeholder):
                 self.raise_wrong_tensor(index, tensor)
             if version != tensor._version and self.watch_versions:
                 self.check_same_version(index, tensor)
@@ -423,7 +424,7 @@ class Region:
 
     def raise_wrong_tensor(self, index: int, tensor: Tensor) -> None:
         shape, dtype, _ = self.saved[index]
-        if tensor.is_meta:
+        if isinstance(tensor, Placeholder):
             raise RegionError(
                 f"Region {self.name!r}: the plan skips an operator, and backward needs what is made of it: autograd "
                 f"saved it as tensor {index} of the region, of shape {tuple(shape)}. Take the SKIP out."
