@@ -31,6 +31,7 @@ from nemo_like.distributed.expert_parallel import (
 )
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
+from nemo_like.distributed.pipeline.cut import STAGE_MARK
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
@@ -47,11 +48,13 @@ from nemo_like.options import (
     ExpertParallel,
     MemoryBudget,
     OffloadConfig,
+    PipelineParallel,
     Precision,
     StepSpec,
     TensorParallel,
     parse_strategy,
 )
+from nemo_like.pipelined import parallelize_pipeline
 from nemo_like.planning.first_step import watch_first_step
 from nemo_like.planning.plan import Plan
 from nemo_like.precision import autocast_forward, check_autocast
@@ -111,6 +114,7 @@ def parallelize(
     tp: int | TensorParallel = 1,
     cp: int | ContextParallel = 1,
     ep: int | ExpertParallel = 1,
+    pp: int | PipelineParallel = 1,
     ac_scope: str | Iterable[str] = "all",
     layers: Iterable[str | nn.Module] | None = None,
     loss: str | ChunkedLoss = "model",
@@ -121,7 +125,7 @@ def parallelize(
     optimizer: str | None = None,
     step: StepSpec | None = None,
     device: str | torch.device | None = None,
-) -> nn.Module:
+) -> Any:
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
@@ -150,6 +154,8 @@ def parallelize(
             outputs are this rank's part (`nemo_like.distributed.unshard_sequence`).
         ep: FSDP2: ranks that each layer's experts are split over (must divide ``dp_shard x cp x tp``, and the number of
             experts), or `ExpertParallel(...)` with a plan. Tokens travel to the experts and back.
+        pp: ranks that the layers are dealt out to, or `PipelineParallel(...)` with schedule, microbatches and balance; needs
+            `sample_input`, one microbatch. A `Pipeline` is returned then, whose ``step(**batch)`` takes whole batches.
         ac_scope: the groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
             ``"multimodal"`` or a list. A frozen layer is replayed in calls with an input that needs a gradient.
         layers: names (globs) or modules of the layers, instead of the layers that are found.
@@ -174,8 +180,13 @@ def parallelize(
             layers; a model that was parallelized or checkpointed before; a budget that cannot be met (`BudgetError`).
             The model is unchanged then.
     """
-    check_agreement(model, dict(locals()))
+    given = dict(locals())
+    check_agreement(model, given)
     _refuse_parallelized(model)
+    stages = PipelineParallel.of(pp)
+    if stages.size > 1:
+        others = {name: value for name, value in given.items() if name not in ("model", "pp")}
+        return parallelize_pipeline(model, stages, others, parallelize)
     word, fsdp, ddp = parse_strategy(strategy)
     tensor, cast, place = TensorParallel.of(tp), Precision.of(precision), OffloadConfig.of(offload)
     if word != "fsdp2" and tensor != TensorParallel():
@@ -199,7 +210,8 @@ def parallelize(
     _check_sharded_by_caller(model, word)
     loop = StepSpec.of(step, optimizer)
     asked_device = None if device is None else checked_device(device)
-    mesh = _mesh(word, mesh, {"dp_replicate": dp_replicate, "tp": tensor.size, "cp": context.size}, asked_device)
+    sizes = {"dp_replicate": dp_replicate, "tp": tensor.size, "cp": context.size}
+    mesh = _mesh(word, mesh, sizes, asked_device, hasattr(model, STAGE_MARK))
     shard_mesh = mesh if word == "fsdp2" else None
     target = asked_device or local_device(None if mesh is None else mesh.device_type)
     split = _check_tensor_parallel(shard_mesh, asked, tensor)
@@ -354,7 +366,7 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, precision: Pre
 
 
 def _mesh(
-    strategy: str, mesh: DeviceMesh | None, sizes: Mapping[str, int], device: torch.device | None
+    strategy: str, mesh: DeviceMesh | None, sizes: Mapping[str, int], device: torch.device | None, is_stage: bool
 ) -> DeviceMesh | None:
     """The mesh to work on; None for one rank, where no process group is made or used. `sizes`: ranks by axis."""
     ranks, dp_replicate = world_size(), sizes["dp_replicate"]
@@ -377,7 +389,8 @@ def _mesh(
             raise ValueError("strategy='single' uses no process group, but a mesh was given; use 'fsdp2' or 'ddp'.")
         if dp_replicate != 1:
             raise ValueError(f"dp_replicate is {dp_replicate!r}, and strategy='single' has no replicas; use 'fsdp2'.")
-        warn_once(f"strategy='single' in a job of {ranks} ranks: every rank trains a model of its own.")
+        if not is_stage:
+            warn_once(f"strategy='single' in a job of {ranks} ranks: every rank trains a model of its own.")
         return None
     if strategy == "ddp" and dp_replicate not in (1, ranks):
         raise ValueError(f"dp_replicate is {dp_replicate}, but 'ddp' replicates over all {ranks} ranks; use 'fsdp2'.")

@@ -4,6 +4,7 @@ Axes, from the slowest network to the fastest, so that neighbours on the innermo
 
 | axis | its ranks |
 |---|---|
+| ``pp`` | hold other layers and pass hidden states on |
 | ``dp_replicate`` | hold the same shards and see other data (HSDP) |
 | ``dp_shard`` | hold other shards and see other data (FSDP) |
 | ``cp`` | hold other shards and see other parts of the same sequences |
@@ -24,7 +25,7 @@ from nemo_like.distributed import launch
 from nemo_like.options import did_you_mean
 from nemo_like.torch_compat import RELEASES, flatten_mesh, root_mesh
 
-AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
+AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Every axis name that a mesh may have, in this order."""
 
 
@@ -33,6 +34,7 @@ def build_mesh(
     dp_replicate: int = 1,
     tp: int = 1,
     cp: int = 1,
+    pp: int = 1,
     device_type: str | None = None,
     world_size: int | None = None,
 ) -> DeviceMesh:
@@ -45,16 +47,17 @@ def build_mesh(
         dp_replicate: groups of ranks that each hold one whole copy of the model (HSDP); 1: one copy over all ranks.
         tp: ranks that one tensor is split over.
         cp: ranks that one sequence is split over; for FSDP they are folded into ``dp_shard``.
+        pp: ranks that the layers are dealt out to.
         device_type: ``"cuda"`` or ``"cpu"``; None: CUDA where there is any.
         world_size: ranks that the caller counts on; None: whatever the job has.
 
     Returns:
-        A mesh of shape ``(dp_replicate, dp_shard, cp, tp)``, axes of size 1 left out except ``dp_shard``.
+        A mesh of shape ``(pp, dp_replicate, dp_shard, cp, tp)``, axes of size 1 left out except ``dp_shard``.
 
     Raises:
         ValueError: a size that is no whole number >= 1, a product that does not divide the world size, or one rank.
     """
-    sizes = {"dp_replicate": dp_replicate, "cp": cp, "tp": tp}
+    sizes = {"pp": pp, "dp_replicate": dp_replicate, "cp": cp, "tp": tp}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is {size!r}; it must be a whole number of ranks >= 1.")

@@ -19,6 +19,8 @@ from nemo_like.options.parallel import (
     TensorParallel,
     parse_strategy,
 )
+from nemo_like.options.pipeline import PipelineParallel
+from nemo_like.options.pipeline import PipelineParallel
 from nemo_like.options.step_spec import OPTIMIZERS, StepSpec
 from nemo_like.options.words import (
     did_you_mean,
@@ -46,6 +48,7 @@ __all__ = [
     "ExpertParallel",
     "MemoryBudget",
     "OffloadConfig",
+    "PipelineParallel",
     "Precision",
     "StepSpec",
     "TensorParallel",

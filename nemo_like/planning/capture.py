@@ -119,12 +119,13 @@ def trace_model(
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)
         with watcher.installed(state), run.casting():
-            _forward(model, state, args, kwargs)
+            run_forward(model, state, args, kwargs)
         traced = watcher.finish(run, state, args, kwargs, dtype)
     return traced
 
 
-def _forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def run_forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Call `model` with `state` in the place of its tensors; raises ValueError where that is not possible."""
     try:
         return torch.func.functional_call(model, dict(state), args, dict(kwargs))
     except Exception as error:

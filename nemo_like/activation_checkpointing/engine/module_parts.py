@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.containers import map_leaves
 from nemo_like.activation_checkpointing.engine.generators import is_generator, names_of_globals
+from nemo_like.activation_checkpointing.engine.halves import Halves
 from nemo_like.activation_checkpointing.engine.outside import Outside
 
 HOOKS = (
@@ -245,6 +246,8 @@ class Walk:
         """Another one whenever an attribute has come, gone, or changed its type."""
         self.outside = {True: Outside(), False: Outside()}
         """By whether the module trains."""
+        self.halves = {True: Halves(), False: Halves()}
+        """The same."""
         self._global_generators: list[tuple[dict[str, Any], str]] = []
         self._configs: list[tuple[dict[str, Any], str, Any]] = []
         configs: dict[int, Part] = {}

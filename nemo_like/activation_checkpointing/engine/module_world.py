@@ -35,13 +35,14 @@ _ABSENT = object()
 class ModuleWorld:
     """The modules of a region as its forward finds them; of little cost where they are as in the forward before."""
 
-    __slots__ = ("_containers", "_counted", "_flags", "_snapshot", "_versions", "generators", "outside", "stamp")
+    __slots__ = ("_containers", "_counted", "_flags", "_snapshot", "_versions", "generators", "halves", "outside", "stamp")
 
     def __init__(self, module: nn.Module) -> None:
         walk, self._snapshot = walk_of(module)
         self._containers = walk.take_containers()
         self.stamp = walk.stamp
         self.outside = walk.outside[module.training]
+        self.halves = walk.halves[module.training]
         self._flags = list(map(requires_grad_of, self._snapshot.parameters))
         self._versions: list[int] = []
         self.generators = walk.generators()

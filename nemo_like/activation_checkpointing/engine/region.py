@@ -18,6 +18,7 @@ from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.generator_mode import as_watched, watch_generators
+from nemo_like.activation_checkpointing.engine.halves import SplitBackward, current_half
 from nemo_like.activation_checkpointing.engine.input_writes import watch_writes
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.kept import (
@@ -46,6 +47,8 @@ class _Handle:
     value: Tensor | None = None
     replayed = 0
     """The version of `value` when the replay came to it."""
+    index = -1
+    """Its number; where backward is cut in two."""
 
 
 class _Stop(Exception):
@@ -70,7 +73,7 @@ class Region:
     __slots__ = (
         "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
         "inputs", "kept", "kinds", "last", "lent", "lock", "looker", "made_inside", "name", "outside", "owner", "policy",
-        "position", "replay_mode", "saved", "storages", "transfer", "unwaited", "verification", "watch_versions", "world",
+        "position", "replay_mode", "saved", "split", "storages", "transfer", "unwaited", "verification", "watch_versions", "world",
     )  # fmt: skip
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
@@ -95,6 +98,7 @@ class Region:
         self.complete = False
         self.consumed = False
         self.graph_kept = False
+        self.split: SplitBackward | None = None
         self.watch_versions = True
         self.world: ModuleWorld | None = None
         self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -217,6 +221,9 @@ class Region:
     @torch_compat.left_to_python
     def unpack(self, handle: _Handle) -> Tensor:
         value = handle.value
+        if self.split is not None and (value is None or value is _NOTHING):
+            self.split.was_wrong()
+            value = handle.value = None
         if value is None:
             with self.lock:
                 if handle.value is None:
@@ -236,13 +243,19 @@ class Region:
                 "that, in the region itself or between two parts of one backward. Autograd refuses it without "
                 "checkpointing too: write the change out of place (y = x * 2 for x.mul_(2))."
             )
-        if self.graph_kept:
+        if self.split is not None:
+            if self.split.is_done_with(handle.index):
+                handle.value = None
+        elif self.graph_kept:
             handle.value = None  # else autograd drops the handle itself, as soon as this node is done
         return value
 
     def replay(self) -> None:
         """Run the function again, and give every live handle its tensor."""
         self.graph_kept = torch_compat.graph_is_kept() is not False
+        if self.graph_kept and self.complete and current_half() == "inputs":
+            self.split = SplitBackward(None if self.world is None else self.world.halves, len(self.handles))
+            self.graph_kept = False  # there is one more backward, and it opens what this replay leaves in the handles
         keep = self.graph_kept or not self.complete
         if self.consumed:
             raise RegionError(
@@ -390,6 +403,10 @@ class Region:
                 self.made_inside.add(index)
             if self.verification is not None:
                 self.verification.rebuilt(index, tensor)
+            if self.split is not None:
+                handle.index = index
+                if not self.split.uses(index):
+                    tensor = _NOTHING
             handle.value = tensor
             handle.replayed = tensor._version
         if index == self.last and self.early_stop:
@@ -468,3 +485,5 @@ def _watched(pack: Callable[[Tensor], _Handle], watcher: Any) -> Callable[[Tenso
 
 
 _synchronous = SynchronousTransfer()
+_NOTHING = torch.empty(0)
+"""In the place of a tensor that no half of a backward opens."""

@@ -1,0 +1,78 @@
+"""A batch cut into microbatches, and what each of them counts in the mean loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label that counts for nothing, as in `F.cross_entropy`."""
+
+
+def cut_batch(batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]], int, int]:
+    """`count` microbatches of equal size, their rows and their tokens.
+
+    Rows that are missing for that are copies of the last one with labels that count for nothing.
+
+    Raises:
+        ValueError: no tensor of shape (rows, tokens, ...), or rows that are missing where there are no ``labels``.
+    """
+    first = next((value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2), None)
+    if first is None:
+        raise ValueError(
+            f"A pipeline's batch has no tensor of shape (rows, tokens); it has {', '.join(batch) or 'nothing'}. Give by "
+            "keyword what the model is called with: pipeline.step(input_ids=..., labels=...)."
+        )
+    rows, tokens = first.shape[:2]
+    missing = -rows % count
+    labels = batch.get("labels")
+    if missing and not (isinstance(labels, Tensor) and len(labels) == rows):
+        raise ValueError(
+            f"The batch has {rows} rows and the pipeline {count} microbatches: give a multiple of {count} rows, or labels=, "
+            f"so that rows can be added which count for nothing ({IGNORED})."
+        )
+    size = (rows + missing) // count
+    made: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() and len(value) == rows:
+            if missing:
+                added = value[-1:].expand(missing, *value.shape[1:])
+                value = torch.cat([value, torch.full_like(added, IGNORED) if name == "labels" else added])
+            for part, chunk in zip(made, value.split(size)):
+                part[name] = chunk
+        else:
+            for part in made:
+                part[name] = value
+    return made, size, tokens
+
+
+def counted_tokens(labels: Tensor, shifted: bool) -> int:
+    """How many labels of (rows, tokens) count; `shifted`: the first of each row is no token's target."""
+    return int((labels[:, 1:] if shifted else labels).ne(IGNORED).sum())
+
+
+def loss_weights(microbatches: Sequence[dict[str, Any]], takes_items: bool) -> list[float]:
+    """What the loss of each microbatch is multiplied with, so that they add up to the mean over the batch.
+
+    Where the model takes the number of all tokens that count (``num_items_in_batch``, transformers), it is given it, and
+    divides by it itself.
+
+    Raises:
+        ValueError: a microbatch in which nothing counts, in a model that does not.
+    """
+    if not all(isinstance(part.get("labels"), Tensor) for part in microbatches):
+        return [1 / len(microbatches)] * len(microbatches)
+    counts = [counted_tokens(part["labels"], shifted=takes_items) for part in microbatches]
+    if takes_items:
+        for part in microbatches:
+            part["num_items_in_batch"] = max(sum(counts), 1)
+        return [1.0] * len(counts)
+    if not all(counts):
+        raise ValueError(
+            f"Microbatch {counts.index(0)} has no label that counts, so its mean loss is no number. Give a batch in which "
+            "every microbatch has some, or fewer microbatches."
+        )
+    return [count / sum(counts) for count in counts]

@@ -1,0 +1,126 @@
+"""One stage of a model: the same modules under the same names, without what other stages hold.
+
+The stage runs the model's own forward. Layers before its own return the hidden states that were received; the first layer
+after them ends the forward. What a stage has not got is taken out: those layers, and the parameters outside of layers,
+in whose place stands a tensor of zeros in one element of memory, since the code in front of the layers runs on every stage
+(it makes masks and positions) and what it makes of such weights is dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.distributed.pipeline.parts import StageParts, StageSlice
+from nemo_like.module_tree import join
+
+
+STAGE_MARK = "_nemo_like_pipeline_stage"
+"""Attribute of a stage's tree."""
+
+
+class StageEnd(Exception):
+    """The forward came to the first layer of the next stage: the end of this one. No error."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("end of a pipeline stage (a signal; please don't catch it)")
+        self.hidden = hidden
+
+
+class Received:
+    """What the stage was sent for the microbatch that runs."""
+
+    hidden: Tensor | None = None
+
+
+class AbsentLayer(nn.Module):
+    """In the place of another stage's layer."""
+
+    def __init__(self, received: Received, form: int | None, place: int | str, ends: bool) -> None:
+        super().__init__()
+        self._received, self._form, self._place, self._ends = received, form, place, ends
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What was received, as the layer would return it; or the stage's end."""
+        if self._ends:
+            raise StageEnd(args[self._place] if isinstance(self._place, int) else kwargs[self._place])
+        hidden = self._received.hidden
+        assert hidden is not None
+        return hidden if self._form is None else (hidden, *[None] * (self._form - 1))
+
+
+def cut(model: nn.Module, parts: StageParts, stage: StageSlice, device: torch.device) -> tuple[nn.Module, Received]:
+    """The stage's own tree of modules, and where it looks for what it was sent. `model` itself is not changed.
+
+    The stage's layers are `model`'s; all modules around them are new ones with the same tensors.
+    """
+    received = Received()
+    own = {parts.layers[index] for index in stage.layers}
+    absent = {
+        name: AbsentLayer(received, parts.forms[index], parts.inputs[index], ends=index >= stage.layers.stop)
+        for index, name in enumerate(parts.layers)
+        if name not in own
+    }
+    made: dict[int, nn.Module] = {}
+
+    def copied(module: nn.Module, name: str) -> nn.Module:
+        if name in absent:
+            return absent[name]
+        if name in own:
+            return module
+        if id(module) in made:
+            return made[id(module)]
+        twin = made[id(module)] = object.__new__(type(module))
+        twin.__dict__ = {key: value.copy() if type(value) in _TABLES else value for key, value in vars(module).items()}
+        for key, child in module._modules.items():
+            if child is not None:
+                twin._modules[key] = copied(child, join(name, key))
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not _belongs(join(name, key), parts, stage):
+                del twin._parameters[key]
+                zero = torch.zeros((), dtype=parameter.dtype, device=device)
+                twin.__dict__[key] = zero.expand(parameter.shape)  # a plain attribute: no parameter of this stage
+        return twin
+
+    return copied(model, ""), received
+
+
+_TABLES = (dict, type(nn.Module()._parameters), type(nn.Module()._forward_hooks), set)
+
+
+def _belongs(name: str, parts: StageParts, stage: StageSlice) -> bool:
+    return (stage.is_first and name in parts.before) or (stage.is_last and name in parts.after)
+
+
+class StageForward:
+    """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss."""
+
+    def __init__(self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor]) -> None:
+        self._inner = model.forward
+        self._received, self._stage, self._loss_of = received, stage, loss_of
+        self.takes_items = _takes_items(model)
+        self.microbatches: Sequence[Mapping[str, Any]] = ()
+        self.weights: Sequence[float] = ()
+        """What the loss of each microbatch counts."""
+
+    def __call__(self, given: Tensor, microbatch: Tensor | None = None, **more: Any) -> Tensor:
+        """`given`: the number of the microbatch on the first stage; hidden states (rows, tokens, width) on others."""
+        number = int(given if microbatch is None else microbatch)
+        self._received.hidden = None if self._stage.is_first else given
+        try:
+            output = self._inner(**{**self.microbatches[number], **more})
+        except StageEnd as end:
+            return end.hidden
+        finally:
+            self._received.hidden = None
+        return (self._loss_of(output) * self.weights[number]).reshape(1)
+
+
+def _takes_items(model: nn.Module) -> bool:
+    """Whether the model divides its loss by ``num_items_in_batch``, as the causal models of transformers do."""
+    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+    return getattr(model, "loss_type", None) == "ForCausalLM" and inspect.Parameter.VAR_KEYWORD in kinds

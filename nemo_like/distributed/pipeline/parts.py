@@ -1,0 +1,96 @@
+"""What a cut into stages must know of a model, and how its layers are dealt out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """Which parameters run before, in and after the layers; all names are the bare model's."""
+
+    layers: tuple[str, ...]
+    """In the order in which they run."""
+    before: frozenset[str]
+    """Parameters of the first stage: those used before the first layer, and those that are not used at all."""
+    after: frozenset[str]
+    """Parameters of the last stage."""
+    tied: tuple[str, ...]
+    """Parameters that are used before and after (a tied embedding): both stages hold them, and add up their gradients."""
+    forms: tuple[int | None, ...]
+    """What each layer returns: None for its hidden states, a number for a tuple of that length that begins with them."""
+    inputs: tuple[int | str, ...]
+    """Where each layer is given the hidden states: position or name of the argument."""
+    hidden_width: tuple[int, ...]
+    """Shape of the hidden states behind rows and tokens."""
+    hidden_dtype: torch.dtype
+    layer_flops: tuple[float, ...]
+    """Of one forward of each layer, on the sample."""
+    flops_before: float
+    flops_after: float
+
+
+@dataclass(frozen=True)
+class StageSlice:
+    """One stage of all."""
+
+    index: int
+    count: int
+    layers: range
+    """Which of the model's layers."""
+
+    @property
+    def is_first(self) -> bool:
+        """Holds the embedding."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Holds norm, head and loss."""
+        return self.index == self.count - 1
+
+
+def deal(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """How many consecutive layers each stage gets, so that the dearest stage costs least; ties go to earlier stages.
+
+    Every stage gets at least one layer. `first` and `last` are what the first and the last stage have besides.
+
+    >>> deal([1.0] * 8, 2), deal([1.0] * 8, 4, last=2.0)
+    ([4, 4], [3, 2, 2, 1])
+    """
+    count = len(costs)
+    if stages > count:
+        raise ValueError(f"{count} layers cannot be dealt out to {stages} stages: each needs one. Use fewer stages.")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(stage: int, begin: int, end: int) -> float:
+        return sums[end] - sums[begin] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+
+    # best[s][n]: (the dearest of the first s stages, and the sum of squares) over the first n layers
+    best: list[dict[int, tuple[tuple[float, float], list[int]]]] = [{0: ((0.0, 0.0), [])}]
+    for stage in range(stages):
+        row: dict[int, tuple[tuple[float, float], list[int]]] = {}
+        for end in range(stage + 1, count - (stages - stage - 1) + 1):
+            for begin, ((dearest, squares), cuts) in best[-1].items():
+                if begin >= end:
+                    continue
+                cost = cost_of(stage, begin, end)
+                found = ((round(max(dearest, cost), 9), round(squares + cost * cost, 9)), [*cuts, end - begin])
+                if end not in row or (found[0], [-n for n in found[1]]) < (row[end][0], [-n for n in row[end][1]]):
+                    row[end] = found
+        best.append(row)
+    return best[-1][count][1]
+
+
+def slices(counts: Sequence[int]) -> list[StageSlice]:
+    """The stages for so many layers each."""
+    made, begin = [], 0
+    for index, count in enumerate(counts):
+        made.append(StageSlice(index, len(counts), range(begin, begin + count)))
+        begin += count
+    return made

@@ -1,0 +1,244 @@
+"""`Pipeline`: what `parallelize` returns with ``pp=``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+
+from nemo_like.activation_checkpointing.engine import half_of_backward
+from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
+from nemo_like.distributed.pipeline.cut import StageForward
+from nemo_like.distributed.pipeline.parts import StageParts, StageSlice
+from nemo_like.distributed.pipeline.schedules import make_schedule
+from nemo_like.options import PipelineParallel
+
+
+@dataclass
+class Stage:
+    """One stage that this rank holds."""
+
+    slice: StageSlice
+    module: nn.Module
+    """Its tree, under the names of the bare model; sharded, checkpointed and compiled."""
+    forward: StageForward
+
+
+class Pipeline:
+    """A model in stages over the ranks of ``pp``; each rank holds, saves and trains its own.
+
+    Names of parameters are those of the whole bare model. Batches are whole: the same one on every rank of a pipeline.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], parts: StageParts, options: PipelineParallel, mesh: DeviceMesh,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.stages, self.parts, self.options, self.device = list(stages), parts, options, device
+        self.group = mesh["pp"].get_group()
+        self._last_rank = 0 if options.is_v_shaped else options.size - 1
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, **batch: Any) -> Tensor:
+        """Forward and backward of all microbatches; gradients are added to those that are there.
+
+        Args:
+            batch: what the model is called with, for all microbatches together: tensors with as many rows as there are
+                are cut along them, all else goes to every microbatch. The rows must be a multiple of the microbatches,
+                or there are ``labels``: then rows are added that count for nothing.
+
+        Returns:
+            The mean loss over the batch, 0-dim, the same on every rank of the pipeline.
+
+        Raises:
+            ValueError: a batch that cannot be cut.
+        """
+        return self._run(batch, train=True)
+
+    @torch.no_grad()
+    def eval_step(self, **batch: Any) -> Tensor:
+        """The mean loss of a batch, as `step` takes and returns it, without gradients."""
+        return self._run(batch, train=False)
+
+    def _run(self, batch: Mapping[str, Any], train: bool) -> Tensor:
+        whole = self.stages[0].forward.takes_items
+        microbatches, rows, tokens = cut_batch(batch, self.options.microbatches)
+        weights = loss_weights(microbatches, whole)
+        for stage in self.stages:
+            stage.forward.microbatches, stage.forward.weights = microbatches, weights
+        schedule = self._schedule(rows, tokens)
+        numbers = torch.arange(self.options.microbatches)
+        args = (numbers,) if any(stage.slice.is_first for stage in self.stages) else ()
+        last = any(stage.slice.is_last for stage in self.stages)
+        losses: list[Tensor] = []
+        try:
+            run = schedule.step if train else schedule.eval
+            run(*args, microbatch=numbers, target=numbers if last else None, losses=losses if last else None)
+        finally:
+            for stage in self.stages:
+                stage.forward.microbatches = ()
+        if train:
+            self._add_up_tied()
+        total = torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), dtype=torch.float32)
+        total = total.to(self.device, torch.float32)
+        dist.broadcast(total, group=self.group, group_src=self._last_rank)
+        return total
+
+    def _schedule(self, rows: int, tokens: int) -> Any:
+        """torch's schedule for microbatches of this shape; the receiving buffers are made for it."""
+        key = (rows, tokens)
+        if key not in self._schedules:
+            hidden = torch.empty(
+                (rows, tokens, *self.parts.hidden_width), dtype=self.parts.hidden_dtype, device="meta", requires_grad=True
+            )
+            number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
+            made = [
+                _Stage(
+                    stage.module, stage.slice.index, stage.slice.count, self.device,
+                    input_args=(number if stage.slice.is_first else hidden,),
+                    output_args=(loss.requires_grad_() if stage.slice.is_last else hidden,),
+                    group=self.group,
+                )
+                for stage in self.stages
+            ]  # fmt: skip
+            for stage in made:
+                stage.replay = self.options.replay
+            self._schedules = {key: make_schedule(self.options, made, _loss_of)}
+        return self._schedules[key]
+
+    def _add_up_tied(self) -> None:
+        """A parameter that the first and the last stage hold each a copy of: both get the sum of the gradients."""
+        for name in self.parts.tied:
+            copies = [
+                parameter
+                for stage in self.stages
+                for other, parameter in stage.module.named_parameters(remove_duplicate=True)
+                if other == name and (stage.slice.is_first or stage.slice.is_last)
+            ]
+            grads = [_local(parameter.grad) for parameter in copies if parameter.grad is not None]
+            if self._last_rank == 0 and len(grads) == 2 and copies[0] is not copies[1]:
+                total = grads[0] + grads[1]
+                for grad in grads:
+                    grad.copy_(total)
+            elif self._tied_group is not None and grads:
+                dist.all_reduce(grads[0], group=self._tied_group)
+
+    # --- parameters and state -------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank's stages, under the bare model's names."""
+        seen: set[nn.Parameter] = set()
+        for stage in self.stages:
+            for name, parameter in stage.module.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """For the optimizer."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`."""
+        for stage in self.stages:
+            stage.module.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """As `nn.Module.train`."""
+        for stage in self.stages:
+            stage.module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """As `nn.Module.eval`."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the whole bare model's."""
+        state: dict[str, Any] = {}
+        for stage in self.stages:
+            state |= stage.module.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's part out of the whole bare model's state, or out of this rank's own.
+
+        Raises:
+            RuntimeError: `strict`, and a name of this rank's is missing.
+        """
+        for stage in self.stages:
+            own = stage.module.state_dict()
+            stage.module.load_state_dict({name: state[name] for name in own if name in state}, strict=strict)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`nemo_like.distributed.clip.clip_grad_norm_` over all stages: one norm, the same on every rank.
+
+        A parameter that two stages hold counts once.
+        """
+        counted = dict(self.named_parameters())
+        if self._last_rank and self.stages[-1].slice.is_last and not self.stages[0].slice.is_first:
+            counted = {name: parameter for name, parameter in counted.items() if name not in self.parts.tied}
+        norm = clip_grad_norm_(counted.values(), float("inf"), norm_type)
+        power = norm.to(self.device) if norm_type == float("inf") else norm.to(self.device) ** norm_type
+        dist.all_reduce(
+            power, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=self.group
+        )
+        total = power if norm_type == float("inf") else power ** (1.0 / norm_type)
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                _local(parameter.grad).mul_(scale.to(_local(parameter.grad).device))
+        return total
+
+
+class _Stage(PipelineStage):
+    """torch's stage, which tells the checkpointing engine in which half of a backward it is."""
+
+    replay = "once"
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        whole = inspect.signature(PipelineStage.backward_one_chunk).bind(self, *args, **kwargs).arguments
+        if whole.get("full_backward", True) or self.replay == "twice":
+            return super().backward_one_chunk(*args, **kwargs)
+        with half_of_backward("inputs"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        with half_of_backward("weights"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+def _loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage returns the microbatch's share of the loss."""
+    return output.sum()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def _tied_group(mesh: DeviceMesh) -> Any:
+    """The first and the last rank of this rank's pipeline; made on every rank, for every pipeline in turn."""
+    names = mesh.mesh_dim_names or ()
+    pipelines = mesh.mesh.movedim(names.index("pp"), -1).flatten(0, -2)
+    mine = None
+    for ranks in pipelines.tolist():
+        ends = [ranks[0], ranks[-1]]
+        group = dist.new_group(ends)
+        if dist.get_rank() in ends:
+            mine = group
+    return mine

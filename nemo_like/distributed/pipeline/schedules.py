@@ -1,0 +1,52 @@
+"""The schedules of `torch.distributed.pipelining`: by what names, for how many stages, which rank holds which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import pipelining
+
+from nemo_like.options import PipelineParallel
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What torch's schedule of a name asks for."""
+
+    make: Callable[..., Any]
+    several: bool
+    """More than one stage on a rank."""
+    v_shaped: bool = False
+    """Two stages on a rank, the second half in the opposite order: the first and the last stage share a rank."""
+    splits_backward: bool = False
+    """Gradients of inputs first, of weights later."""
+
+
+KINDS: dict[str, Kind] = {
+    "gpipe": Kind(pipelining.ScheduleGPipe, several=False),
+    "1f1b": Kind(pipelining.Schedule1F1B, several=False),
+    "interleaved_1f1b": Kind(pipelining.ScheduleInterleaved1F1B, several=True),
+    "interleaved_zero_bubble": Kind(pipelining.ScheduleInterleavedZeroBubble, several=True, splits_backward=True),
+    "zbv": Kind(pipelining.ScheduleZBVZeroBubble, several=True, v_shaped=True, splits_backward=True),
+    "dualpipev": Kind(pipelining.ScheduleDualPipeV, several=True, v_shaped=True, splits_backward=True),
+}
+
+
+def stages_of(options: PipelineParallel, rank: int) -> list[int]:
+    """Numbers of the stages that rank `rank` of the pipeline holds.
+
+    >>> stages_of(PipelineParallel(2, schedule="zbv"), 0), stages_of(PipelineParallel(2, schedule="interleaved_1f1b"), 1)
+    ([0, 3], [1, 3])
+    """
+    if KINDS[options.schedule].v_shaped:
+        return [rank, 2 * options.size - 1 - rank]
+    return list(range(rank, options.stages, options.size))
+
+
+def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Callable[..., Any]) -> Any:
+    """torch's schedule for the stages of this rank. Gradients are not scaled: the losses are weighted."""
+    kind = KINDS[options.schedule]
+    given = list(stages) if kind.several else stages[0]
+    return kind.make(given, options.microbatches, loss_fn=loss_fn, scale_grads=False)

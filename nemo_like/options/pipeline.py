@@ -1,0 +1,111 @@
+"""How a model is cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_like.options.words import did_you_mean, normalise
+
+SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+_ONE_STAGE, _V_SHAPED = ("gpipe", "1f1b"), ("zbv", "dualpipev")
+
+
+@dataclass(frozen=True)
+class PipelineParallel:
+    """Deal a model's layers out to `size` ranks. ``pp=2`` means the defaults.
+
+    >>> PipelineParallel(4, schedule="interleaved-1f1b", microbatches=8).stages
+    8
+    """
+
+    size: int = 1
+    """Ranks of one pipeline; must divide the number of ranks."""
+    schedule: str = "1f1b"
+    """``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` | ``zbv`` | ``dualpipev``: torch's."""
+    microbatches: int | None = None
+    """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
+    stages_per_rank: int | None = None
+    """None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
+    balance: str | tuple[int, ...] = "time"
+    """``"time"``: the dearest stage costs least, embedding and head counted; ``"memory"``: by the predicted peak; or how
+    many layers each stage gets, from the first stage on."""
+    replay: str = "once"
+    """Where a schedule cuts backward in two: ``"once"`` replays a checkpointed layer in the first half and keeps for the
+    second one what that still needs; ``"twice"`` keeps nothing and replays again."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"pp is {self.size!r}; it must be a whole number of ranks >= 1.")
+        object.__setattr__(self, "schedule", normalise(self.schedule) if isinstance(self.schedule, str) else self.schedule)
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"PipelineParallel.schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}."
+                + did_you_mean(str(self.schedule), SCHEDULES)
+            )
+        if self.stages_per_rank is None:
+            object.__setattr__(self, "stages_per_rank", 1 if self.schedule in _ONE_STAGE else 2)
+        if self.microbatches is None:
+            object.__setattr__(self, "microbatches", 2 * self.size)
+        for name in ("microbatches", "stages_per_rank"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"PipelineParallel.{name} is {value!r}; it must be a whole number >= 1.")
+        self._check_schedule()
+        if isinstance(self.balance, list):
+            object.__setattr__(self, "balance", tuple(self.balance))
+        if self.balance not in ("time", "memory"):
+            self._check_counts()
+        if self.replay not in ("once", "twice"):
+            raise ValueError(f"PipelineParallel.replay is {self.replay!r}; it must be 'once' or 'twice'.")
+
+    def _check_schedule(self) -> None:
+        """What torch's schedules ask for."""
+        microbatches, per_rank = self.microbatches or 0, self.stages_per_rank or 0
+        if self.schedule in _ONE_STAGE and per_rank != 1:
+            raise ValueError(f"stages_per_rank is {per_rank}, and {self.schedule!r} has one; use 'interleaved_1f1b'.")
+        if self.schedule in _V_SHAPED and per_rank != 2:
+            raise ValueError(f"stages_per_rank is {per_rank}, and {self.schedule!r} has two on each rank; leave it out.")
+        rounds = max(1, microbatches // self.size)
+        if self.schedule.startswith("interleaved") and microbatches % rounds:
+            raise ValueError(
+                f"microbatches is {microbatches} over {self.size} ranks, and {self.schedule!r} goes {rounds} rounds of "
+                f"equal length: use {rounds * self.size} or {(rounds + 1) * self.size}."
+            )
+        if self.schedule == "1f1b" and microbatches < self.size:
+            raise ValueError(
+                f"microbatches is {microbatches} and pp is {self.size}: with fewer microbatches than stages, stages stand "
+                f"idle all along. Use at least {self.size}, or a smaller pp."
+            )
+        if self.schedule == "dualpipev" and microbatches < 2 * self.size:
+            raise ValueError(
+                f"microbatches is {microbatches}; 'dualpipev' takes at least as many as stages, {2 * self.size} here."
+            )
+
+    def _check_counts(self) -> None:
+        counts = self.balance
+        if not isinstance(counts, tuple) or not all(type(n) is int and n > 0 for n in counts) or not counts:
+            raise ValueError(
+                f"PipelineParallel.balance is {counts!r}; it must be 'time', 'memory' or how many layers each stage gets, "
+                "such as [8, 8]."
+            )
+        if len(counts) != self.stages:
+            raise ValueError(
+                f"PipelineParallel.balance has {len(counts)} numbers and there are {self.stages} stages "
+                f"({self.size} ranks x {self.stages_per_rank}); give one for each."
+            )
+
+    @property
+    def stages(self) -> int:
+        """Stages of one pipeline."""
+        return self.size * (self.stages_per_rank or 1)
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """The first and the last stage share a rank."""
+        return self.schedule in _V_SHAPED
+
+    @classmethod
+    def of(cls, pp: int | PipelineParallel) -> PipelineParallel:
+        """What ``pp=`` means: a number of ranks, or the object."""
+        return pp if isinstance(pp, PipelineParallel) else cls(pp)
+

@@ -1,0 +1,165 @@
+"""`parallelize` with ``pp=``: the model is cut into stages, and each stage made ready to train as a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nemo_like.activation_checkpointing import kv_sharing
+from nemo_like.distributed.launch import checked_device, local_device
+from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
+from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut
+from nemo_like.distributed.pipeline.parts import StageParts, deal, slices
+from nemo_like.distributed.pipeline.pipeline import Stage
+from nemo_like.distributed.pipeline.schedules import stages_of
+from nemo_like.distributed.same_weights import start_from_the_same_weights
+from nemo_like.layers import find_layers
+from nemo_like.log import is_rank_zero, logger
+from nemo_like.losses.model_loss import chunk_model_loss
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, PipelineParallel, Precision, TensorParallel, parse_strategy
+from nemo_like.planning.stage_parts import stage_parts
+from nemo_like.resolve import layers_for, read_ac
+
+Parallelize = Callable[..., nn.Module]
+
+
+def parallelize_pipeline(
+    model: nn.Module, pp: PipelineParallel, options: Mapping[str, Any], parallelize: Parallelize
+) -> Pipeline:
+    """Cut `model` into stages and call `parallelize` with the other `options` on each that this rank holds.
+
+    Args:
+        model: bare, the same on every rank; it is not changed, and shares its layers with the stages.
+        pp: the cut and the schedule.
+        options: `parallelize`'s arguments but for the model and ``pp``.
+        parallelize: what makes one stage ready.
+
+    Raises:
+        ValueError: a model that cannot be cut, or options that a pipeline cannot have. The model is unchanged then.
+    """
+    word, fsdp, _ = parse_strategy(options["strategy"])
+    if word == "ddp":
+        raise ValueError("strategy='ddp' beside pp: a stage is replicated by FSDP2(...) with dp_replicate. Use 'fsdp2'.")
+    sample = options["sample_input"]
+    if sample is None:
+        raise ValueError(
+            "pp needs sample_input=, one microbatch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
+            "shows which parameters run before and after the layers, and the shape of what stages send."
+        )
+    asked = read_ac(options["ac"])
+    found, _ = layers_for(model, asked, options["ac_scope"], options["layers"])
+    _refuse(model, found, asked)
+    tensor = TensorParallel.of(options["tp"])
+    precision = Precision.of(options["precision"])
+    mesh = _mesh(options["mesh"], pp, options["dp_replicate"], tensor.size, options["device"])
+    shards = any(axis_size(mesh, name) > 1 for name in ("dp_replicate", "dp_shard", "cp", "tp"))
+    dtype = precision.dtypes["param_dtype"]
+    lowered = {"dtype" if shards else "autocast": dtype} if dtype is not None else {}
+    parts = stage_parts(model, found, sample, **lowered)
+    counts = _deal(parts, pp)
+    device = checked_device(options["device"]) if options["device"] is not None else local_device(mesh.device_type)
+
+    # Nothing has been changed up to here.
+    start_from_the_same_weights(model, mesh)
+    rest = {name: value for name, value in options.items() if name not in ("mesh", "loss", "sample_input", "tp")}
+    if shards:
+        fsdp = FSDP2(**{**vars(fsdp), "reshard_after_forward": _reshard(fsdp)})
+        rest |= {"mesh": mesh[tuple(n for n in mesh.mesh_dim_names or () if n != "pp")], "strategy": fsdp, "tp": tensor}
+    else:
+        rest |= {"strategy": "single", "dp_replicate": 1}
+    in_chunks = ChunkedLoss.of(options["loss"])
+    stages = []
+    all_slices = slices(counts)
+    for index in stages_of(pp, mesh.get_local_rank("pp")):
+        piece = all_slices[index]
+        tree, received = cut(model, parts, piece, device)
+        if in_chunks is not None and piece.is_last:
+            chunk_model_loss(tree, in_chunks)
+        forward = StageForward(tree, received, piece, _loss_of)
+        tree.forward = forward  # type: ignore[method-assign,assignment]
+        setattr(tree, STAGE_MARK, True)
+        names = [parts.layers[i] for i in piece.layers]
+        stages.append(Stage(piece, parallelize(tree, **rest | {"layers": names, "ac_scope": "all"}), forward))
+    if is_rank_zero():
+        logger.info(f"Pipeline of {len(counts)} stages on {pp.size} ranks ({pp.schedule}): {counts} layers each.")
+    return Pipeline(stages, parts, pp, mesh, device)
+
+
+def _refuse(model: nn.Module, found: Any, asked: Any) -> None:
+    """What no pipeline can have."""
+    kind = type(model).__name__
+    groups = {layer.group for layer in found}
+    if len(groups) > 1:
+        raise ValueError(
+            f"pp cannot cut {kind}: it has layers in {len(groups)} groups ({', '.join(sorted(groups))}), and a pipeline is one "
+            "chain. Name one group's with layers=, or use strategy='fsdp2' with tp or cp."
+        )
+    if kv_sharing.has_kv_sharing(model):
+        raise ValueError(f"pp cannot cut {kind}: its layers share keys and values, which stay on one stage. Use fsdp2 or tp.")
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"pp cannot cut {kind}: encoder and decoder are two chains. Use strategy='fsdp2' with tp.")
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"pp cannot cut {kind} with output_router_logits=True: the balance loss is made of all layers' routers, which "
+            "the last stage has not got. Set config.output_router_logits=False."
+        )
+    if isinstance(asked, MemoryBudget):
+        raise ValueError(
+            f"ac is {asked} beside pp: a plan per stage is not made by parallelize yet. Use a mode such as 'selective'."
+        )
+
+
+def _mesh(mesh: DeviceMesh | None, pp: PipelineParallel, dp_replicate: int, tp: int, device: Any) -> DeviceMesh:
+    if mesh is None:
+        kind = None if device is None else checked_device(device).type
+        return build_mesh(pp=pp.size, dp_replicate=dp_replicate, tp=tp, device_type=kind)
+    validate_mesh(mesh)
+    if axis_size(mesh, "pp") != pp.size:
+        raise ValueError(f"pp is {pp.size}, but the mesh's axis has {axis_size(mesh, 'pp')} rank(s); drop one of the two.")
+    return mesh
+
+
+def _deal(parts: StageParts, pp: PipelineParallel) -> list[int]:
+    """Layers of each stage."""
+    if isinstance(pp.balance, tuple):
+        if sum(pp.balance) != len(parts.layers):
+            raise ValueError(
+                f"PipelineParallel.balance is {list(pp.balance)}, {sum(pp.balance)} layers, and the model has "
+                f"{len(parts.layers)}."
+            )
+        return list(pp.balance)
+    try:
+        return deal(parts.layer_flops, pp.stages, first=parts.flops_before, last=parts.flops_after)
+    except ValueError as error:
+        raise ValueError(f"pp is {pp.size} with {pp.stages_per_rank} stage(s) on each rank: {error}") from error
+
+
+def _reshard(fsdp: FSDP2) -> bool | int:
+    """Gathered once per step, not per microbatch, unless the caller says otherwise."""
+    return False if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
+
+
+def _loss_of(output: Any) -> Tensor:
+    """The loss in what the model returned.
+
+    Raises:
+        ValueError: there is none.
+    """
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output
+    scalars = [item for item in output if isinstance(item, Tensor) and item.dim() == 0] if isinstance(output, tuple) else []
+    if len(scalars) == 1:
+        return scalars[0]
+    raise ValueError(
+        f"The last stage's model returned a {type(output).__name__} without a loss: give labels= to step(), to a model that "
+        "returns a loss then (as .loss, as the one scalar of a tuple, or alone)."
+    )
