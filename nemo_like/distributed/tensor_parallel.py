@@ -77,6 +77,8 @@ def apply_tensor_parallel(
     if sequence_parallel:
         _cut_sequences(layers, rules, mesh)
     for rule in rules:
+        if any(isinstance(value, Tensor) for value in vars(rule.module).values()):
+            continue  # a weight that another stage of a pipeline holds: see `nemo_like.distributed.pipeline.cut`
         _apply_rule(rule, mesh, sequence_parallel and any(rule.fqn.startswith(layer.fqn + ".") for layer in layers))
     _tie_again(model, ties)
     if loss_parallel:

@@ -117,10 +117,11 @@ class StageForward:
             return end.hidden
         finally:
             self._received.hidden = None
-        return (self._loss_of(output) * self.weights[number]).reshape(1)
+        return torch.stack([self._loss_of(output).reshape(()) * self.weights[number]])
 
 
 def _takes_items(model: nn.Module) -> bool:
     """Whether the model divides its loss by ``num_items_in_batch``, as the causal models of transformers do."""
     kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
-    return getattr(model, "loss_type", None) == "ForCausalLM" and inspect.Parameter.VAR_KEYWORD in kinds
+    loss = getattr(model, "loss_function", None)  # of GPT-2 as well, whose `loss_type` is None
+    return getattr(loss, "__name__", None) == "ForCausalLMLoss" and inspect.Parameter.VAR_KEYWORD in kinds

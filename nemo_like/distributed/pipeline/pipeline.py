@@ -18,7 +18,8 @@ from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
 from nemo_like.distributed.pipeline.cut import StageForward
 from nemo_like.distributed.pipeline.parts import StageParts, StageSlice
-from nemo_like.distributed.pipeline.schedules import make_schedule
+from nemo_like.distributed.pipeline.schedules import make_schedule, stages_of
+from nemo_like.distributed.slots import show_shards
 from nemo_like.options import PipelineParallel
 
 
@@ -64,34 +65,63 @@ class Pipeline:
         Raises:
             ValueError: a batch that cannot be cut.
         """
-        return self._run(batch, train=True)
+        schedule = self._schedule(*self._cut(batch))
+        numbers = torch.arange(self.options.microbatches or 1)
+        args = (numbers,) if self.stages[0].slice.is_first else ()
+        losses: list[Tensor] = []
+        if any(stage.slice.is_last for stage in self.stages):
+            schedule.step(*args, microbatch=numbers, target=numbers, losses=losses)
+        else:
+            schedule.step(*args, microbatch=numbers)
+        self._add_up_tied()
+        return self._mean(losses)
 
     @torch.no_grad()
     def eval_step(self, **batch: Any) -> Tensor:
-        """The mean loss of a batch, as `step` takes and returns it, without gradients."""
-        return self._run(batch, train=False)
+        """The mean loss of a batch, as `step` takes and returns it, without gradients.
 
-    def _run(self, batch: Mapping[str, Any], train: bool) -> Tensor:
-        whole = self.stages[0].forward.takes_items
-        microbatches, rows, tokens = cut_batch(batch, self.options.microbatches)
-        weights = loss_weights(microbatches, whole)
+        One stage after the other; torch's own way for this fails for schedules with several stages on a rank (torch 2.13).
+        """
+        rows, tokens = self._cut(batch)
+        count = range(self.options.microbatches or 1)
+        rank_of = {index: rank for rank in range(self.options.size) for index in stages_of(self.options, rank)}
+        mine = dist.get_rank(self.group)
+        handed: list[Tensor] = []
+        sent: list[Any] = []
+        for stage in self.stages:
+            before, after = rank_of.get(stage.slice.index - 1), rank_of.get(stage.slice.index + 1)
+            outputs = []
+            for number in count:
+                if stage.slice.is_first:
+                    given = torch.tensor([number])
+                elif before == mine:
+                    given = handed[number]
+                else:
+                    given = self._empty_hidden(rows, tokens, self.device)
+                    dist.recv(given, group=self.group, group_src=before)
+                outputs.append(stage.module(given, microbatch=torch.tensor([number])).contiguous())
+                if after not in (None, mine):
+                    sent.append(dist.isend(outputs[-1], group=self.group, group_dst=after))
+            handed = outputs
+        for work in sent:
+            work.wait()
+        return self._mean(handed if self.stages[-1].slice.is_last else ())
+
+    def _cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
+        """Give the stages the batch's microbatches; returns rows and tokens of each."""
+        microbatches, rows, tokens = cut_batch(batch, self.options.microbatches or 1)
+        weights = loss_weights(microbatches, self.stages[0].forward.takes_items)
         for stage in self.stages:
             stage.forward.microbatches, stage.forward.weights = microbatches, weights
-        schedule = self._schedule(rows, tokens)
-        numbers = torch.arange(self.options.microbatches)
-        args = (numbers,) if any(stage.slice.is_first for stage in self.stages) else ()
-        last = any(stage.slice.is_last for stage in self.stages)
-        losses: list[Tensor] = []
-        try:
-            run = schedule.step if train else schedule.eval
-            run(*args, microbatch=numbers, target=numbers if last else None, losses=losses if last else None)
-        finally:
-            for stage in self.stages:
-                stage.forward.microbatches = ()
-        if train:
-            self._add_up_tied()
-        total = torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), dtype=torch.float32)
-        total = total.to(self.device, torch.float32)
+        return rows, tokens
+
+    def _mean(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum of what the last stage made of all microbatches, on every rank."""
+        for stage in self.stages:
+            stage.forward.microbatches = ()
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        for loss in losses:
+            total += loss.detach().reshape(())
         dist.broadcast(total, group=self.group, group_src=self._last_rank)
         return total
 
@@ -99,9 +129,7 @@ class Pipeline:
         """torch's schedule for microbatches of this shape; the receiving buffers are made for it."""
         key = (rows, tokens)
         if key not in self._schedules:
-            hidden = torch.empty(
-                (rows, tokens, *self.parts.hidden_width), dtype=self.parts.hidden_dtype, device="meta", requires_grad=True
-            )
+            hidden = self._empty_hidden(rows, tokens, torch.device("meta")).requires_grad_()
             number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
             made = [
                 _Stage(
@@ -116,6 +144,9 @@ class Pipeline:
                 stage.replay = self.options.replay
             self._schedules = {key: make_schedule(self.options, made, _loss_of)}
         return self._schedules[key]
+
+    def _empty_hidden(self, rows: int, tokens: int, device: torch.device) -> Tensor:
+        return torch.empty((rows, tokens, *self.parts.hidden_width), dtype=self.parts.hidden_dtype, device=device)
 
     def _add_up_tied(self) -> None:
         """A parameter that the first and the last stage hold each a copy of: both get the sum of the gradients."""
@@ -140,6 +171,7 @@ class Pipeline:
         """Those of this rank's stages, under the bare model's names."""
         seen: set[nn.Parameter] = set()
         for stage in self.stages:
+            show_shards(stage.module)
             for name, parameter in stage.module.named_parameters():
                 if parameter not in seen:
                     seen.add(parameter)
@@ -169,6 +201,7 @@ class Pipeline:
         """This rank's part of the whole bare model's."""
         state: dict[str, Any] = {}
         for stage in self.stages:
+            show_shards(stage.module)
             state |= stage.module.state_dict()
         return state
 

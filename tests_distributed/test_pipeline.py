@@ -1,0 +1,255 @@
+"""Pipelines on real ranks: every schedule, several model families, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nemo_like import parallelize
+from nemo_like.options import SCHEDULES, PipelineParallel
+from tests.models import families
+from tests.models.families import DIM, VOCAB, Block, causal, hf
+from tests.models.tiny import llama
+from tests_distributed.spawn import run_ranks
+
+LAYERS, ROWS, MICROBATCHES = 4, 8, 4
+
+
+class NanoGPT(nn.Module):
+    """As people write it: positions in a parameter, logits and loss in a tuple, a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCAB, DIM), nn.Parameter(torch.randn(32, DIM) / 8)
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.ln_f, self.lm_head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.wte(input_ids) + self.wpe[: input_ids.shape[1]]
+        for block in self.h:
+            x = block(x)
+        logits = self.lm_head(self.ln_f(x))
+        return logits, None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCAB, "use_cache": False, "num_hidden_layers": LAYERS}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: llama(num_hidden_layers=LAYERS),
+    "llama-tied": lambda: llama(num_hidden_layers=LAYERS, tie_word_embeddings=True),
+    "qwen3": causal("Qwen3", **_SMALL, **_HEADS, head_dim=8),
+    "mixtral": causal("Mixtral", **_SMALL, **_HEADS, num_local_experts=4),
+    "gpt2": hf("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=32, resid_pdrop=0.0,
+                   embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False),
+    "gemma3": causal("Gemma3", "Gemma3TextConfig", **_SMALL, **_HEADS, head_dim=8, sliding_window=6),
+    "nanogpt": NanoGPT,
+}  # fmt: skip
+
+
+def _build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name]().float().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _batch(rows: int = ROWS, seed: int = 3) -> dict[str, Tensor]:
+    ids = torch.randint(1, 48, (rows, 12), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, :5] = -100  # microbatches count differently
+    return {"input_ids": ids, "labels": labels}
+
+
+def _reference(model: nn.Module, batch: dict[str, Tensor], microbatches: int = MICROBATCHES) -> Tensor:
+    """One process: the same microbatches one after the other, each divided by the tokens of all."""
+    shifted = not isinstance(model, NanoGPT)
+    count = int(batch["labels"][:, 1 if shifted else 0 :].ne(-100).sum())
+    total = torch.zeros(())
+    for ids, labels in zip(batch["input_ids"].chunk(microbatches), batch["labels"].chunk(microbatches)):
+        if shifted:
+            loss = model(input_ids=ids, labels=labels, num_items_in_batch=count).loss
+        else:
+            loss = model(ids, labels)[1] * (int(labels.ne(-100).sum()) / count)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _check(pipeline: Any, model: nn.Module, exact: bool, where: str) -> None:
+    wanted = dict(model.named_parameters())
+    tied = set(pipeline.parts.tied)
+    for name, parameter in pipeline.named_parameters():
+        assert parameter.grad is not None, (where, name)
+        got, want = _whole(parameter.grad), wanted[name].grad
+        assert want is not None
+        if exact and name not in tied:  # a tied one adds its two stages' sums, not microbatch by microbatch
+            assert torch.equal(got, want), (where, name, (got - want).abs().max())
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7, msg=f"{where} {name}")
+
+
+def _forwards(pipeline: Any) -> list[int]:
+    """A counter of the calls of each layer that this rank holds, one for all."""
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    for stage in pipeline.stages:
+        names = [pipeline.parts.layers[i] for i in stage.slice.layers]
+        for name, module in stage.module.named_modules():
+            parent, _, last = name.rpartition(".")
+            if parent in names and last in ("input_layernorm", "norm1", "ln_1"):
+                module.register_forward_pre_hook(count)
+    return calls
+
+
+def _schedule(rank: int, world_size: int, schedule: str, name: str, ac: str, replay: str) -> float:
+    model, batch = _build(name), _batch()
+    microbatches = 2 * world_size if schedule == "dualpipev" else MICROBATCHES
+    loss = _reference(model, batch, microbatches)
+    options = PipelineParallel(world_size, schedule=schedule, microbatches=microbatches, replay=replay)
+    sample = {key: value[:2] for key, value in batch.items()}
+    pipeline = parallelize(_build(name), ac=ac, pp=options, sample_input=sample)
+    layers = sum(len(stage.slice.layers) for stage in pipeline.stages)
+    calls = _forwards(pipeline)
+    for _ in range(2):  # the second step knows what the first one learned
+        calls[0] = 0
+        pipeline.zero_grad()
+        torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
+        _check(pipeline, model, exact=True, where=f"{schedule} {name} {ac}")
+    torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
+    _check(pipeline, model, exact=False, where="clipped")
+    return (calls[0] - layers * microbatches) / (layers * microbatches)  # without those of eval_step
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_replays_each_layer_once_and_gives_the_same_bits(schedule: str) -> None:
+    assert run_ranks(2, _schedule, schedule, "llama", "full", "once") == [2.0, 2.0]
+
+
+def test_a_split_backward_may_replay_twice() -> None:
+    """What torch's first stage does in one piece, and the others in two halves."""
+    first, second = run_ranks(2, _schedule, "interleaved_zero_bubble", "llama", "full", "twice")
+    assert (first, second) == (2.5, 3.0)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
+def test_families(name: str) -> None:
+    run_ranks(2, _schedule, "1f1b", name, "selective", "once")
+
+
+@pytest.mark.parametrize(("schedule", "ac"), [("zbv", "selective"), ("interleaved_zero_bubble", "none"), ("zbv", "submodule")])
+def test_modes_under_a_split_backward(schedule: str, ac: str) -> None:
+    run_ranks(2, _schedule, schedule, "gemma3", ac, "once")
+
+
+def test_four_stages_of_a_tied_model() -> None:
+    run_ranks(4, _schedule, "1f1b", "nanogpt", "full", "once")
+
+
+def _with_shards(rank: int, world_size: int, options: dict[str, Any], schedule: str) -> None:
+    model = _build("llama")
+    batches = [_batch(seed=3), _batch(seed=4)]
+    ranks = 1 if "tp" in options else 2
+    losses = [_reference(model, batch) for batch in batches[:ranks]]
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= ranks
+    sample = {key: value[:2] for key, value in batches[0].items()}
+    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
+    pipeline = parallelize(_build("llama"), ac="selective", pp=pp, sample_input=sample, **options)
+    mine = rank % 2 if ranks == 2 else 0
+    for _ in range(2):
+        pipeline.zero_grad()
+        torch.testing.assert_close(pipeline.step(**batches[mine]), losses[mine], rtol=0, atol=1e-6)
+        _check(pipeline, model, exact=False, where=f"{options} {schedule}")
+    torch.testing.assert_close(pipeline.eval_step(**batches[mine]), losses[mine], rtol=0, atol=1e-6)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_zero_bubble"])
+def test_fsdp2_inside_stages(schedule: str) -> None:
+    run_ranks(4, _with_shards, {}, schedule)
+
+
+def test_tensor_parallel_inside_stages() -> None:
+    run_ranks(4, _with_shards, {"tp": 2}, "1f1b")
+
+
+def test_replicas_of_a_pipeline() -> None:
+    run_ranks(4, _with_shards, {"dp_replicate": 2}, "1f1b")
+
+
+def _uneven(rank: int, world_size: int) -> None:
+    model, batch = _build("llama"), _batch(rows=6)
+    count = int(batch["labels"][:, 1:].ne(-100).sum())
+    loss = model(**batch, num_items_in_batch=count).loss
+    loss.backward()
+    pp = PipelineParallel(2, microbatches=4)
+    pipeline = parallelize(_build("llama"), ac="none", pp=pp, sample_input={k: v[:2] for k, v in batch.items()})
+    torch.testing.assert_close(pipeline.step(**batch), loss.detach(), rtol=0, atol=1e-6)
+    _check(pipeline, model, exact=False, where="six rows in four microbatches")
+    pipeline.zero_grad()
+    short = {key: value[:, :7] for key, value in batch.items()}  # another length, another schedule
+    torch.testing.assert_close(pipeline.step(**short), model(**short).loss.detach(), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="6 rows and the pipeline 4 microbatches"):
+        pipeline.step(input_ids=batch["input_ids"])
+
+
+def test_uneven_microbatches_and_other_lengths() -> None:
+    run_ranks(2, _uneven)
+
+
+def _chunked(rank: int, world_size: int) -> None:
+    model, batch = _build("llama"), _batch()
+    loss = _reference(model, batch)
+    pp = PipelineParallel(2, microbatches=MICROBATCHES)
+    sample = {key: value[:2] for key, value in batch.items()}
+    pipeline = parallelize(_build("llama"), ac="full", loss="chunked", pp=pp, sample_input=sample)
+    torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
+    _check(pipeline, model, exact=False, where="chunked loss")
+
+
+def test_chunked_loss_in_the_last_stage() -> None:
+    run_ranks(2, _chunked)
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    batch = _batch()
+    sample = {key: value[:2] for key, value in batch.items()}
+
+    def refused(model: nn.Module, message: str, **options: Any) -> None:
+        before = {name: id(module) for name, module in model.named_modules()}
+        with pytest.raises((ValueError, TypeError), match=message):
+            parallelize(model, **{"pp": 2, "sample_input": sample, "ac": "none"} | options)
+        assert {name: id(module) for name, module in model.named_modules()} == before
+
+    refused(_build("llama"), "pp needs sample_input=", sample_input=None)
+    refused(_build("llama"), "4 layers cannot be dealt out to 6 stages", pp=PipelineParallel(2, "interleaved_1f1b", stages_per_rank=3))
+    refused(_build("llama"), "strategy='ddp' beside pp", strategy="ddp")
+    refused(_build("llama"), r"balance is \[1, 1\], 2 layers, and the model has 4", pp=PipelineParallel(2, balance=[1, 1]))
+    refused(_build("llama"), "ac is .* beside pp", ac="1GiB")
+    refused(families.FAMILIES["t5"].build(), "pp cannot cut T5", sample_input=dict(families.FAMILIES["t5"].inputs()))
+    router = causal("Mixtral", **_SMALL, **_HEADS, num_local_experts=4, output_router_logits=True)()
+    refused(router, "output_router_logits=True")
+
+
+def test_what_cannot_be_cut_is_refused_and_left_unchanged() -> None:
+    run_ranks(2, _refusals)
