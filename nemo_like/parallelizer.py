@@ -189,8 +189,6 @@ def parallelize(
         return parallelize_pipeline(model, stages, others, parallelize)
     word, fsdp, ddp = parse_strategy(strategy)
     tensor, cast, place = TensorParallel.of(tp), Precision.of(precision), OffloadConfig.of(offload)
-    if word != "fsdp2" and tensor != TensorParallel():
-        raise ValueError(f"tp splits weights over ranks beside FSDP2; strategy {word!r} keeps them whole. Use 'fsdp2'.")
     context = ContextParallel.of(cp)
     if word != "fsdp2" and context.size > 1:
         raise ValueError(f"cp splits sequences over ranks beside FSDP2; strategy {word!r} has none. Use 'fsdp2'.")

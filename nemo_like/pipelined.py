@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,14 +13,23 @@ from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut
-from nemo_like.distributed.pipeline.parts import StageParts, deal, slices
+from nemo_like.distributed.pipeline.dealing import StageParts, deal, slices
 from nemo_like.distributed.pipeline.pipeline import Stage
 from nemo_like.distributed.pipeline.schedules import stages_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
-from nemo_like.layers import find_layers
 from nemo_like.log import is_rank_zero, logger
 from nemo_like.losses.model_loss import chunk_model_loss
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, PipelineParallel, Precision, TensorParallel, parse_strategy
+from nemo_like.options import (
+    FSDP2,
+    ChunkedLoss,
+    ContextParallel,
+    MemoryBudget,
+    PipelineParallel,
+    Precision,
+    TensorParallel,
+    parse_strategy,
+)
+from nemo_like.planning.plan import Plan
 from nemo_like.planning.stage_parts import stage_parts
 from nemo_like.resolve import layers_for, read_ac
 
@@ -44,7 +52,9 @@ def parallelize_pipeline(
     """
     word, fsdp, _ = parse_strategy(options["strategy"])
     if word == "ddp":
-        raise ValueError("strategy='ddp' beside pp: a stage is replicated by FSDP2(...) with dp_replicate. Use 'fsdp2'.")
+        raise ValueError(
+            "strategy='ddp' beside pp: a stage is replicated by FSDP2(...) with dp_replicate. Use 'fsdp2'."
+        )
     sample = options["sample_input"]
     if sample is None:
         raise ValueError(
@@ -55,6 +65,10 @@ def parallelize_pipeline(
     found, _ = layers_for(model, asked, options["ac_scope"], options["layers"])
     _refuse(model, found, asked)
     tensor = TensorParallel.of(options["tp"])
+    if (context := ContextParallel.of(options["cp"])).size > 1:
+        raise ValueError(
+            f"cp is {context.size} beside pp: a stage cannot take parts of sequences yet. Use one of the two."
+        )
     precision = Precision.of(options["precision"])
     mesh = _mesh(options["mesh"], pp, options["dp_replicate"], tensor.size, options["device"])
     shards = any(axis_size(mesh, name) > 1 for name in ("dp_replicate", "dp_shard", "cp", "tp"))
@@ -81,7 +95,7 @@ def parallelize_pipeline(
         if in_chunks is not None and piece.is_last:
             chunk_model_loss(tree, in_chunks)
         forward = StageForward(tree, received, piece, _loss_of)
-        tree.forward = forward  # type: ignore[method-assign,assignment]
+        tree.forward = forward
         setattr(tree, STAGE_MARK, True)
         names = [parts.layers[i] for i in piece.layers]
         stages.append(Stage(piece, parallelize(tree, **rest | {"layers": names, "ac_scope": "all"}), forward))
@@ -96,11 +110,13 @@ def _refuse(model: nn.Module, found: Any, asked: Any) -> None:
     groups = {layer.group for layer in found}
     if len(groups) > 1:
         raise ValueError(
-            f"pp cannot cut {kind}: it has layers in {len(groups)} groups ({', '.join(sorted(groups))}), and a pipeline is one "
-            "chain. Name one group's with layers=, or use strategy='fsdp2' with tp or cp."
+            f"pp cannot cut {kind}: it has layers in {len(groups)} groups ({', '.join(sorted(groups))}), and a pipeline is "
+            "one chain. Name one group's with layers=, or use strategy='fsdp2' with tp or cp."
         )
     if kv_sharing.has_kv_sharing(model):
-        raise ValueError(f"pp cannot cut {kind}: its layers share keys and values, which stay on one stage. Use fsdp2 or tp.")
+        raise ValueError(
+            f"pp cannot cut {kind}: its layers share keys and values, which stay on one stage. Use fsdp2 or tp."
+        )
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"pp cannot cut {kind}: encoder and decoder are two chains. Use strategy='fsdp2' with tp.")
@@ -109,7 +125,7 @@ def _refuse(model: nn.Module, found: Any, asked: Any) -> None:
             f"pp cannot cut {kind} with output_router_logits=True: the balance loss is made of all layers' routers, which "
             "the last stage has not got. Set config.output_router_logits=False."
         )
-    if isinstance(asked, MemoryBudget):
+    if isinstance(asked, MemoryBudget | Plan):
         raise ValueError(
             f"ac is {asked} beside pp: a plan per stage is not made by parallelize yet. Use a mode such as 'selective'."
         )
@@ -121,7 +137,9 @@ def _mesh(mesh: DeviceMesh | None, pp: PipelineParallel, dp_replicate: int, tp: 
         return build_mesh(pp=pp.size, dp_replicate=dp_replicate, tp=tp, device_type=kind)
     validate_mesh(mesh)
     if axis_size(mesh, "pp") != pp.size:
-        raise ValueError(f"pp is {pp.size}, but the mesh's axis has {axis_size(mesh, 'pp')} rank(s); drop one of the two.")
+        raise ValueError(
+            f"pp is {pp.size}, but the mesh's axis has {axis_size(mesh, 'pp')} rank(s); drop one of the two."
+        )
     return mesh
 
 
@@ -156,7 +174,9 @@ def _loss_of(output: Any) -> Tensor:
         return loss
     if isinstance(output, Tensor) and output.numel() == 1:
         return output
-    scalars = [item for item in output if isinstance(item, Tensor) and item.dim() == 0] if isinstance(output, tuple) else []
+    scalars = (
+        [item for item in output if isinstance(item, Tensor) and item.dim() == 0] if isinstance(output, tuple) else []
+    )
     if len(scalars) == 1:
         return scalars[0]
     raise ValueError(

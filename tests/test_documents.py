@@ -152,5 +152,5 @@ def test_the_walk_of_a_budget_is_that_of_a_mode_and_the_planner(monkeypatch: pyt
         ("planned", "nemo_like/resolve.py"),
         ("resolve", "nemo_like/resolve.py"),
         ("apply_specs", "nemo_like/activation_checkpointing/apply.py"),
-        ("_make_wrappers", "nemo_like/activation_checkpointing/apply.py"),
+        ("_wrappers_for", "nemo_like/activation_checkpointing/apply.py"),
     ]

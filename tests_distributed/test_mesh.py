@@ -108,7 +108,7 @@ def _validate(rank: int, world_size: int, case: str) -> None:
     [
         ("no names", ValueError, "no axis names"),
         ("unknown", ValueError, "axis 'dp_replica'.* Did you mean 'dp_replicate'"),
-        ("order", ValueError, "order must be that of dp_replicate, dp_shard, cp, tp"),
+        ("order", ValueError, "order must be that of pp, dp_replicate, dp_shard, cp, tp"),
         ("no shard", ValueError, "'dp_shard' is missing"),
         ("size", ValueError, r"2 rank\(s\) .* but the job has 4|Rank [23] is not in the mesh"),
         ("no mesh", TypeError, "must be a torch DeviceMesh"),

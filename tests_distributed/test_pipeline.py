@@ -7,47 +7,35 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.options import SCHEDULES, PipelineParallel
 from tests.models import families
-from tests.models.families import DIM, VOCAB, Block, causal, hf
+from tests.models.families import VOCAB, causal, hf
+from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import llama
 from tests_distributed.spawn import run_ranks
 
 LAYERS, ROWS, MICROBATCHES = 4, 8, 4
 
 
-class NanoGPT(nn.Module):
-    """As people write it: positions in a parameter, logits and loss in a tuple, a tied head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCAB, DIM), nn.Parameter(torch.randn(32, DIM) / 8)
-        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.ln_f, self.lm_head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
-        self.lm_head.weight = self.wte.weight
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        x = self.wte(input_ids) + self.wpe[: input_ids.shape[1]]
-        for block in self.h:
-            x = block(x)
-        logits = self.lm_head(self.ln_f(x))
-        return logits, None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-_SMALL = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCAB, "use_cache": False, "num_hidden_layers": LAYERS}
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "vocab_size": VOCAB,
+    "use_cache": False,
+    "num_hidden_layers": LAYERS,
+}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: llama(num_hidden_layers=LAYERS),
     "llama-tied": lambda: llama(num_hidden_layers=LAYERS, tie_word_embeddings=True),
     "qwen3": causal("Qwen3", **_SMALL, **_HEADS, head_dim=8),
     "mixtral": causal("Mixtral", **_SMALL, **_HEADS, num_local_experts=4),
-    "gpt2": hf("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=32, resid_pdrop=0.0,
-                   embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False),
+    "gpt2": hf("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=32,
+                   resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False),
     "gemma3": causal("Gemma3", "Gemma3TextConfig", **_SMALL, **_HEADS, head_dim=8, sliding_window=6),
     "nanogpt": NanoGPT,
 }  # fmt: skip
@@ -154,7 +142,9 @@ def test_families(name: str) -> None:
     run_ranks(2, _schedule, "1f1b", name, "selective", "once")
 
 
-@pytest.mark.parametrize(("schedule", "ac"), [("zbv", "selective"), ("interleaved_zero_bubble", "none"), ("zbv", "submodule")])
+@pytest.mark.parametrize(
+    ("schedule", "ac"), [("zbv", "selective"), ("interleaved_zero_bubble", "none"), ("zbv", "submodule")]
+)
 def test_modes_under_a_split_backward(schedule: str, ac: str) -> None:
     run_ranks(2, _schedule, schedule, "gemma3", ac, "once")
 
@@ -242,9 +232,15 @@ def _refusals(rank: int, world_size: int) -> None:
         assert {name: id(module) for name, module in model.named_modules()} == before
 
     refused(_build("llama"), "pp needs sample_input=", sample_input=None)
-    refused(_build("llama"), "4 layers cannot be dealt out to 6 stages", pp=PipelineParallel(2, "interleaved_1f1b", stages_per_rank=3))
+    refused(
+        _build("llama"),
+        "4 layers cannot be dealt out to 6 stages",
+        pp=PipelineParallel(2, "interleaved_1f1b", stages_per_rank=3),
+    )
     refused(_build("llama"), "strategy='ddp' beside pp", strategy="ddp")
-    refused(_build("llama"), r"balance is \[1, 1\], 2 layers, and the model has 4", pp=PipelineParallel(2, balance=[1, 1]))
+    refused(
+        _build("llama"), r"balance is \[1, 1\], 2 layers, and the model has 4", pp=PipelineParallel(2, balance=[1, 1])
+    )
     refused(_build("llama"), "ac is .* beside pp", ac="1GiB")
     refused(families.FAMILIES["t5"].build(), "pp cannot cut T5", sample_input=dict(families.FAMILIES["t5"].inputs()))
     router = causal("Mixtral", **_SMALL, **_HEADS, num_local_experts=4, output_router_logits=True)()

@@ -55,7 +55,9 @@ def apply_specs(
     specs = list(specs)
     tree = _Tree(model)
     _check(tree, specs, compile)
-    wrappers = {name: wrapper for spec in specs for name, wrapper in _wrappers_for(tree, spec).items()}
+    wrappers: dict[str, CheckpointWrapper] = {}
+    for spec in specs:
+        wrappers |= _wrappers_for(tree, spec)
     for name, wrapper in wrappers.items():
         tree.put(name, wrapper)
     for spec in specs:

@@ -19,8 +19,7 @@ from nemo_like.options.parallel import (
     TensorParallel,
     parse_strategy,
 )
-from nemo_like.options.pipeline import SCHEDULES, PipelineParallel
-from nemo_like.options.pipeline import SCHEDULES, PipelineParallel
+from nemo_like.options.pipelining import SCHEDULES, PipelineParallel
 from nemo_like.options.step_spec import OPTIMIZERS, StepSpec
 from nemo_like.options.words import (
     did_you_mean,
@@ -33,7 +32,6 @@ from nemo_like.options.words import (
 )
 
 __all__ = [
-    "SCHEDULES",
     "AC_STRATEGIES",
     "COMPILE_BACKENDS",
     "CONTEXT_METHODS",
@@ -42,6 +40,7 @@ __all__ = [
     "FSDP2",
     "LOSSES",
     "OPTIMIZERS",
+    "SCHEDULES",
     "STRATEGIES",
     "CheckpointConfig",
     "ChunkedLoss",

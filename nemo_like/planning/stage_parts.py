@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.distributed.pipeline.parts import StageParts
+from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.layers import Layer
-from nemo_like.module_tree import bare
 from nemo_like.planning.capture import replaced_forwards, run_forward
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
 from nemo_like.tensors import split_sample, tensors_in
@@ -45,13 +44,13 @@ def stage_parts(
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)
-        watch = _Watch(model, [layer.fqn for layer in layers], state, (args, kwargs))
+        watch = _UseWatch(model, [layer.fqn for layer in layers], state, (args, kwargs))
         with watch.installed(layers), run.casting(), watch:
             run_forward(model, state, args, kwargs)
     return watch.parts()
 
 
-class _Watch(TorchDispatchMode):
+class _UseWatch(TorchDispatchMode):
     """Phases: 0 before the first layer, 2 i + 1 in layer i, 2 i + 2 after it."""
 
     def __init__(self, model: nn.Module, names: list[str], state: Mapping[str, Tensor], sample: Any) -> None:
@@ -131,7 +130,9 @@ class _Watch(TorchDispatchMode):
         tensors = [t for t in tensors_in(output) if self.key(t) in self.made]
         whole = isinstance(output, Tensor)
         if len(tensors) != 1 or not (whole or (isinstance(output, tuple) and output[0] is tensors[0])):
-            self.refuse(f"{name} returns {len(tensors)} tensors in a {type(output).__name__}, and not its hidden states alone")
+            self.refuse(
+                f"{name} returns {len(tensors)} tensors in a {type(output).__name__}, and not its hidden states alone"
+            )
         hidden = tensors[0]
         form = (tuple(hidden.shape), hidden.dtype)
         if self.hidden is not None and self.hidden != form:

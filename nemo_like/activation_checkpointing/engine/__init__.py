@@ -32,7 +32,14 @@ from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import Policy
 
-__all__ = ["RegionError", "checkpoint_region", "half_of_backward", "make_selective_checkpoint_context_fn", "run_region", "set_early_stop"]
+__all__ = [
+    "RegionError",
+    "checkpoint_region",
+    "half_of_backward",
+    "make_selective_checkpoint_context_fn",
+    "run_region",
+    "set_early_stop",
+]
 
 _early_stop_default = True
 

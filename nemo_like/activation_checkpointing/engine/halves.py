@@ -7,7 +7,6 @@ on a tensor goes as soon as the first half has used it, unless the second one ne
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,9 +26,6 @@ def half_of_backward(half: str) -> Iterator[None]:
         yield
     finally:
         _current = before
-        if half == "weights":
-            for split in list(_open):
-                split.learn()
 
 
 def current_half() -> str | None:
@@ -40,7 +36,7 @@ def current_half() -> str | None:
 class Halves:
     """What was learned of one module."""
 
-    __slots__ = ("count", "opened", "needed")
+    __slots__ = ("count", "learning", "needed", "opened")
 
     def __init__(self) -> None:
         self.count = -1
@@ -49,6 +45,8 @@ class Halves:
         """How often the first half opens each"""
         self.needed: frozenset[int] = frozenset()
         """Which the second half opens"""
+        self.learning: SplitBackward | None = None
+        """Of that forward, until it is over"""
 
 
 class SplitBackward:
@@ -56,11 +54,13 @@ class SplitBackward:
 
     def __init__(self, learned: Halves | None, count: int) -> None:
         self._learned, self._count = learned, count
-        self._known = learned if learned is not None and learned.count == count else None
         self._opened: Counter[int] = Counter()
         self._needed: set[int] = set()
+        if learned is not None and learned.learning is not None:
+            learned.learning.hand_on()  # no half is running now but this one
+        self._known = learned if learned is not None and learned.count == count else None
         if self._known is None and learned is not None:
-            _open.add(self)
+            learned.learning = self
 
     def uses(self, index: int) -> bool:
         """Whether either half opens tensor `index`, as far as is known."""
@@ -80,13 +80,9 @@ class SplitBackward:
         if self._learned is not None:
             self._learned.count = -1
 
-    def learn(self) -> None:
-        """At the end of a second half: remember what was seen, if it was this graph's."""
+    def hand_on(self) -> None:
+        """Remember what was seen, once the second half has been."""
         if self._learned is not None and self._needed:
             self._learned.count, self._learned.opened = self._count, self._opened
             self._learned.needed = frozenset(self._needed)
-            _open.discard(self)
-
-
-_open: weakref.WeakSet[SplitBackward] = weakref.WeakSet()
-"""Those to learn from."""
+            self._learned.learning = None

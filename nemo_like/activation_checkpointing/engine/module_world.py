@@ -35,7 +35,17 @@ _ABSENT = object()
 class ModuleWorld:
     """The modules of a region as its forward finds them; of little cost where they are as in the forward before."""
 
-    __slots__ = ("_containers", "_counted", "_flags", "_snapshot", "_versions", "generators", "halves", "outside", "stamp")
+    __slots__ = (
+        "_containers",
+        "_counted",
+        "_flags",
+        "_snapshot",
+        "_versions",
+        "generators",
+        "halves",
+        "outside",
+        "stamp",
+    )
 
     def __init__(self, module: nn.Module) -> None:
         walk, self._snapshot = walk_of(module)

@@ -73,7 +73,8 @@ class Region:
     __slots__ = (
         "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
         "inputs", "kept", "kinds", "last", "lent", "lock", "looker", "made_inside", "name", "outside", "owner", "policy",
-        "position", "replay_mode", "saved", "split", "storages", "transfer", "unwaited", "verification", "watch_versions", "world",
+        "position", "replay_mode", "saved", "split", "storages", "transfer", "unwaited", "verification", "watch_versions",
+        "world",
     )  # fmt: skip
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:

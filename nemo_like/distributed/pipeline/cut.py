@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.pipeline.parts import StageParts, StageSlice
+from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.module_tree import join
-
 
 STAGE_MARK = "_nemo_like_pipeline_stage"
 """Attribute of a stage's tree."""
@@ -99,7 +98,9 @@ def _belongs(name: str, parts: StageParts, stage: StageSlice) -> bool:
 class StageForward:
     """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss."""
 
-    def __init__(self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor]
+    ) -> None:
         self._inner = model.forward
         self._received, self._stage, self._loss_of = received, stage, loss_of
         self.takes_items = _takes_items(model)

@@ -17,7 +17,7 @@ from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
 from nemo_like.distributed.pipeline.cut import StageForward
-from nemo_like.distributed.pipeline.parts import StageParts, StageSlice
+from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.distributed.pipeline.schedules import make_schedule, stages_of
 from nemo_like.distributed.slots import show_shards
 from nemo_like.options import PipelineParallel
@@ -225,9 +225,7 @@ class Pipeline:
             counted = {name: parameter for name, parameter in counted.items() if name not in self.parts.tied}
         norm = clip_grad_norm_(counted.values(), float("inf"), norm_type)
         power = norm.to(self.device) if norm_type == float("inf") else norm.to(self.device) ** norm_type
-        dist.all_reduce(
-            power, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=self.group
-        )
+        dist.all_reduce(power, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=self.group)
         total = power if norm_type == float("inf") else power ** (1.0 / norm_type)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in self.parameters():
@@ -261,7 +259,7 @@ def _loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _tied_group(mesh: DeviceMesh) -> Any:

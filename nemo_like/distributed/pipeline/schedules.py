@@ -12,7 +12,7 @@ from nemo_like.options import PipelineParallel
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """What torch's schedule of a name asks for."""
 
     make: Callable[..., Any]
@@ -24,13 +24,13 @@ class Kind:
     """Gradients of inputs first, of weights later."""
 
 
-KINDS: dict[str, Kind] = {
-    "gpipe": Kind(pipelining.ScheduleGPipe, several=False),
-    "1f1b": Kind(pipelining.Schedule1F1B, several=False),
-    "interleaved_1f1b": Kind(pipelining.ScheduleInterleaved1F1B, several=True),
-    "interleaved_zero_bubble": Kind(pipelining.ScheduleInterleavedZeroBubble, several=True, splits_backward=True),
-    "zbv": Kind(pipelining.ScheduleZBVZeroBubble, several=True, v_shaped=True, splits_backward=True),
-    "dualpipev": Kind(pipelining.ScheduleDualPipeV, several=True, v_shaped=True, splits_backward=True),
+KINDS: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(pipelining.ScheduleGPipe, several=False),
+    "1f1b": ScheduleKind(pipelining.Schedule1F1B, several=False),
+    "interleaved_1f1b": ScheduleKind(pipelining.ScheduleInterleaved1F1B, several=True),
+    "interleaved_zero_bubble": ScheduleKind(pipelining.ScheduleInterleavedZeroBubble, several=True, splits_backward=True),
+    "zbv": ScheduleKind(pipelining.ScheduleZBVZeroBubble, several=True, v_shaped=True, splits_backward=True),
+    "dualpipev": ScheduleKind(pipelining.ScheduleDualPipeV, several=True, v_shaped=True, splits_backward=True),
 }
 
 

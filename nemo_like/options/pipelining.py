@@ -27,8 +27,8 @@ class PipelineParallel:
     stages_per_rank: int | None = None
     """None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
     balance: str | tuple[int, ...] = "time"
-    """``"time"``: the dearest stage costs least, embedding and head counted; ``"memory"``: by the predicted peak; or how
-    many layers each stage gets, from the first stage on."""
+    """``"time"``: the stage with the most FLOPs has as few as possible, the head counted; or how many layers each stage
+    gets, from the first stage on."""
     replay: str = "once"
     """Where a schedule cuts backward in two: ``"once"`` replays a checkpointed layer in the first half and keeps for the
     second one what that still needs; ``"twice"`` keeps nothing and replays again."""
@@ -36,7 +36,9 @@ class PipelineParallel:
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ValueError(f"pp is {self.size!r}; it must be a whole number of ranks >= 1.")
-        object.__setattr__(self, "schedule", normalise(self.schedule) if isinstance(self.schedule, str) else self.schedule)
+        object.__setattr__(
+            self, "schedule", normalise(self.schedule) if isinstance(self.schedule, str) else self.schedule
+        )
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"PipelineParallel.schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}."
@@ -53,7 +55,7 @@ class PipelineParallel:
         self._check_schedule()
         if isinstance(self.balance, list):
             object.__setattr__(self, "balance", tuple(self.balance))
-        if self.balance not in ("time", "memory"):
+        if self.balance != "time":
             self._check_counts()
         if self.replay not in ("once", "twice"):
             raise ValueError(f"PipelineParallel.replay is {self.replay!r}; it must be 'once' or 'twice'.")
@@ -64,7 +66,9 @@ class PipelineParallel:
         if self.schedule in _ONE_STAGE and per_rank != 1:
             raise ValueError(f"stages_per_rank is {per_rank}, and {self.schedule!r} has one; use 'interleaved_1f1b'.")
         if self.schedule in _V_SHAPED and per_rank != 2:
-            raise ValueError(f"stages_per_rank is {per_rank}, and {self.schedule!r} has two on each rank; leave it out.")
+            raise ValueError(
+                f"stages_per_rank is {per_rank}, and {self.schedule!r} has two on each rank; leave it out."
+            )
         rounds = max(1, microbatches // self.size)
         if self.schedule.startswith("interleaved") and microbatches % rounds:
             raise ValueError(
@@ -85,7 +89,7 @@ class PipelineParallel:
         counts = self.balance
         if not isinstance(counts, tuple) or not all(type(n) is int and n > 0 for n in counts) or not counts:
             raise ValueError(
-                f"PipelineParallel.balance is {counts!r}; it must be 'time', 'memory' or how many layers each stage gets, "
+                f"PipelineParallel.balance is {counts!r}; it must be 'time' or how many layers each stage gets, "
                 "such as [8, 8]."
             )
         if len(counts) != self.stages:
@@ -108,4 +112,3 @@ class PipelineParallel:
     def of(cls, pp: int | PipelineParallel) -> PipelineParallel:
         """What ``pp=`` means: a number of ranks, or the object."""
         return pp if isinstance(pp, PipelineParallel) else cls(pp)
-
