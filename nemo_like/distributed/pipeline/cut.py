@@ -9,6 +9,7 @@ in whose place stands a tensor of zeros in one element of memory, since the code
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,7 +89,7 @@ def cut(model: nn.Module, parts: StageParts, stage: StageSlice, device: torch.de
     return copied(model, ""), received
 
 
-_TABLES = (dict, type(nn.Module()._parameters), type(nn.Module()._forward_hooks), set)
+_TABLES = (dict, OrderedDict, set)
 
 
 def _belongs(name: str, parts: StageParts, stage: StageSlice) -> bool:
