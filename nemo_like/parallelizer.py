@@ -221,7 +221,7 @@ def parallelize(
                 "'selective', or budget without cp."
             )
         check_context_parallel(model, context, found)
-    experts = _check_expert_parallel(model, shard_mesh, asked, expert)
+    experts = _check_expert_parallel(model, shard_mesh, expert)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
     else:
@@ -229,8 +229,9 @@ def parallelize(
     if isinstance(asked, MemoryBudget):
         ddp_ranks = mesh is not None and word == "ddp"
         asked = planned(
-            model, asked, chosen, sample_input, _planning(shard_mesh, loop, cast, fsdp, loss, place, ddp=ddp_ranks)
-        )
+            model, asked, chosen, sample_input,
+            _planning(shard_mesh, loop, cast, fsdp, loss, place, expert, ddp=ddp_ranks),
+        )  # fmt: skip
     specs = resolve(model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None)
     check_specs(model, specs, compile=backend is not None)
 
@@ -270,7 +271,7 @@ def parallelize(
 
 def _planning(
     mesh: DeviceMesh | None, step: StepSpec, precision: Precision, fsdp: FSDP2, loss: str | ChunkedLoss,
-    offload: OffloadConfig, *, ddp: bool,
+    offload: OffloadConfig, expert: ExpertParallel, *, ddp: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """What `plan_for` is to know of the step."""
     return dict(
@@ -282,6 +283,9 @@ def _planning(
         loss=loss,
         offload=offload,
         ddp=ddp,
+        ep=expert.size,
+        expert_plan=expert.plan,
+        imbalance=expert.imbalance,
     )
 
 
@@ -331,7 +335,7 @@ def _check_tensor_parallel(mesh: DeviceMesh | None, asked: Asked, tensor: Tensor
 
 
 def _check_expert_parallel(
-    model: nn.Module, mesh: DeviceMesh | None, asked: Asked, expert: ExpertParallel
+    model: nn.Module, mesh: DeviceMesh | None, expert: ExpertParallel
 ) -> tuple[Experts, ...]:
     """The modules whose experts are to be split."""
     if mesh is None or expert.size == 1:
@@ -340,11 +344,6 @@ def _check_expert_parallel(
         if expert.plan is not None:
             warn_once("ExpertParallel.plan was given, and ep is one rank: no experts are split.")
         return ()
-    if isinstance(asked, MemoryBudget):
-        raise ValueError(
-            f"ac is {asked} beside expert parallelism: a plan is traced on one rank. Use a mode such as 'selective', or "
-            "budget without ep."
-        )
     return check_experts(model, mesh, expert)
 
 

@@ -36,6 +36,8 @@ class OpFacts:
     """A fused attention kernel: it runs at the device's attention speed, and draws only with dropout."""
     collective: bool = False
     """Every rank has to call it, with data."""
+    exchange: bool = False
+    """A collective that sends its input to other ranks, priced by the network; it may be sent again."""
     free: bool = False
     """An allocation, a view, a question about metadata, a range of the profiler: nothing is computed."""
     random: bool = False
@@ -109,7 +111,7 @@ _ROWS: dict[str, OpFacts] = {
     "hybrid_ep.combine.default": _COLLECTIVE,
     # Expert parallelism: who sends how many tokens to whom, and the tokens. These may be sent again, by all ranks alike.
     "nemo_like.route.default": OpFacts(saved=True, pinned=True, collective=True),
-    "nemo_like.exchange_rows.default": OpFacts(saved=True, collective=True),
+    "nemo_like.exchange_rows.default": OpFacts(saved=True, collective=True, exchange=True),
     # Reading a number of the device waits for the device, so it is not done twice.
     "aten._local_scalar_dense.default": OpFacts(saved=True, pinned=True),
     # They return their input's storage, which their schemas don't say: keeping the input keeps the output.
@@ -153,6 +155,7 @@ def facts(op: Op) -> OpFacts:
         alternates=row.alternates,
         attention=row.attention,
         collective=row.collective or namespace in _COLLECTIVE_NAMESPACES,
+        exchange=row.exchange,
         free=free or namespace in _FREE_NAMESPACES,
         random=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
         mutating=bool(schema is not None and schema.is_mutable),

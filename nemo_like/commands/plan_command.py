@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=int, default=1, help="ranks in all (default: %(default)s)")
     add("--dp-replicate", type=int, default=1, help="replicas of the sharded model, HSDP (default: %(default)s)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
+    add("--ep", type=int, default=1, help="ranks that each layer's experts are split over (default: %(default)s)")
+    add("--imbalance", type=float, help="rows of the fullest rank's experts, 1 (balanced) to --ep (default: 1.5)")
     add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
     add("--batch-size", type=int, default=1, help="sequences per rank and microbatch (default: %(default)s)")
     add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
@@ -103,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
             # One rank keeps the model whole, whatever the strategy, and computes under autocast.
             fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch),
             tp=args.tp,
+            ep=args.ep,
+            imbalance=args.imbalance,
             loss=ChunkedLoss.of(args.loss),
         )
 
@@ -183,7 +187,7 @@ def _precision(args: argparse.Namespace) -> Precision:
 
 
 def _shard_ranks(args: argparse.Namespace) -> int:
-    for name in ("world_size", "dp_replicate", "tp", "seq_len", "batch_size"):
+    for name in ("world_size", "dp_replicate", "tp", "ep", "seq_len", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
     if args.prefetch < 0:
@@ -193,6 +197,8 @@ def _shard_ranks(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--world-size {args.world_size} is not divisible by --dp-replicate {args.dp_replicate} x --tp {args.tp}."
         )
+    if rest % args.ep:
+        raise ValueError(f"--ep {args.ep} does not divide the {rest} ranks that parameters are sharded over.")
     return rest
 
 

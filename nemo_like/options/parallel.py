@@ -193,7 +193,7 @@ class ExpertParallel:
     """Split each layer's experts over `size` ranks, which exchange tokens. ``ep=4`` means the defaults.
 
     >>> ExpertParallel.of(4)
-    ExpertParallel(size=4, plan=None)
+    ExpertParallel(size=4, plan=None, imbalance=None)
     """
 
     size: int = 1
@@ -202,10 +202,15 @@ class ExpertParallel:
     """Name pattern of the modules that hold experts, in weights of ``(experts, ..., ...)``, to how they are called:
     ``routed`` (tokens (N, D), chosen experts (N, k), their weights (N, k)) or ``every`` (rows of all experts one after the
     other). None: the plan of the model's config, else by structure."""
+    imbalance: float | None = None
+    """What a memory budget counts with: rows of the fullest rank's experts, as a multiple of those of a balanced router.
+    From 1 (balanced) to `size` (one rank gets all rows); None: 1.5, since a new router is unbalanced."""
 
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ValueError(f"ep is {self.size!r}; it must be a whole number of ranks >= 1.")
+        if self.imbalance is not None and not 1 <= self.imbalance <= self.size:
+            raise ValueError(f"ExpertParallel.imbalance is {self.imbalance!r}; it must be from 1 to size, {self.size}.")
         if self.plan is None:
             return
         if not isinstance(self.plan, Mapping) or not self.plan:

@@ -126,6 +126,9 @@ def op_seconds(op: OpRecord, device: Device) -> float:
     """``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` (Williams et al., "Roofline", CACM 2009)."""
     if op.view:
         return 0.0
+    if facts(op.op).exchange:
+        # Half of what it moves is sent. A network card reaches the device over the bus to the host, so that bus bounds it.
+        return op.moved / 2 / device.host_link
     kind = "half" if op.half else "single"
     speed = (device.attention_flops if facts(op.op).attention else device.matmul_flops)[kind]
     return max(op.flops / speed, op.moved / device.bandwidth)

@@ -19,6 +19,7 @@ from torch import nn
 from nemo_like.activation_checkpointing import ops
 from nemo_like.op_lookup import packet_name
 from nemo_like.planning.cuda_ops import CudaOps
+from nemo_like.planning.expert_twin import planned_table
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types
 
@@ -65,6 +66,8 @@ class FakeRun(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         inputs = tensors_in((args, kwargs))
+        if func is _ROUTE:
+            return self._route(*args, **kwargs)
         written = ops.written_tensors(func, args, kwargs)
         random = ops.facts(func).random and not all(_integer(t) for t in inputs)
         if written and (random or any(isinstance(t, FakeTensor) for t in inputs)):
@@ -126,6 +129,14 @@ class FakeRun(TorchDispatchMode):
         width = -(-out.shape[-1] // pad) * pad
         strides = (*((width * out.shape[-2],) if out.dim() == 3 else ()), width, 1)
         return torch.empty_strided(out.shape, strides, dtype=a.dtype)
+
+    def _route(self, chosen: torch.Tensor, experts: int, group: str) -> tuple[torch.Tensor, ...]:
+        """Who sends how many rows to whom is a plan's, and real; which rows has no values."""
+        table = planned_table(chosen.shape[0], experts, group)
+        sizes = [chosen.shape[0], int(table[1].sum())]
+        with self.fake:
+            order, arrange = (torch.empty(size, dtype=torch.int64) for size in sizes)
+        return order, table, arrange
 
     def _bincount(self, ids: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
         """Counts of ``minlength`` kinds, experts for example: no id is taken to be larger, which values would tell."""
@@ -198,6 +209,7 @@ _RMS_NORM: dict[Any, Callable[..., Any]] = {
 }
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
+_ROUTE = torch.ops.nemo_like.route.default
 _BINCOUNT = torch.ops.aten.bincount.default
 _EMBEDDING = torch.ops.aten.embedding.default
 _INDEXED = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default))

@@ -37,6 +37,8 @@ class LayerMemory:
     """Of `held`, what waits in host memory."""
     grads: int = 0
     """Whole gradients of its parameters; used where they are freed while it runs (`Microbatch.frees`)."""
+    experts: UnitBytes | None = None
+    """The unit of its experts, inside; None where they are not split."""
 
 
 @dataclass
@@ -103,7 +105,9 @@ def step_peak(
         _stretch(walk, outer.forward[i], f"before layer {i}, forward")
         comm.before_forward(i)
         now["outside of layers"] = outer.forward[i].left
+        comm.before_experts(layer.experts)
         walk.look(f"forward of layer {i}", running_layer=layer.memory.forward_peak)
+        comm.after_experts(layer.experts)
         now["held activations"] = _held(layers[: i + 1], offload)
         comm.after_forward(i)
     comm.before_tail()
@@ -122,9 +126,18 @@ def step_peak(
         comm.before_backward(i)
         now["held activations"] = _held(layers[:i], offload)
         now["outside of layers"] = stretch.left - tail_grads - layer.memory.output_grad
-        walk.look(f"backward of layer {i}", running_layer=layer.memory.backward_peak + layer.inputs)
+        gathered = comm.gathered_in_backward(layer.experts)
+        walk.look(
+            f"backward of layer {i}", running_layer=layer.memory.backward_peak + layer.inputs, gathered_layers=gathered
+        )
         now["running layer"] = layer.memory.param_grad + layer.memory.input_grad
-        comm.after_backward(i, layer.memory.param_grad, layer.grads)
+        grads = layer.memory.param_grad
+        if layer.experts is not None:
+            whole = layer.experts.whole_grad
+            comm.reduce_experts(layer.experts, whole)
+            now["running layer"] -= whole
+            grads -= whole
+        comm.after_backward(i, grads, layer.grads)
         now["running layer"] = 0
         after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
         _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}, backward")
@@ -216,6 +229,27 @@ class _Comm:
             self.now["gathered layers"] += unit.gathered
             self.walk.look("copying out", gathered_layers=unit.copied)
         self._fetch_ahead(i)
+
+    def before_experts(self, unit: UnitBytes | None) -> None:
+        """Experts are gathered inside the layer, when its forward comes to them; alone on their rank, copied."""
+        if unit is not None:
+            flat = 0 if unit.gathered == unit.shard_gathered else unit.gathered
+            self.walk.look("gathering experts", gathered_layers=flat + unit.gather_input)
+            self._keep("gathered layers", flat)
+            self.now["gathered layers"] += flat + unit.gathered
+
+    def after_experts(self, unit: UnitBytes | None) -> None:
+        if unit is not None and unit.reshard:
+            self.now["gathered layers"] -= unit.gathered
+
+    def gathered_in_backward(self, unit: UnitBytes | None) -> int:
+        """Of experts, while their layer's backward runs, beyond those that forward left gathered."""
+        return unit.gathered if unit is not None and unit.reshard else 0
+
+    def reduce_experts(self, unit: UnitBytes, grads: int) -> None:
+        """When backward has gone through the experts, before the rest of their layer's gradients."""
+        self.now["gathered layers"] -= 0 if unit.reshard else unit.gathered
+        self._reduce(unit, grads)
 
     def after_forward(self, i: int) -> None:
         unit = self._unit(i)

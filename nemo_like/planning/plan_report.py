@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, StepSpec, dtype_word
+from nemo_like.options import FSDP2, ChunkedLoss, ExpertParallel, MemoryBudget, Precision, StepSpec, dtype_word
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import BudgetError, Planner, Setup
 from nemo_like.planning.sharding import optimizer_bytes
@@ -80,6 +80,7 @@ class PlanReport:
             "ac": ac,
             "dp_replicate": self.dp_replicate if self.dp_replicate > 1 else None,
             "tp": setup.tp if setup.tp > 1 else None,
+            "ep": _experts(setup),
             "precision": _precision(setup.precision),
             "loss": None if setup.loss is None else _loss(setup.loss),
             **({} if mode else _step(setup.step)),
@@ -153,6 +154,12 @@ def _shown(options: Any) -> str:
         if getattr(options, field.name) != field.default
     ]
     return f"{type(options).__name__}({', '.join(changed)})"
+
+
+def _experts(setup: Setup) -> str | None:
+    if setup.ep == 1:
+        return None
+    return str(setup.ep) if setup.imbalance is None else _shown(ExpertParallel(setup.ep, imbalance=setup.imbalance))
 
 
 def _loss(loss: ChunkedLoss) -> str:

@@ -29,6 +29,7 @@ from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
 from nemo_like.planning.capture import ModelTrace, trace_model
 from nemo_like.planning.devices import Device, device_at_hand, resolve_device
+from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
 from nemo_like.planning.outer import OuterMemory, outer_memory
@@ -64,6 +65,13 @@ class Setup:
     """`DistributedDataParallel` averages gradients, in buckets that stay."""
     tp: int = 1
     """Tensor-parallel ranks (see `nemo_like.planning.sharding`)."""
+    ep: int = 1
+    """Ranks that each layer's experts are split over."""
+    expert_plan: Mapping[str, str] | None = None
+    """Which modules hold experts, where the caller says."""
+    imbalance: float | None = None
+    """Rows of the fullest rank's experts, as a multiple of those of a balanced router; None:
+    `nemo_like.planning.expert_twin.IMBALANCE`, and at most `ep`."""
     offload: OffloadConfig = field(default_factory=lambda: OffloadConfig("none"))
     """What waits in host memory between forward and backward."""
     loss: ChunkedLoss | None = None
@@ -85,6 +93,11 @@ class Planner:
         self.skip = _can_skip() if skip is None else skip
         self.whole = model
         self.model = local_twin(model, setup.tp)
+        self.experts: tuple[Experts, ...] = ()
+        if setup.ep > 1:
+            self.model, self.experts = expert_twin(
+                self.model, setup.ep, planned_imbalance(setup), setup.expert_plan
+            )
         if setup.loss is not None:
             check_head(self.model)
         self.layers, self.chosen = _found_and_chosen(self.model, layers)
@@ -241,7 +254,7 @@ class Planner:
         precision = Precision() if s.fsdp is None else s.precision
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
-            trained=self.trained,
+            trained=self.trained, experts=[each.module for each in self.experts], ep=s.ep,
         )  # fmt: skip
 
     @cached_property
@@ -288,8 +301,8 @@ class Planner:
             state = _RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
             state += trace.state_bytes if choice.decisions else 0
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
-            unit = units.get(id(call.module))
-            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, unit, moved, whole))
+            unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
+            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, unit, moved, whole, experts))
         names = {name: id(p) for name, p in self.model.named_parameters()}
         grads = {} if micro.accumulates else self.outer().param_grads
         tail = sum(size for name, size in grads.items() if names.get(name) in sharding.tail_params)
@@ -464,6 +477,9 @@ def plan_for(
     step: StepSpec | None = None,
     ddp: bool = False,
     layers: Any = None,
+    ep: int = 1,
+    expert_plan: Mapping[str, str] | None = None,
+    imbalance: float | None = None,
     precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = None,
     fsdp: FSDP2 | None = FSDP2(),  # noqa: B008 - frozen
     skip: bool | None = None,
@@ -487,6 +503,8 @@ def plan_for(
         ddp: `DistributedDataParallel` averages the gradients (with ``fsdp=None``).
         layers: as for `nemo_like.layers.find.find_layers`; where they are some of the layers that would be found, the
             others are left without checkpointing, and count in the peak.
+        ep, expert_plan, imbalance: ranks that experts are split over, which modules hold them, and how unevenly tokens
+            come to them, as in `nemo_like.options.ExpertParallel`.
         precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``). ``fsdp=None``: the
             model stays whole (``"ddp"``, ``"single"``, one rank), and `precision` means autocast.
         skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed (else said once).
@@ -513,7 +531,8 @@ def plan_for(
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(
         shard_ranks=shard_ranks(mesh, world_size), step=StepSpec.of(step, optimizer), precision=Precision.of(precision),
-        fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), loss=ChunkedLoss.of(loss), offload=OffloadConfig.of(offload),
+        fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), ep=ep, expert_plan=expert_plan, imbalance=imbalance,
+        loss=ChunkedLoss.of(loss), offload=OffloadConfig.of(offload),
     )  # fmt: skip
 
     def make() -> Plan:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +47,8 @@ class UnitBytes:
     """The last such parameter's gradient: alive until the unit's gradients are reduced."""
     reshard: bool
     """Freed after forward."""
+    shard_gathered: int = 0
+    """Its shard in the dtype of forward: as much as what is gathered where one rank holds all of it."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,15 @@ class Sharding:
     """Ids of the tail's parameters."""
     padding: int = 0
     """Bytes of `params` that no parameter needs, because the ranks do not divide it."""
+    experts: Mapping[int, UnitBytes] = field(default_factory=dict)
+    """By id of the bare layer, the unit of its experts inside, where these are split."""
     trained: tuple[int, ...] = ()
     """This rank's share of each parameter that trains, in the order of ``model.parameters()``, bytes."""
 
     @property
     def all(self) -> tuple[UnitBytes, ...]:
         """Every unit once."""
-        return (*self.units, *((self.tail,) if self.tail else ()), self.root)
+        return (*self.units, *self.experts.values(), *((self.tail,) if self.tail else ()), self.root)
 
     @property
     def params(self) -> int:
@@ -85,15 +89,17 @@ class Sharding:
 
 def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
-    trained: frozenset[int] | None = None,
+    trained: frozenset[int] | None = None, experts: Sequence[nn.Module] = (), ep: int = 1,
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
-    `trained`: ids of the parameters that get a gradient; None: all that require one.
+    `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: modules with the experts of
+    one rank out of `ep`, units of their own that the ranks with the same experts shard.
     """
     # A model that stays whole may have trainable scalars (CLIP's temperature); only FSDP refuses them.
     scalars = [p for p in model.parameters() if p.dim() == 0] if shard_ranks == 1 else []
-    plan = plan_units(model, layers, ignored_params=scalars)
+    own = [p for module in experts for p in module.parameters()]
+    plan = plan_units(model, layers, ignored_params=[*scalars, *own])
     last = plan.layers[-1] if plan.layers else None
     dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
 
@@ -107,6 +113,15 @@ def sharding_of(
             trained,
         )  # fmt: skip
 
+    inner, apart = {}, shard_ranks // ep
+    for layer in (bare(source.modules[0]) for source in plan.layers):
+        params = [p for module in experts if module in set(layer.modules()) for p in module.parameters()]
+        if params:
+            reshard = asked if isinstance(asked, bool) else True
+            inner[id(layer)] = _unit(
+                "experts", params, apart, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained
+            )
+    theirs = {id(p) for p in own}
     sharded = [p for source in plan.units for p in source.params]
     root = unit(plan.root)
     for extra in plan.by_dtype:
@@ -116,15 +131,16 @@ def sharding_of(
         modules=tuple(id(bare(source.modules[0])) for source in plan.layers),
         tail=unit(plan.tail) if plan.tail else None,
         root=root,
-        replicated=sum(p.numel() * p.element_size() for p in plan.replicated),
+        replicated=sum(p.numel() * p.element_size() for p in plan.replicated if id(p) not in theirs),
+        experts=inner,
         world=shard_ranks,
         # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
         padding=sum((_padded(p, shard_ranks) - p.numel()) * p.element_size() for p in sharded) // shard_ranks,
         trained=tuple(
-            _padded(p, shard_ranks) // shard_ranks * p.element_size()
-            for p in model.parameters()
+            _padded(p, ranks) // ranks * p.element_size()
+            for p, ranks in ((p, apart if id(p) in theirs else shard_ranks) for p in model.parameters())
             if p.requires_grad and (trained is None or id(p) in trained)
         ),
     )
@@ -155,6 +171,7 @@ def _unit(
         ),
         whole_grad=sum(p.numel() * (reduce_dtype or param_dtype or p.dtype).itemsize for _, p in trained),
         reshard=reshard,
+        shard_gathered=sum(n * size for n, size in compute),
     )
 
 

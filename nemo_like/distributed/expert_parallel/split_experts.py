@@ -57,6 +57,7 @@ def split_experts(found: Sequence[Experts], mesh: ExpertMesh) -> None:
 
     The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there.
     """
+    tp = mesh.dense["tp"] if axis_size(mesh.dense, "tp") > 1 else None
     for experts in found:
         module = experts.module
         for name in experts.parameters:
@@ -67,7 +68,7 @@ def split_experts(found: Sequence[Experts], mesh: ExpertMesh) -> None:
             kept = nn.Parameter(_own_memory(part), requires_grad=whole.requires_grad)
             kept.__dict__.update(whole.__dict__)
             module._parameters[name] = kept
-        module.forward = SplitExperts(experts, mesh)
+        module.forward = SplitExperts(experts, ranks=mesh.ep.size(), group=group_key(mesh.ep.get_group()), tp=tp)
 
 
 def _own_memory(part: DTensor) -> DTensor:
@@ -81,16 +82,16 @@ def _own_memory(part: DTensor) -> DTensor:
 class SplitExperts:
     """The forward of a module whose experts are split: exchange, compute, exchange back.
 
-    Takes and gives what the module's own forward does (`Experts.call`), on this rank's tokens.
+    Takes and gives what the module's own forward does (`Experts.call`), on this rank's tokens. `ranks`: those that share
+    the experts; `group`: their process group, by `group_key`; `tp`: ranks with the same tokens.
     """
 
-    def __init__(self, experts: Experts, mesh: ExpertMesh) -> None:
+    def __init__(self, experts: Experts, *, ranks: int, group: str, tp: DeviceMesh | None = None) -> None:
         self.fqn, self.count, self.call = experts.fqn, experts.count, experts.call
         self.module = experts.module
         self.inside = type(experts.module).forward
-        self.group = group_key(mesh.ep.get_group())
-        self.tp = mesh.dense["tp"] if axis_size(mesh.dense, "tp") > 1 else None
-        self.local = experts.count // mesh.ep.size()
+        self.group, self.tp = group, tp
+        self.local = experts.count // ranks
         self.understood = is_understood(experts.module)
         self.sparse = self.understood and zero_rows_stay_zero(experts.module)
 
@@ -109,7 +110,7 @@ class SplitExperts:
             hidden, chosen, weights = (_own_part(tensor, self.tp) for tensor in (hidden, chosen, weights))
         top_k = chosen.shape[-1]
         order, out = self.exchanged(hidden, chosen.reshape(-1), top_k)
-        out = out[_inverse(order)].view(*chosen.shape, -1) * weights[..., None]
+        out = out.index_select(0, _inverse(order)).view(*chosen.shape, -1) * weights[..., None]
         out = out.sum(1).to(hidden.dtype)
         return out if self.tp is None else _all_parts(out, self.tp, tokens)
 
@@ -130,10 +131,12 @@ class SplitExperts:
         """What the experts make of row ``i // top_k`` of `hidden` for each `i` of `chosen`, and the order that it is in."""
         order, table, arrange = route(chosen, self.count, self.group)
         (sent, received), counts = table.sum(-1).tolist(), table[1].sum(0).tolist()
-        rows = hidden[order[: sum(sent)] // top_k]
+        # Not `hidden[...]`, which may copy the index first; nor index_select, whose gradient adds in no fixed order where a
+        # row is taken several times. Permutations take each row once.
+        rows = torch.ops.aten.index.Tensor(hidden, [order[: sum(sent)] // top_k])
         rows = exchange_rows(rows, sent, received, self.group)
-        out = self.compute(rows[arrange], counts)
-        return order, exchange_rows(out[_inverse(arrange)], received, sent, self.group)
+        out = self.compute(rows.index_select(0, arrange), counts)
+        return order, exchange_rows(out.index_select(0, _inverse(arrange)), received, sent, self.group)
 
     def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows (R, D), sorted by expert, `counts` of each of this rank's → (R, D)."""
@@ -169,9 +172,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _inverse(order: Tensor) -> Tensor:
     """The permutation that undoes `order`."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0], device=order.device)
-    return inverse
+    return torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 def _own_part(whole: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:

@@ -1,0 +1,95 @@
+"""The model as one rank has it under expert parallelism, and how many tokens that rank's experts get."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.distributed.expert_parallel import Experts, find_experts
+from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
+from nemo_like.distributed.expert_parallel.split_experts import SplitExperts
+
+IMBALANCE = 1.5
+"""Rows that the fullest rank's experts get, as a multiple of what they would get if all got alike, where nobody says. A
+router that has not been trained yet spreads tokens badly, and its first hundred steps have the highest peak."""
+
+_PLANNED = "planned"
+
+
+def planned_imbalance(setup: Any) -> float:
+    """The imbalance that a `nemo_like.planning.planner.Setup` means.
+
+    Raises:
+        ValueError: tensor parallelism beside `ep`, of which the bytes of one rank are not known.
+    """
+    if setup.tp > 1:
+        raise ValueError(f"ep={setup.ep} beside tp={setup.tp} can't be planned; plan one of the two with the other at 1.")
+    return min(IMBALANCE, setup.ep) if setup.imbalance is None else setup.imbalance
+
+
+def expert_twin(
+    model: nn.Module, ep: int, imbalance: float, plan: Mapping[str, str] | None = None
+) -> tuple[nn.Module, tuple[Experts, ...]]:
+    """A twin of `model` with the experts that one of `ep` ranks holds, on the meta device; its experts.
+
+    Other parameters have the shapes of the whole model, and no values; buffers are the model's own. In a traced run each
+    layer's experts get ``imbalance`` times the rows of a balanced router, evenly over those of the rank.
+
+    Raises:
+        ValueError: no experts, or a number of them that `ep` does not divide; `imbalance` below 1 or above `ep`.
+    """
+    if not 1 <= imbalance <= ep:
+        raise ValueError(
+            f"imbalance is {imbalance:g}; it must be from 1 (every rank gets as many rows) to ep, {ep} (one gets them all)."
+        )
+    found = find_experts(model, plan)
+    if not found:
+        raise ValueError(f"ep is {ep}, and no experts were found in this {type(model).__name__}: use ep=1.")
+    split = {id(experts.module): experts for experts in found}
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                memo[id(parameter)] = _cut(parameter, split.get(id(module)), ep)
+    twin = copy.deepcopy(model, memo)
+    here = tuple(Experts(e.fqn, twin.get_submodule(e.fqn), e.count, e.call) for e in found)
+    for experts in here:
+        # Called with a row for each expert and token, such a module sends those that the router chose.
+        sent = _top_k(model) / experts.count if zero_rows_stay_zero(experts.module) else 1.0
+        key = f"{_PLANNED}:{ep}:{imbalance}:{sent}"
+        experts.module.forward = SplitExperts(experts, ranks=ep, group=key)
+    return twin, here
+
+
+def _top_k(model: nn.Module) -> int:
+    """Experts that a token goes to, by the model's config."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "num_experts_per_tok", 1) or 1)
+
+
+def _cut(parameter: nn.Parameter, experts: Experts | None, ep: int) -> nn.Parameter:
+    count = parameter.shape[0] if experts is None else parameter.shape[0] // ep
+    if experts is not None and experts.count % ep:
+        raise ValueError(f"ep is {ep}, which does not divide the {experts.count} experts of {experts.fqn!r}.")
+    shape = (count, *parameter.shape[1:]) if parameter.dim() else ()
+    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+
+
+def planned_table(rows: int, experts: int, group: str) -> Tensor:
+    """What `nemo_like::route` says in a traced run of who sends how many of a rank's `rows` to whom."""
+    word, ranks, imbalance, sent = group.split(":")
+    assert word == _PLANNED
+    rows = round(rows * float(sent))
+    received = round(rows * float(imbalance))
+    return torch.stack([_spread(rows, int(ranks), experts), _spread(received, int(ranks), experts)])
+
+
+def _spread(rows: int, ranks: int, experts: int) -> Tensor:
+    """`rows` as evenly as they go: (ranks, experts / ranks)."""
+    numbers = [rows // experts + (number < rows % experts) for number in range(experts)]
+    return torch.tensor(numbers).view(ranks, experts // ranks)
