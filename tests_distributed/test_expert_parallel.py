@@ -14,7 +14,7 @@ from tests.models.tiny import llama
 from tests_distributed.spawn import run_ranks
 from tests_distributed.whole_gradients import assert_close, expected, gradients
 
-MODES = ("none", "full", "selective", "submodule", "sequential")
+MODES = ("none", "full", "selective", "submodule", "sequential", "40%")
 
 
 def _one_family(rank: int, world_size: int, name: str, ep: int, modes: tuple[str, ...]) -> None:
@@ -23,7 +23,8 @@ def _one_family(rank: int, world_size: int, name: str, ep: int, modes: tuple[str
     mine = ids[rank : rank + 1]
     plain = None
     for mode in modes:
-        model = parallelize(build(name), ac=mode, ep=ep, device="cpu")
+        sample = {"input_ids": mine, "labels": mine} if "%" in mode else None
+        model = parallelize(build(name), ac=mode, ep=ep, device="cpu", sample_input=sample)
         part = model(input_ids=mine, labels=mine).loss
         part.backward()
         parts = [torch.zeros(()) for _ in range(world_size)]
@@ -151,7 +152,7 @@ def _refused(rank: int, world_size: int) -> None:
     for arguments, message in (
         (dict(ep=4), "does not divide"),
         (dict(ep=0), "whole number of ranks"),
-        (dict(ep=2, ac="50%", sample_input={"input_ids": tokens(2)}), "beside expert parallelism"),
+        (dict(ep=2, ac="50%"), "needs a sample_input|Pass sample_input"),
         (dict(ep=2, strategy="ddp"), "keeps them whole"),
         (dict(ep=ExpertParallel(2, plan={"nowhere": "routed"})), "matches no module"),
         (dict(ep=ExpertParallel(2, plan={"model.layers.*.mlp": "routed"})), "not fused"),

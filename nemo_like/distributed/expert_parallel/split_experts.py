@@ -130,7 +130,9 @@ class SplitExperts:
     def exchanged(self, hidden: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """What the experts make of row ``i // top_k`` of `hidden` for each `i` of `chosen`, and the order that it is in."""
         order, table, arrange = route(chosen, self.count, self.group)
-        (sent, received), counts = table.sum(-1).tolist(), table[1].sum(0).tolist()
+        # Added up in Python: a sum of the table would be an operator, which a plan might replay or leave out.
+        to, of = table.tolist()
+        sent, received, counts = [sum(row) for row in to], [sum(row) for row in of], [sum(row) for row in zip(*of)]
         # Not `hidden[...]`, which may copy the index first; nor index_select, whose gradient adds in no fixed order where a
         # row is taken several times. Permutations take each row once.
         rows = torch.ops.aten.index.Tensor(hidden, [order[: sum(sent)] // top_k])

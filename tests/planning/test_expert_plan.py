@@ -1,0 +1,104 @@
+"""Plans for experts on other ranks: bytes by hand, tokens by imbalance, exchanges as operators with a price."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_like.layers import find_layers
+from nemo_like.models import resolve_model
+from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.expert_twin import expert_twin, planned_table
+from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.sharding import sharding_of
+from tests.models.expert_families import NAMES, build, tokens
+
+EXCHANGE = "nemo_like.exchange_rows.default"
+
+
+def test_parameter_bytes_of_deepseek_v3_on_1024_ranks() -> None:
+    whole = resolve_model("deepseek-v3").build("meta")
+    twin, experts = expert_twin(whole, 64, 1.5)
+    sharding = sharding_of(
+        twin, find_layers(twin), shard_ranks=1024, precision=Precision("bf16"), fsdp=FSDP2(),
+        experts=[each.module for each in experts], ep=64,
+    )  # fmt: skip
+    # 58 layers of 256 experts: gate, up and down of 7168 x 2048, float32. 4 experts for each of 64, over 16 ranks.
+    by_hand = 58 * 256 * 3 * 7168 * 2048 * 4 // 1024
+    units = sharding.experts.values()
+    assert len(units) == 58 and sum(unit.shard for unit in units) == by_hand
+    # A rank gathers the four experts that it computes with, in bfloat16.
+    assert {unit.gathered for unit in units} == {4 * 3 * 7168 * 2048 * 2}
+    # The rest, by the paper: 671.03 billion in all.
+    rest = sum(p.numel() for p in whole.parameters()) * 4 // 1024 - by_hand
+    assert sum(p.numel() for p in whole.parameters()) == 671_026_404_352
+    assert sharding.params - by_hand - rest == pytest.approx(sharding.padding, abs=4096)
+
+
+def _planner(imbalance: float | None, name: str = "mixtral", ep: int = 2) -> Planner:
+    ids = tokens(1, 32)
+    sample = {"input_ids": ids, "labels": ids}
+    setup = Setup(shard_ranks=4, ep=ep, imbalance=imbalance)
+    return Planner(build(name, "meta"), sample, device=resolve_device("h100"), setup=setup)
+
+
+def test_rows_grow_with_imbalance() -> None:
+    rows = 32 * 2
+    for imbalance in (1.0, 2.0):
+        planner = _planner(imbalance)
+        records = [r for problem in planner.problems for r in problem.records if str(r.op) == EXCHANGE]
+        there, back = records  # one kind of layer
+        assert there.bytes == rows * imbalance * 32 * 4 and back.bytes == rows * 32 * 4
+    balanced, default, worst = (_planner(i).held(_planner(i).uniform("none")) for i in (1.0, None, 2.0))
+    assert balanced < default < worst
+    assert default - balanced == pytest.approx(worst - default, rel=0.01)
+
+
+def test_the_table_of_a_plan_adds_up() -> None:
+    table = planned_table(10, 6, "planned:3:1.5:1.0")
+    assert table.shape == (2, 3, 2) and table.sum((1, 2)).tolist() == [10, 15]
+    assert table.max() - table[0].min() <= 2
+
+
+def test_an_exchange_is_kept_or_repeated_at_the_price_of_the_network() -> None:
+    planner = _planner(1.0)
+    problem = planner.problems[0]
+    seconds = {s for r, s in zip(problem.records, problem.seconds, strict=True) if str(r.op) == EXCHANGE}
+    device = resolve_device("h100")
+    assert seconds == {32 * 2 * 32 * 4 / device.host_link}
+    full, none = planner.uniform("full")[0], planner.uniform("none")[0]
+    assert full.held_bytes < none.held_bytes
+    words = dict(zip((str(r.op) for r in problem.records), full.decisions, strict=False))
+    assert words[EXCHANGE] == "recompute"
+    rows = planner.plan(MemoryBudget.parse("60%")).layers[0].decisions
+    assert rows is not None and set(rows.get(EXCHANGE, ())) <= {"save", "recompute", "skip"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_can_be_planned(name: str) -> None:
+    planner = _planner(None, name)
+    plan = planner.plan(MemoryBudget.parse("50%"))
+    assert 0 < plan.held_bytes <= 0.5 * plan.none_bytes + 1
+
+
+def test_what_cannot_be_planned_says_so() -> None:
+    with pytest.raises(ValueError, match=r"from 1 .* to ep, 2"):
+        _planner(3.0)
+    with pytest.raises(ValueError, match="from 1 to size, 2"):
+        ExpertParallel(2, imbalance=0.5)
+    with pytest.raises(ValueError, match="beside tp=2"):
+        Planner(build("mixtral", "meta"), {"input_ids": tokens(1)}, device=resolve_device("cpu"), setup=Setup(ep=2, tp=2))
+    with pytest.raises(ValueError, match="does not divide the 4 experts"):
+        _planner(1.0, ep=3)
+
+
+def test_a_model_is_not_changed() -> None:
+    model = build("mixtral")
+    before = {name: (p, p.shape) for name, p in model.named_parameters()}
+    twin, _ = expert_twin(model, 2, 1.0)
+    assert all(model.get_parameter(name) is p and p.shape == shape for name, (p, shape) in before.items())
+    assert "forward" not in vars(model.model.layers[0].mlp.experts)
+    assert all(p.is_meta for p in twin.parameters())
+    assert sum(p.numel() for p in twin.parameters()) < sum(p.numel() for p in model.parameters())
+    torch.testing.assert_close(twin.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
