@@ -144,6 +144,11 @@ def graph_is_kept() -> bool | None:
     return _keep_graph()
 
 
+def in_backward() -> bool:
+    """Whether a backward runs now on this thread, as it does in every replay; False where torch does not tell."""
+    return _graph_task is not None and _graph_task() != -1
+
+
 def in_functorch_transform() -> bool:
     """Whether a `torch.func` transform is active; False where torch does not tell."""
     return _functorch_level is not None and _functorch_level() is not None

@@ -717,3 +717,15 @@ def test_without_a_way_below_autograd_rms_norm_is_traced_as_the_cpu_runs_it(monk
         fused = torch.rms_norm(x.requires_grad_(), (8,))
         monkeypatch.setattr(cuda_ops, "below_autograd", None)
         assert torch.rms_norm(x, (8,)).shape == fused.shape
+
+
+def test_whether_a_backward_runs(monkeypatch):
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(torch_compat.in_backward()))
+    assert not torch_compat.in_backward()
+    x.sum().backward()
+    assert seen == [True] and not torch_compat.in_backward()
+    monkeypatch.setattr(torch_compat, "_graph_task", None)
+    x.sum().backward()
+    assert seen == [True, False]

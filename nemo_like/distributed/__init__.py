@@ -3,6 +3,7 @@
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.context_parallel.own_loops import shard_sequence, unshard_sequence
+from nemo_like.distributed.expert_parallel import balanced_bias, summed_expert_load, watch_expert_load
 from nemo_like.distributed.launch import init_distributed, shutdown, world_size
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh, validate_mesh
@@ -16,6 +17,7 @@ from nemo_like.distributed.state_dict import (
 from nemo_like.distributed.unused_sample import with_unused_sample
 
 __all__ = [
+    "balanced_bias",
     "build_mesh",
     "clip_grad_norm_",
     "get_model_state",
@@ -28,8 +30,10 @@ __all__ = [
     "shard_layers",
     "shard_sequence",
     "shutdown",
+    "summed_expert_load",
     "unshard_sequence",
     "validate_mesh",
+    "watch_expert_load",
     "with_unused_sample",
     "world_size",
 ]

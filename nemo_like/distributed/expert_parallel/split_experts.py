@@ -49,6 +49,12 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
             raise ValueError(
                 f"The weights of {experts.fqn!r} are split or sharded already: use ep=1, or a model as built."
             )
+        adapted = [m for m in model.modules() if experts.module in m.modules() and type(m).__name__ == "ParamWrapper"]
+        if adapted or hasattr(experts.module, "parametrizations"):
+            raise ValueError(
+                f"ep is {parallel.size}, and there are adapters on the weights of {experts.fqn!r}, which would be added to "
+                "experts that this rank does not have. Adapt the linears beside them (target_modules), or use ep=1."
+            )
     return found
 
 

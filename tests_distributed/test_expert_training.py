@@ -1,0 +1,123 @@
+"""Experts beside what training does with them: balancing, adapters, other precisions, models that come in split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import parallelize
+from nemo_like.distributed import build_mesh
+from nemo_like.distributed.expert_parallel import balanced_bias, summed_expert_load, watch_expert_load
+from tests.models.expert_families import build, tokens
+from tests_distributed.spawn import run_ranks
+from tests_distributed.whole_gradients import assert_close, expected, gradients
+
+
+def _with_auxiliary_loss(rank: int, world_size: int) -> None:
+    ids = tokens(world_size)[rank : rank + 1]
+    found = []
+    for ep in (1, 2):
+        model = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+        model = parallelize(model, ac="full", ep=ep, device="cpu")
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        found.append((out.loss.item(), out.aux_loss.item(), gradients(model)))
+    (loss, auxiliary, wanted), (split, same, mine) = found
+    assert auxiliary > 0 and split == pytest.approx(loss, rel=1e-6) and same == pytest.approx(auxiliary, rel=1e-6)
+    assert_close(mine, wanted)
+
+
+def test_an_auxiliary_loss_is_that_without_ep() -> None:
+    run_ranks(2, _with_auxiliary_loss)
+
+
+def _routers(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: m for name, m in model.named_modules() if hasattr(m, "e_score_correction_bias")}
+
+
+def _balanced(rank: int, world_size: int, ep: int, tp: int) -> dict[str, list[float]]:
+    ids = tokens(4, seed=5)
+    rows = 4 * tp // world_size
+    ids = ids[rank // tp * rows : (rank // tp + 1) * rows]
+    mesh = build_mesh(device_type="cpu", tp=tp) if world_size > 1 else None
+    model = parallelize(build("deepseek_v3"), ac="full", mesh=mesh, ep=ep, tp=tp, device="cpu")
+    found = {}
+    for _ in range(3):
+        with watch_expert_load(model) as counts:
+            model(input_ids=ids, labels=ids).loss.backward()
+        load = summed_expert_load(counts, mesh)
+        (name, tokens_of), (_, router) = next(iter(load.items())), next(iter(_routers(model).items()))
+        assert tokens_of.sum() == 4 * 12 * 2, "every token is counted once, also where it is replayed or shared by tp"
+        bias = router.e_score_correction_bias
+        bias.copy_(balanced_bias(bias, tokens_of, 0.05))
+        found[name.replace("_checkpoint_wrapped_module.", "")] = bias.tolist()
+    return found
+
+
+def test_a_bias_that_follows_the_load_is_the_same_on_any_ranks() -> None:
+    whole = run_ranks(1, _balanced, 1, 1)[0]
+    assert any(value != 0 for values in whole.values() for value in values)
+    for ranks, ep, tp in ((2, 1, 1), (2, 2, 1), (4, 4, 2)):
+        assert run_ranks(ranks, _balanced, ep, tp, timeout=90) == [whole] * ranks
+
+
+def _adapters(rank: int, world_size: int) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    ids = tokens(world_size)
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return get_peft_model(build("mixtral"), config)
+
+    reference = adapted()
+    reference(input_ids=ids, labels=ids).loss.backward()
+    wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    mine = ids[rank : rank + 1]
+    for ac in ("none", "full", "selective"):
+        model = parallelize(adapted(), ac=ac, ep=2, device="cpu")
+        model(input_ids=mine, labels=mine).loss.backward()
+        assert_close(gradients(model), wanted)
+    config = LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.raises(ValueError, match="adapters on the weights of"):
+        parallelize(get_peft_model(build("mixtral"), config), ep=2, device="cpu")
+
+
+def test_adapters_beside_experts_train_and_on_experts_are_refused() -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, _adapters)
+
+
+def _in_bfloat16(rank: int, world_size: int) -> None:
+    mine = tokens(world_size)[rank : rank + 1]
+    found = {}
+    for ep, ac in ((1, "none"), (2, "none"), (2, "full"), (2, "selective")):
+        model = parallelize(build("mixtral"), ac=ac, ep=ep, precision="bf16", device="cpu")
+        model(input_ids=mine, labels=mine).loss.backward()
+        found[ep, ac] = gradients(model)
+    whole, plain = found[1, "none"], found[2, "none"]
+    assert all(grad.dtype == torch.float32 for grad in plain.values())
+    for ac in ("full", "selective"):
+        assert all(torch.equal(found[2, ac][name], plain[name]) for name in plain), ac
+    assert_close(plain, whole, tolerance=0.03)  # the same routing, sums of bfloat16 in another order
+
+
+def test_in_bfloat16() -> None:
+    run_ranks(2, _in_bfloat16)
+
+
+def _with_context_parallel(rank: int, world_size: int) -> None:
+    ids = tokens(2, 16)
+    for name in ("mixtral", "qwen3_moe"):
+        _, wanted = expected(name, ids)
+        mine = ids[rank // 2 : rank // 2 + 1]  # both ranks of a cp pair are given the same whole sequence
+        for ep in (2, 4):
+            model = parallelize(build(name), ac="full", cp=2, ep=ep, device="cpu")
+            model(input_ids=mine, labels=mine).loss.backward()
+            assert_close(gradients(model), wanted)
+
+
+def test_beside_context_parallel() -> None:
+    run_ranks(4, _with_context_parallel, timeout=90)
