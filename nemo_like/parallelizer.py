@@ -334,9 +334,7 @@ def _check_tensor_parallel(mesh: DeviceMesh | None, asked: Asked, tensor: Tensor
     return split
 
 
-def _check_expert_parallel(
-    model: nn.Module, mesh: DeviceMesh | None, expert: ExpertParallel
-) -> tuple[Experts, ...]:
+def _check_expert_parallel(model: nn.Module, mesh: DeviceMesh | None, expert: ExpertParallel) -> tuple[Experts, ...]:
     """The modules whose experts are to be split."""
     if mesh is None or expert.size == 1:
         if expert.size > 1:

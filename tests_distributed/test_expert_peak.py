@@ -41,9 +41,15 @@ def _peaks(rank: int, world_size: int) -> list[tuple[str, int, int]]:
     planner = Planner(_model(), sample, device=resolve_device("cpu"), setup=setup)
     found = []
     for ac in ("none", "full", "selective", "30%"):
-        peak = planner.peak(planner.uniform(ac)).total if ac in MODES else planner.plan(MemoryBudget.parse(ac)).peak_bytes
+        peak = (
+            planner.peak(planner.uniform(ac)).total if ac in MODES else planner.plan(MemoryBudget.parse(ac)).peak_bytes
+        )
         model = parallelize(
-            _model(), ac=ac, ep=ExpertParallel(2, imbalance=2.0), device="cpu", sample_input=None if ac in MODES else sample
+            _model(),
+            ac=ac,
+            ep=ExpertParallel(2, imbalance=2.0),
+            device="cpu",
+            sample_input=None if ac in MODES else sample,
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 

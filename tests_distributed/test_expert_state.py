@@ -127,9 +127,7 @@ def _train(rank: int, world_size: int, ep: int, folder: str, resume: bool, steps
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (2, 1)), ((2, 1), (4, 4)), ((2, 2), (4, 2))])
-def test_resumed_with_experts_split_otherwise(
-    tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
-) -> None:
+def test_resumed_with_experts_split_otherwise(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
     """(ranks, ep) before and after."""
     run_ranks(before[0], _train, before[1], str(tmp_path), False, (1, 2), timeout=90)
     resumed = run_ranks(after[0], _train, after[1], str(tmp_path), True, (3,), timeout=90)[0]

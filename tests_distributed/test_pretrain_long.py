@@ -28,7 +28,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     texts = folder / "texts"
     texts.mkdir()
     for i in range(150):
-        (texts / f"{i:03}.txt").write_text(f"{i} bottles of beer on the wall, {i} bottles of beer.\n"[: 20 + 7 * (i % 5)])
+        (texts / f"{i:03}.txt").write_text(
+            f"{i} bottles of beer on the wall, {i} bottles of beer.\n"[: 20 + 7 * (i % 5)]
+        )
     line = "--seq-len 22 --batch-size 8 --steps 50 --save-every 25 --keep 9 --eval-samples 6 --eval-every 0"
     return [*line.split(), "--data", str(texts), "--model", str(folder / "config.json"), "--device", "cpu"]
 

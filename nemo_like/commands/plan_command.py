@@ -18,6 +18,7 @@ from nemo_like.options import (
     FSDP2,
     OPTIMIZERS,
     ChunkedLoss,
+    OffloadConfig,
     Precision,
     StepSpec,
     parse_bytes,
@@ -76,7 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--memory", help="what a step may peak at; default: the GPU's memory less a tenth")
     add("--no-skip", action="store_true", help="replay every op, also those that nobody reads")
-    add("--host", action="store_true", help="also consider keeping outputs in host memory")
+    add("--host", action="store_true", help="also consider keeping outputs in host memory, over the GPU's link")
+    add(
+        "--host-memory",
+        default="64GiB",
+        help="host memory of one rank for that, or for --offload (default: %(default)s)",
+    )
+    add("--offload", help="none | boundary | saved | all: what waits in host memory, as parallelize(offload=) moves it")
+    add("--no-search", action="store_true", help="do not look for the largest micro-batch and the least number of GPUs")
     add("--measure", action="store_true", help="time the ops on the device at hand instead of the GPU's table")
     add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
     add("--plot", metavar="PATH", help="write a picture here: memory against step time")
@@ -108,18 +116,23 @@ def run(args: argparse.Namespace) -> int:
             ep=args.ep,
             imbalance=args.imbalance,
             loss=ChunkedLoss.of(args.loss),
+            offload=OffloadConfig.of(args.offload),
         )
+        host_memory = parse_bytes(args.host_memory)
 
-        def plan_with(sample: Any) -> Planner:
+        def plan_with(sample: Any, setup: Setup = setup) -> Planner:
             return Planner(
                 model, sample, device=device, setup=setup, skip=False if args.no_skip else None, host=args.host,
-                measure=args.measure,
+                host_memory=host_memory, measure=args.measure,
             )  # fmt: skip
 
         planner, given = plan_inputs.planner_with_inputs(plan_with, model, source, args)
+        ids = given.tensors.get("input_ids", given.tensors.get("labels"))
         result = plan_report.make_report(
             planner, args.budget, parse_bytes(args.memory) if args.memory else None,
             dp_replicate=args.dp_replicate, special=args.host or args.no_skip or args.measure,
+            reach=None if args.no_search else plan_inputs.reach(plan_with, planner, model, source, args),
+            tokens=None if ids is None else ids.numel(),
         )  # fmt: skip
     seconds = time.perf_counter() - start
     if args.json != "-":
@@ -147,7 +160,7 @@ def _say(
     args: argparse.Namespace, planner: Planner, result: PlanReport, seconds: float, model: torch.nn.Module,
     given: ModelInput,
 ) -> None:  # fmt: skip
-    from nemo_like.planning import plan_report
+    from nemo_like.planning import plan_advice, plan_report
 
     size = sum(p.numel() for p in model.parameters())
     print(
@@ -163,14 +176,15 @@ def _say(
         )
     print(plan_report.table(result))
     print(
-        "\nheld, host, peak: GiB per rank. replay: share of a forward. step: 1 = no checkpointing. Times are a "
-        f"roofline's, of the operators that run on {planner.device.kind}.\n"
+        "\nheld, host, peak: GiB per rank. replay: share of a forward. step: layers alone, 1 = no checkpointing. ms: of a "
+        "step, tokens/s: of one GPU;\nboth predicted, by the roofline of this GPU's sourced rates, for the operators that "
+        f"run on {planner.device.kind}, without communication.\n"
     )
     if result.best is not None:
         print(
             f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{plan_report.breakdown(result.best.plan)}\n"
         )
-    print(plan_report.advice(result, "batch"))
+    print(plan_advice.advice(result, "batch"))
     if result.special and result.best is not None and result.best.name not in plan_report.MODES and not args.save:
         print(
             "  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from nemo_like.models import ModelSource
-from nemo_like.options import parse_shape
+from nemo_like.options import FSDP2, parse_shape
 from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quiet_fakes
+from nemo_like.planning.plan_search import MOST_SEQUENCES, MOST_TOKENS, Reach, full_peak, largest_batch, least_gpus
 from nemo_like.planning.planner import Planner
 
 
@@ -26,8 +28,7 @@ def planner_with_inputs(
     """
     media = _media(args)
     if args.input_shape:
-        shape = parse_shape("--input-shape", args.input_shape)
-        return make(torch.empty(shape, device="meta")), ModelInput({}, f"an input of {args.input_shape}")
+        return make(_shaped(args)), ModelInput({}, f"an input of {args.input_shape}")
     text = _text(source, args)
     words = f"{args.batch_size} x {args.seq_len} tokens"
     if source.config is None:
@@ -47,6 +48,52 @@ def planner_with_inputs(
         alone = model_input(model, text, Media(images=0, audio_seconds=0.0))
         reason = f"{', '.join(sorted(beside))}: {str(error).partition('. Give what')[0]}"
         return make(dict(alone.tensors)), ModelInput(alone.tensors, alone.words, reason)
+
+
+def reach(
+    make: Callable[..., Planner], planner: Planner, model: nn.Module, source: ModelSource, args: argparse.Namespace
+) -> Callable[[int], Reach]:
+    """How far the device goes with the step of `planner`: for the search of `make_report`.
+
+    ``make(sample, setup)`` makes a planner. For ``--input-shape`` no other batch is looked for: which of its sizes is the
+    batch is not known.
+    """
+    setup = planner.setup
+
+    def sample(batch: int) -> Any:
+        other = argparse.Namespace(**(vars(args) | {"batch_size": batch}))
+        if source.config is None:
+            return _text(source, other)["input_ids"]
+        alone = Media(images=0, audio_seconds=0.0) if planner.not_run else _media(args)
+        return dict(model_input(model, _text(source, other), alone).tensors)
+
+    most = max(args.batch_size, min(MOST_SEQUENCES, MOST_TOKENS // args.seq_len))
+
+    def batches(limit: int) -> Reach:
+        if args.input_shape:
+            return Reach(None, None)
+        try:
+            batch = largest_batch(lambda size: make(sample(size)), args.batch_size, full_peak(planner), limit, most)
+        except ValueError as error:  # the step that was asked for is planned all the same
+            return Reach(None, None, problem=str(error))
+        return Reach(batch, None, more=batch >= most)
+
+    def found(limit: int) -> Reach:
+        batch = batches(limit)
+        if setup.fsdp is None and full_peak(planner) <= limit:
+            return replace(batch, least_gpus=1)
+        if setup.ep > 1:
+            return batch  # other numbers of ranks would hold other experts
+        given = _shaped(args) if args.input_shape else sample(args.batch_size)
+        sharded = planner if setup.fsdp else make(given, replace(setup, fsdp=FSDP2(), shard_ranks=2))
+        least = least_gpus(sharded, lambda: make(given, replace(setup, fsdp=None, shard_ranks=1)), limit)
+        return replace(batch, least_gpus=least)
+
+    return found
+
+
+def _shaped(args: argparse.Namespace) -> torch.Tensor:
+    return torch.empty(parse_shape("--input-shape", args.input_shape), device="meta")
 
 
 def _asked(args: argparse.Namespace) -> bool:

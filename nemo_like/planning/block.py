@@ -11,6 +11,7 @@ from nemo_like.op_lookup import Op
 from nemo_like.planning import solver
 from nemo_like.planning.block_trace import BlockTrace, OpRecord
 from nemo_like.planning.devices import Device, op_seconds
+from nemo_like.planning.step_time import exposed_seconds
 
 _MOST = 4096
 """Choices of one block that are looked at together."""
@@ -111,7 +112,7 @@ class BlockProblem:
             return self.none()
         return self.choice(solver.Point(0, 0.0), "full")
 
-    def frontier(self, *, skip: bool = True, points: int = solver.POINTS, host: bool = False) -> tuple[Choice, ...]:
+    def frontier(self, *, skip: bool = True, points: int = solver.POINTS, host: int = 0) -> tuple[Choice, ...]:
         """Ways to run the block, each best for its bytes: ascending in held bytes, descending in seconds.
 
         "none" is among them unless a region does better for fewer bytes; the first is "full".
@@ -119,7 +120,7 @@ class BlockProblem:
         Args:
             skip: let replay leave ops out (needs scipy, extra ``plan``).
             points: how many budgets are solved for where not `every` point is known.
-            host: also offer to keep outputs in host memory, over the device's link.
+            host: also offer to keep outputs in host memory, over the device's link: up to so many bytes.
         """
         found = self.every(skip)
         if found is None:
@@ -138,27 +139,26 @@ class BlockProblem:
     def _without_skips(self) -> tuple[solver.Point, ...]:
         return solver.linear_frontier(self.ops())
 
-    def at_budgets(self, budgets: Iterable[int], *, host: bool) -> list[Choice]:
+    def at_budgets(self, budgets: Iterable[int], *, host: int) -> list[Choice]:
         """The best way to run the block with skips for each of these numbers of held bytes, inputs included."""
         if not self.trace.saves_something:
             return []
         found = [solver.closure_optimum(self.ops(), budget - self.trace.input_bytes) for budget in budgets]
         return self._choices([point for point in found if point is not None], host)
 
-    def _choices(self, points: Iterable[solver.Point], host: bool) -> list[Choice]:
+    def _choices(self, points: Iterable[solver.Point], host: int) -> list[Choice]:
         choices = [self.choice(point) for point in points]
-        return choices + [self.on_host(choice) for choice in choices] if host else choices
+        return (
+            choices + [moved for moved in map(self.on_host, choices) if moved.host_bytes <= host] if host else choices
+        )
 
     def on_host(self, choice: Choice) -> Choice:
         """`choice` with what it keeps inside moved to host memory and back.
 
-        A copy out hides behind this block's forward and a copy back behind its backward; only what does not fit behind
-        them costs time. Nothing else is assumed to use the link.
+        Only what computing does not hide of the copies costs time, see `exposed_seconds`.
         """
         moved = choice.held_bytes - self.trace.input_bytes
-        copy = moved / self.device.host_link
-        forward = self.forward_seconds
-        exposed = max(0.0, copy - forward) + max(0.0, copy - 2 * forward)
+        exposed = exposed_seconds(moved, self.forward_seconds, self.device)
         words = tuple("host" if word == "save" else word for word in choice.decisions)
         return Choice(
             choice.label, self.trace.input_bytes, moved, choice.replay_flops, choice.replay_seconds + exposed, words

@@ -74,7 +74,9 @@ def attend(call: Call, capability: tuple[int, int]) -> Tensor:
     if name == FLASH:
         padded = [_padded(t) for t in call.tensors]
         rest["scale"] = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        out = torch.ops.aten._scaled_dot_product_flash_attention(*padded, call.dropout_p, call.is_causal, False, **rest)[0]
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            *padded, call.dropout_p, call.is_causal, False, **rest
+        )[0]
         return out if out.shape[-1] == call.query.shape[-1] else out[..., : call.query.shape[-1]]
     if name == EFFICIENT:
         if mask is not None:

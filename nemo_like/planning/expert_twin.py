@@ -27,7 +27,9 @@ def planned_imbalance(setup: Any) -> float:
         ValueError: tensor parallelism beside `ep`, of which the bytes of one rank are not known.
     """
     if setup.tp > 1:
-        raise ValueError(f"ep={setup.ep} beside tp={setup.tp} can't be planned; plan one of the two with the other at 1.")
+        raise ValueError(
+            f"ep={setup.ep} beside tp={setup.tp} can't be planned; plan one of the two with the other at 1."
+        )
     return min(IMBALANCE, setup.ep) if setup.imbalance is None else setup.imbalance
 
 

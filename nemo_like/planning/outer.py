@@ -21,10 +21,12 @@ from nemo_like.module_tree import bare
 from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.planning.block_memory import with_gradients
 from nemo_like.planning.capture import Kind, ModelTrace, by_argument, replaced_forwards
+from nemo_like.planning.devices import Device
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.recorded import record_again
+from nemo_like.planning.step_time import OpSeconds
 from nemo_like.tensors import map_tensors, tensors_in
 
 
@@ -67,6 +69,8 @@ class OuterMemory:
     """Whether the model computes the loss."""
     in_chunks: bool = False
     """Whether the head made its gradients in forward, so that its backward begins with that of the loss."""
+    seconds: float = 0.0
+    """Its forward and backward by the device's roofline; 0 where no device was given."""
 
     def counted_once(self, inputs: Sequence[int]) -> OuterMemory:
         """The same without what layers hold too; `inputs`: how much each call holds of its inputs, bytes."""
@@ -119,7 +123,7 @@ def _told_loss(output: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Ten
 
 def outer_memory(
     model: nn.Module, layers: Sequence[Any], traced: ModelTrace, step: StepSpec = StepSpec(),  # noqa: B008 - frozen
-    chunks: ChunkedLoss | None = None, *, accumulate: bool = False,
+    chunks: ChunkedLoss | None = None, *, accumulate: bool = False, device: Device | None = None,
 ) -> OuterMemory:  # fmt: skip
     """Run the model's step around its layers on fake tensors and watch its memory.
 
@@ -128,7 +132,9 @@ def outer_memory(
         step: the loss of the loop, and whether it keeps the output.
         chunks: compute the loss that the model computes in such chunks.
         accumulate: parameters have gradients before, which are not counted, and backward adds to them.
+        device: whose roofline times it.
     """
+    timer = None if device is None else OpSeconds(device)
     state = {
         name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t
         for name, t in _untied(traced.state).items()
@@ -166,7 +172,10 @@ def outer_memory(
     nothing: list[str] = []
     in_chunks: AbstractContextManager[list[str]]
     in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
-    with cache_off(model), in_chunks as whole_logits, traced.run, meter, SumsInPlace(), replaced_forwards(layers, stub):
+    with (
+        cache_off(model), in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
+        replaced_forwards(layers, stub),
+    ):  # fmt: skip
         with traced.run.casting():
             output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
         head = Stretch(meter.lap(), meter.live, twice(len(forward)))
@@ -185,6 +194,7 @@ def outer_memory(
     return OuterMemory(
         tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads,
         tuple(map(frozenset, used)), kept, whole, own_loss, chunks is not None and not whole,
+        0.0 if timer is None else timer.seconds,
     )  # fmt: skip
 
 

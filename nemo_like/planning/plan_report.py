@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.options import FSDP2, ChunkedLoss, ExpertParallel, MemoryBudget, Precision, StepSpec, dtype_word
+from nemo_like.options import (
+    FSDP2,
+    ChunkedLoss,
+    ExpertParallel,
+    MemoryBudget,
+    OffloadConfig,
+    Precision,
+    StepSpec,
+    dtype_word,
+)
 from nemo_like.planning.plan import Plan
+from nemo_like.planning.plan_search import Reach
 from nemo_like.planning.planner import BudgetError, Planner, Setup
 from nemo_like.planning.sharding import optimizer_bytes
 
@@ -27,6 +37,12 @@ class PlanRow:
     """What to write after ``ac=``."""
     plan: Plan
     fits: bool
+    """On the device; and what it keeps in host memory, there."""
+
+    @property
+    def host_bytes(self) -> int:
+        """What one rank keeps in host memory."""
+        return sum(layer.host_bytes for layer in self.plan.layers)
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,10 @@ class PlanReport:
     """For each budget that was asked for and that nothing meets: why."""
     chunks: ChunkedGain | None = None
     """What a chunked loss would buy; None: nothing, or it is asked for."""
+    reach: Reach | None = None
+    """How far the device goes; None: not looked for."""
+    tokens: int | None = None
+    """Of one rank in one microbatch; None: it takes no text."""
     padding: int = 0
     """Bytes of parameters, gradients and optimizer state on a rank that are padding: the ranks do not divide a weight."""
 
@@ -70,6 +90,12 @@ class PlanReport:
     def tp(self) -> int:
         """Tensor-parallel ranks."""
         return self.setup.tp
+
+    def tokens_per_second(self, row: PlanRow) -> float | None:
+        """Of one GPU, predicted; None where no text goes in."""
+        if self.tokens is None or not row.plan.step_seconds:
+            return None
+        return self.tokens * self.setup.step.microbatches / row.plan.step_seconds / self.setup.tp
 
     def call(self, row: PlanRow, sample: str = "batch", saved: str = "plan.json") -> str:
         """The line of Python that runs `row` as it was planned; `saved`: where a plan that needs a file is kept."""
@@ -83,6 +109,7 @@ class PlanReport:
             "ep": _experts(setup),
             "precision": _precision(setup.precision),
             "loss": None if setup.loss is None else _loss(setup.loss),
+            "offload": None if setup.offload.mode == "none" else _offload(setup.offload),
             **({} if mode else _step(setup.step)),
             "sample_input": sample if not mode and not self.special else None,
         }
@@ -91,21 +118,28 @@ class PlanReport:
 
 def make_report(
     planner: Planner, budgets: Sequence[str] = (), limit: int | None = None, *,
-    dp_replicate: int = 1, special: bool = False,
+    dp_replicate: int = 1, special: bool = False, reach: Callable[[int], Reach] | None = None, tokens: int | None = None,
 ) -> PlanReport:  # fmt: skip
     """The three modes, plans at a few shares, at `budgets` if given, and the best plan within `limit` bytes.
 
-    `limit` defaults to the share of the device's memory that ``"auto"`` means.
+    Args:
+        planner: of the model.
+        budgets: as one writes them after ``ac=``.
+        limit: bytes that a step may peak at; default: the share of the device's memory that ``"auto"`` means.
+        dp_replicate: replicas of the sharded model.
+        special: the plans are made as `parallelize` would not make them.
+        reach: says for the limit how far the device goes.
+        tokens: of one rank in one microbatch.
     """
     limit = (
         int(planner.device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0)) if limit is None else limit
     )
-    rows = [_row(mode, planner.describe(planner.uniform(mode), mode), limit) for mode in MODES]
+    rows = [_row(mode, planner.describe(planner.uniform(mode), mode), limit, planner.host_memory) for mode in MODES]
     unmet: list[str] = []
     asked = [*budgets] or [f"{share:g}%" for share in (100 * f for f in FRACTIONS)]
     for text in asked:
         try:
-            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit))
+            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit, planner.host_memory))
         except BudgetError as error:
             if budgets:
                 unmet.append(str(error))
@@ -113,7 +147,7 @@ def make_report(
     try:
         text = _gib(limit)  # rounded down, so that whoever writes it stays within the limit
         if text not in asked:
-            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit))
+            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit, planner.host_memory))
     except BudgetError as error:
         problem = str(error)
     # `parallelize` takes no budget beside tp=.
@@ -121,7 +155,7 @@ def make_report(
     best = min(fitting, key=lambda row: (row.plan.step_time, row.plan.peak_bytes)) if fitting else None
     return PlanReport(
         tuple(rows), best, limit, planner.setup, planner.device.name, problem, dp_replicate, special, tuple(unmet),
-        _gain(planner, limit), _padding(planner),
+        _gain(planner, limit), None if reach is None else reach(limit), tokens, _padding(planner),
     )  # fmt: skip
 
 
@@ -162,6 +196,10 @@ def _experts(setup: Setup) -> str | None:
     return str(setup.ep) if setup.imbalance is None else _shown(ExpertParallel(setup.ep, imbalance=setup.imbalance))
 
 
+def _offload(offload: OffloadConfig) -> str:
+    return repr(offload.mode) if offload == OffloadConfig(offload.mode) else _shown(offload)
+
+
 def _loss(loss: ChunkedLoss) -> str:
     return repr("chunked") if loss == ChunkedLoss() else _shown(loss)
 
@@ -187,8 +225,9 @@ def _precision(precision: Precision) -> str | None:
     return f"Precision({', '.join(f'{name}={dtype!r}' for name, dtype in dtypes.items() if dtype is not None)})"
 
 
-def _row(name: str, plan: Plan, limit: int) -> PlanRow:
-    return PlanRow(name, plan, plan.peak_bytes <= limit)
+def _row(name: str, plan: Plan, limit: int, host_memory: int) -> PlanRow:
+    row = PlanRow(name, plan, plan.peak_bytes <= limit)
+    return row if row.host_bytes <= host_memory else replace(row, fits=False)
 
 
 def _gib(size: int) -> str:
@@ -198,67 +237,38 @@ def _gib(size: int) -> str:
 
 
 def table(report: PlanReport) -> str:
-    """The rows as text: bytes in GiB, times relative to a step without checkpointing."""
-    head = ("ac=", "held", "host", "peak", "at", "replay", "step", "fits")
+    """The rows as text: bytes in GiB, times relative to a step without checkpointing and in milliseconds."""
+    head = ("ac=", "held", "host", "peak", "at", "replay", "step", "ms", "tokens/s", "fits")
     lines: list[tuple[str, ...]] = [head]
     for row in report.rows:
-        plan = row.plan
-        host = sum(layer.host_bytes for layer in plan.layers)
+        plan, speed = row.plan, report.tokens_per_second(row)
         lines.append((
-            row.name, f"{plan.held_bytes / 2**30:.2f}", f"{host / 2**30:.2f}", f"{plan.peak_bytes / 2**30:.2f}",
-            plan.peak_at, f"{plan.replay_share:.3f}", f"{plan.step_time:.3f}", "yes" if row.fits else "no",
+            row.name, f"{plan.held_bytes / 2**30:.2f}", f"{row.host_bytes / 2**30:.2f}", f"{plan.peak_bytes / 2**30:.2f}",
+            plan.peak_at, f"{plan.replay_share:.3f}", f"{plan.step_time:.3f}", _three_digits(1000 * plan.step_seconds),
+            "" if speed is None else _three_digits(speed), "yes" if row.fits else "no",
         ))  # fmt: skip
-    if not any(line[2] != "0.00" for line in lines[1:]):
-        lines = [(*line[:2], *line[3:]) for line in lines]  # nobody asked for host memory
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    right = [i for i, name in enumerate(lines[0]) if name in ("held", "host", "peak", "replay", "step")]
-    cells = [[c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths))] for line in lines]
+    # Nobody asked for host memory; no text goes in.
+    empty = {"host": all(line[2] == "0.00" for line in lines[1:]), "tokens/s": report.tokens is None}
+    kept = [i for i, name in enumerate(head) if not empty.get(name)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    left = ("ac=", "at", "fits")
+    cells = [
+        [line[i].ljust(widths[i]) if head[i] in left else line[i].rjust(widths[i]) for i in kept] for line in lines
+    ]
     return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits: a roofline says no more."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    scale = 10 ** max(0, len(str(int(value))) - 3)
+    return f"{round(value / scale) * scale:,}" if value >= 100 else f"{value:.{digits}f}"
 
 
 def breakdown(plan: Plan) -> str:
     """What the predicted peak is made of, largest first."""
     parts = sorted(plan.peak.items(), key=lambda item: -item[1])
     return "\n".join(f"  {size / 2**30:9.3f} GiB  {name}" for name, size in parts)
-
-
-def advice(report: PlanReport, sample: str) -> str:
-    """The recommendation, and the code that runs what was planned."""
-    if report.best is None:
-        return "\n".join([f"Nothing fits. {report.problem}", *_chunks_line(report), *_padding_line(report)])
-    row = report.best
-    lines = [
-        f"Recommended: ac={row.name!r} (predicted peak {row.plan.peak_bytes / 2**30:.2f} GiB, step "
-        f"{row.plan.step_time:.3f} of one without checkpointing).",
-        f"  {report.call(row, sample)}",
-    ]
-    if report.tp > 1 and any(r.fits and r.name not in MODES for r in report.rows):
-        lines.append("  # parallelize takes no budget beside tp=: of what fits, this is the fastest that it can run.")
-    return "\n".join(lines + _chunks_line(report) + _padding_line(report))
-
-
-def _padding_line(report: PlanReport) -> list[str]:
-    """Said where it is a twentieth of what the least plan peaks at."""
-    least = min(row.plan.peak_bytes for row in report.rows)
-    if report.padding < least / 20:
-        return []
-    return [
-        f"Padding: {report.padding / 2**30:.2f} GiB per rank of parameters, gradients and optimizer state belong to no "
-        f"weight, because {report.setup.shard_ranks} ranks do not divide their sizes. Shard over fewer (dp_replicate=)."
-    ]
-
-
-def _chunks_line(report: PlanReport) -> list[str]:
-    gain = report.chunks
-    if gain is None:
-        return []
-    line = (
-        f"Chunk the loss (loss='chunked'): -{gain.saved_bytes / 2**30:.2f} GiB; ac='full' then peaks at "
-        f"{gain.full_peak_bytes / 2**30:.2f} GiB, and "
-    )
-    if gain.best is None:
-        return [line + "nothing fits still."]
-    return [line + f"the fastest plan that fits takes {gain.best.step_time:.3f} of a step without checkpointing."]
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
@@ -273,6 +283,10 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "problem": report.problem or None,
         "unmet": list(report.unmet),
         "padding_bytes": report.padding,
+        "tokens": report.tokens,
+        "largest_batch": report.reach.largest_batch if report.reach else None,
+        "larger_may_fit": report.reach.more if report.reach else None,
+        "least_gpus": report.reach.least_gpus if report.reach else None,
         "chunked_loss": None if report.chunks is None else {
             "saved_bytes": report.chunks.saved_bytes, "full_peak_bytes": report.chunks.full_peak_bytes,
             "step_time": report.chunks.best.step_time if report.chunks.best else None,
@@ -280,7 +294,9 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "rows": [
             {
                 "ac": row.name, "held_bytes": row.plan.held_bytes,
-                "host_bytes": sum(layer.host_bytes for layer in row.plan.layers), "peak_bytes": row.plan.peak_bytes,
+                "host_bytes": row.host_bytes, "peak_bytes": row.plan.peak_bytes,
+                "predicted_step_seconds": row.plan.step_seconds,
+                "predicted_tokens_per_second": report.tokens_per_second(row),
                 "peak_at": row.plan.peak_at, "peak": dict(row.plan.peak), "replay_flops": row.plan.replay_flops,
                 "replay_share": row.plan.replay_share, "step_time": row.plan.step_time,
                 "gap_seconds": row.plan.gap_seconds, "fits": row.fits,

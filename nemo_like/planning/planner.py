@@ -23,7 +23,7 @@ from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.module_tree import bare, bare_modules
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, Precision, StepSpec
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, Precision, StepSpec, parse_bytes
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
@@ -45,8 +45,11 @@ from nemo_like.planning.sharding import (
     sharding_of,
 )
 from nemo_like.planning.stack import ChoiceGroup, Stack
+from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
 from nemo_like.tensors import describe, tensors_in
 
+HOST_MEMORY = 64 << 30
+"""Host bytes per rank for what plans keep there, where nobody says: a quarter of a node's 2 TiB for eight GPUs."""
 _RNG_STATE = torch.get_rng_state().numel()
 
 
@@ -83,10 +86,10 @@ class Planner:
 
     def __init__(
         self, model: nn.Module, sample_input: Any, *, device: Device, setup: Setup, layers: Any = None,
-        skip: bool | None = None, host: bool = False, measure: bool = False,
+        skip: bool | None = None, host: bool = False, host_memory: int = HOST_MEMORY, measure: bool = False,
     ) -> None:  # fmt: skip
         """Trace `model`; see `plan_for` for the arguments."""
-        self.device, self.setup, self.host = device, setup, host
+        self.device, self.setup, self.host_memory = device, setup, host_memory
         dtype, lower = setup.precision.dtypes["param_dtype"], None
         if setup.fsdp is None:
             dtype, lower = None, None if dtype is torch.float32 else dtype
@@ -95,9 +98,7 @@ class Planner:
         self.model = local_twin(model, setup.tp)
         self.experts: tuple[Experts, ...] = ()
         if setup.ep > 1:
-            self.model, self.experts = expert_twin(
-                self.model, setup.ep, planned_imbalance(setup), setup.expert_plan
-            )
+            self.model, self.experts = expert_twin(self.model, setup.ep, planned_imbalance(setup), setup.expert_plan)
         if setup.loss is not None:
             check_head(self.model)
         self.layers, self.chosen = _found_and_chosen(self.model, layers)
@@ -116,6 +117,8 @@ class Planner:
         self.traced: ModelTrace = trace_model(
             self.model, self.layers, sample_input, dtype=dtype, autocast=lower, cuda=device.cuda
         )
+        self.host = host_memory // len(self.traced.calls) if host else 0
+        """Host bytes that one layer call may take."""
         self.problems = [
             BlockProblem(trace, device, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
@@ -230,8 +233,9 @@ class Planner:
         """The model around its layers; `accumulate`: where backward adds to gradients that are there."""
         if accumulate not in self.outers:
             made = outer_memory(
-                self.model, self.layers, self.traced, self.setup.step, self.setup.loss, accumulate=accumulate
-            )
+                self.model, self.layers, self.traced, self.setup.step, self.setup.loss, accumulate=accumulate,
+                device=self.device,
+            )  # fmt: skip
             for reason in made.whole_logits:
                 say_whole_logits(self.whole, reason)
             self.outers[accumulate] = made
@@ -243,9 +247,16 @@ class Planner:
             return None
         other = copy.copy(self)
         other.setup = replace(self.setup, loss=loss)
-        made = outer_memory(self.model, self.layers, self.traced, self.setup.step, loss)
+        made = outer_memory(self.model, self.layers, self.traced, self.setup.step, loss, device=self.device)
         other.outers = {False: made}
         return None if made.whole_logits else other
+
+    def on_ranks(self, ranks: int) -> Planner:
+        """This planner for another number of ranks to shard over (two or more), with nothing traced again."""
+        other = copy.copy(self)
+        other.setup = replace(self.setup, shard_ranks=ranks)
+        other.__dict__.pop("sharding", None)
+        return other
 
     @cached_property
     def sharding(self) -> Sharding:
@@ -279,6 +290,7 @@ class Planner:
         """Of what each call holds, the bytes that ``offload=`` moves to the host: of regions, and of all layers but the
         last. What is kept of a layer that is no region is counted as staying, also with ``"all"``."""
         offload, last = self.setup.offload, self.traced.calls[-1].fqn
+        left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
         found = []
         for call, choice in zip(self.traced.calls, choices):
             problem = self.problems[call.kind]
@@ -286,8 +298,30 @@ class Planner:
             if offload.mode != "boundary":
                 sizes += [r.bytes for r, word in zip(problem.records, choice.decisions) if word == "save"]
             moves = choice.decisions and call.fqn != last and offload.mode != "none"
-            found.append(sum(size for size in sizes if size >= offload.min_bytes) if moves else 0)
+            going = 0
+            for size in sizes if moves else ():
+                if offload.min_bytes <= size <= left:
+                    going, left = going + size, left - size
+            found.append(going)
         return found
+
+    def step_seconds(self, choices: Sequence[Choice]) -> float:
+        """A whole step by the roofline: each microbatch's forward, backward (twice that) and replay of all layers, what is
+        around them, copies that nothing hides, and the optimizer. No communication, no overhead of launches."""
+        calls = [self.problems[call.kind] for call in self.traced.calls]
+        layers = sum(p.forward_seconds * (3 if p.trace.saves_something else 1) for p in calls)
+        extra = sum(c.replay_seconds for c in choices) + sum(self._exposed(choices)) + self.outer().seconds
+        step = self.setup.step
+        return step.microbatches * (layers + extra) + optimizer_seconds(
+            self.sharding.trained, step.optimizer, self.device
+        )
+
+    def _exposed(self, choices: Sequence[Choice]) -> list[float]:
+        """Of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""
+        return [
+            exposed_seconds(moved, self.problems[call.kind].forward_seconds, self.device)
+            for call, moved in zip(self.traced.calls, self.moved(choices))
+        ]
 
     def _peak_in(self, choices: Sequence[Choice], micro: Microbatch) -> Peak:
         sharding, setup = self.sharding, self.setup
@@ -422,7 +456,8 @@ class Planner:
         peak = self.peak(choices)
         layers: dict[str, LayerPlan] = {}
         modules = {name: bare(module) for name, module in bare_modules(self.whole)}
-        for call, choice, moved in zip(self.traced.calls, choices, self.moved(choices)):
+        exposed = self._exposed(choices)
+        for call, choice, moved, waits in zip(self.traced.calls, choices, self.moved(choices), exposed):
             problem = self.problems[call.kind]
             before = layers.get(call.fqn)
             if before is not None and not problem.trace.saves_something:
@@ -437,7 +472,7 @@ class Planner:
             layers[call.fqn] = LayerPlan(
                 call.fqn, layer_signature(modules[call.fqn]), choice.label, (choice.held_bytes - moved) * times,
                 (choice.host_bytes + moved) * times, problem.trace.none_bytes * times, choice.replay_flops * times,
-                choice.replay_seconds * times, rows,
+                (choice.replay_seconds + waits) * times, rows,
             )  # fmt: skip
         calls = [self.problems[call.kind] for call in self.traced.calls]
         return Plan(
@@ -452,7 +487,8 @@ class Planner:
             forward_flops=sum(p.trace.flops for p in calls),
             forward_seconds=sum(p.forward_seconds for p in calls),
             replay_flops=sum(c.replay_flops for c in choices),
-            replay_seconds=sum(c.replay_seconds for c in choices),
+            replay_seconds=sum(c.replay_seconds for c in choices) + sum(exposed),
+            step_seconds=self.step_seconds(choices),
             gap_seconds=gap,
             peak=peak.parts,
             peak_at=peak.at,
@@ -484,6 +520,7 @@ def plan_for(
     fsdp: FSDP2 | None = FSDP2(),  # noqa: B008 - frozen
     skip: bool | None = None,
     host: bool = False,
+    host_memory: int | str = HOST_MEMORY,
     loss: str | ChunkedLoss = "model",
     offload: str | OffloadConfig | None = None,
     measure: bool = False,
@@ -508,7 +545,9 @@ def plan_for(
         precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``). ``fsdp=None``: the
             model stays whole (``"ddp"``, ``"single"``, one rank), and `precision` means autocast.
         skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed (else said once).
-        host: also consider keeping outputs in host memory, over the device's link.
+        host: also consider keeping outputs in host memory, over the device's link: what computing does not hide of the
+            copies counts as time.
+        host_memory: bytes of host memory that one rank has for that, divided evenly over the layers (default: 64 GiB).
         loss: as `nemo_like.parallelize` will be called with: ``"chunked"`` where head and loss are computed in chunks.
         offload: as `nemo_like.parallelize` will be called with: what then waits in host memory is not held by the device.
         measure: time each op of a block on the device at hand, instead of the roofline of `device`.
@@ -537,7 +576,8 @@ def plan_for(
 
     def make() -> Plan:
         planner = Planner(
-            model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host, measure=measure,
+            model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host,
+            host_memory=parse_bytes(host_memory) if isinstance(host_memory, str) else host_memory, measure=measure,
         )  # fmt: skip
         return planner.plan(parsed, asked)
 

@@ -64,7 +64,7 @@ class Stack:
                 chosen |= dict.fromkeys(calls, ordered[0] if group.looped else ordered[index])
         return [chosen[position] for position in range(len(chosen))]
 
-    def finer(self, mix: solver.Mix, problems: Sequence[BlockProblem], *, skip: bool, host: bool) -> Stack:
+    def finer(self, mix: solver.Mix, problems: Sequence[BlockProblem], *, skip: bool, host: int) -> Stack:
         """The same stack with more choices around those that `mix` uses.
 
         Of many choices, `mixes` looks at some; and where a frontier is solved at some budgets only, whoever asks for bytes

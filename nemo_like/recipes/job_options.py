@@ -63,7 +63,9 @@ class Options:
     ep: int = _option(1, "ranks that share a layer's experts (expert parallel); must divide the number of experts", int)
     seq_len: int = _option(256, "tokens per sample", int)
     pack: bool = _option(
-        False, "the files of the text are documents: packed into samples, apart from each other in attention and loss", bool
+        False,
+        "the files of the text are documents: packed into samples, apart from each other in attention and loss",
+        bool,
     )
     batch_size: int = _option(8, "samples per step over all ranks and microbatches", int)
     grad_accum: int = _option(1, "microbatches per step; gradients are summed over ranks once, in the last", int)

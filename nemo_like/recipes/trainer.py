@@ -277,9 +277,7 @@ def _mesh(options: Options, ranks: Ranks) -> DeviceMesh | None:
     """The mesh that the loss cuts its targets over; None where sequences are whole."""
     if options.cp == 1:
         return None
-    return build_mesh(
-        dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp, device_type=ranks.device.type
-    )
+    return build_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp, device_type=ranks.device.type)
 
 
 def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceMesh | None) -> nn.Module:

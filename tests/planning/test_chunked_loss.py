@@ -16,7 +16,8 @@ from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import forget_announcements
 from nemo_like.planning import BudgetError, plan_for
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.plan_report import advice, as_json, make_report
+from nemo_like.planning.plan_advice import advice
+from nemo_like.planning.plan_report import as_json, make_report
 from nemo_like.planning.planner import Planner, Setup
 
 transformers = pytest.importorskip("transformers")

@@ -88,7 +88,9 @@ def test_what_cannot_be_planned_says_so() -> None:
     with pytest.raises(ValueError, match="from 1 to size, 2"):
         ExpertParallel(2, imbalance=0.5)
     with pytest.raises(ValueError, match="beside tp=2"):
-        Planner(build("mixtral", "meta"), {"input_ids": tokens(1)}, device=resolve_device("cpu"), setup=Setup(ep=2, tp=2))
+        Planner(
+            build("mixtral", "meta"), {"input_ids": tokens(1)}, device=resolve_device("cpu"), setup=Setup(ep=2, tp=2)
+        )
     with pytest.raises(ValueError, match="does not divide the 4 experts"):
         _planner(1.0, ep=3)
 

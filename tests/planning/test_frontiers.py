@@ -69,7 +69,9 @@ def test_a_plan_is_within_half_a_per_cent_of_a_brute_force_at_32_budgets(name: s
     points = []
     for problem in problems:
         none = problem.none().held_bytes - problem.trace.input_bytes, 0.0
-        points.append([(0, problem.full().replay_seconds), *(p for p in all_best(problem.ops()) if p[0] < none[0]), none])
+        points.append(
+            [(0, problem.full().replay_seconds), *(p for p in all_best(problem.ops()) if p[0] < none[0]), none]
+        )
     worst = 0.0
     for step in range(32):
         budget = least + (most - least) * step // 32

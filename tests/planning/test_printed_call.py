@@ -13,7 +13,8 @@ from nemo_like import FSDP2, Plan, Precision, StepSpec, parallelize
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.module_tree import bare_modules
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.plan_report import PlanReport, advice, as_json, make_report
+from nemo_like.planning.plan_advice import advice
+from nemo_like.planning.plan_report import PlanReport, as_json, make_report
 from nemo_like.planning.planner import Planner, Setup
 from tests.models import decoders
 

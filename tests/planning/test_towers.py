@@ -77,6 +77,7 @@ def _planned(folder: Path, config: object, *more: str) -> list[str]:
         "--world-size",
         "2",
         "--no-skip",
+        "--no-search",
         "--budget",
         "50%",
         *more,

@@ -28,7 +28,9 @@ KINDS: dict[str, ScheduleKind] = {
     "gpipe": ScheduleKind(pipelining.ScheduleGPipe, several=False),
     "1f1b": ScheduleKind(pipelining.Schedule1F1B, several=False),
     "interleaved_1f1b": ScheduleKind(pipelining.ScheduleInterleaved1F1B, several=True),
-    "interleaved_zero_bubble": ScheduleKind(pipelining.ScheduleInterleavedZeroBubble, several=True, splits_backward=True),
+    "interleaved_zero_bubble": ScheduleKind(
+        pipelining.ScheduleInterleavedZeroBubble, several=True, splits_backward=True
+    ),
     "zbv": ScheduleKind(pipelining.ScheduleZBVZeroBubble, several=True, v_shaped=True, splits_backward=True),
     "dualpipev": ScheduleKind(pipelining.ScheduleDualPipeV, several=True, v_shaped=True, splits_backward=True),
 }

@@ -1,0 +1,67 @@
+"""How long a step takes by the roofline of a device: the ops around the layers, and the optimizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_like.activation_checkpointing import ops
+from nemo_like.planning.devices import Device
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import TorchDispatchMode
+
+
+class OpSeconds(TorchDispatchMode):
+    """Sums ``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` over the ops inside it, fake ones too."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device, self.seconds = device, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        out = func(*args, **kwargs)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
+        if inputs and not _views(func):
+            kind = (
+                "half" if any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs) else "single"
+            )
+            facts = ops.facts(func)
+            speed = (self.device.attention_flops if facts.attention else self.device.matmul_flops)[kind]
+            flops, moved = ops.kernel_flops(func, args, kwargs, out), ops.moved_bytes(func, inputs, outputs)
+            self.seconds += max(flops / speed, moved / self.device.bandwidth)
+        return out
+
+
+def _views(func: Any) -> bool:
+    """Returns its input, looked at otherwise: nothing is computed."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+_PASSES = {"sgd": 3.0, "sgd-momentum": 5.0, "adamw-8bit": 4.0}
+"""How often an optimizer step goes over the bytes of the parameters, in one kernel: it reads parameter, gradient and
+states, and writes parameter and states. AdamW in full precision: 7."""
+
+
+def optimizer_seconds(trained: Sequence[int], name: str, device: Device) -> float:
+    """An optimizer step on one rank, as one kernel that is bound by memory: the least that it takes.
+
+    Args:
+        trained: bytes of each parameter on this rank.
+        name: one of `nemo_like.options.OPTIMIZERS`.
+        device: whose bandwidth counts.
+    """
+    return sum(trained) * _PASSES.get(name, 7.0) / device.bandwidth
+
+
+def exposed_seconds(moved: int, forward_seconds: float, device: Device) -> float:
+    """What of a block's copies to host memory and back its own computing does not hide.
+
+    The copy out runs beside this block's forward, the copy back beside its backward, which takes twice as long. Nothing
+    else is assumed to use the link.
+    """
+    copy = moved / device.host_link
+    return max(0.0, copy - forward_seconds) + max(0.0, copy - 2 * forward_seconds)
