@@ -135,7 +135,8 @@ def parallelize(
 
     Args:
         model: any Hugging Face or plain PyTorch model, on the CPU, a GPU or the meta device (then call
-            `nemo_like.distributed.materialize` afterwards).
+            `nemo_like.distributed.materialize` afterwards). One that transformers has split and sharded, by a
+            ``distributed_config``, stays so, and is checkpointed.
         strategy: ``"fsdp2"``, ``"ddp"`` or ``"single"``; or `FSDP2(...)` with what only it has (resharding, prefetch,
             CPU offload, frozen towers), or `DDP(...)` (unused parameters, bucket size). With one rank all mean
             ``"single"``: no process group.
@@ -182,6 +183,8 @@ def parallelize(
     """
     given = dict(locals())
     check_agreement(model, given)
+    if _comes_in_split(model):
+        return _checkpoint_as_it_came(model, given)
     _refuse_parallelized(model)
     stages = PipelineParallel.of(pp)
     if stages.size > 1:
@@ -287,6 +290,39 @@ def _planning(
         expert_plan=expert.plan,
         imbalance=expert.imbalance,
     )
+
+
+_AS_THEY_ARE: Mapping[str, Any] = {
+    "strategy": "fsdp2", "mesh": None, "dp_replicate": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1, "precision": None,
+    "offload": None, "step": None, "optimizer": None, "device": None,
+}  # fmt: skip
+"""What a model that comes in split has decided already, at the values that ask for nothing."""
+
+
+def _comes_in_split(model: Any) -> bool:
+    """Whether transformers has split and sharded `model`, as its `DistributedConfig` says."""
+    decided = getattr(getattr(model, "config", None), "distributed_config", None)
+    return decided is not None and isinstance(model, FSDPModule) and not hasattr(model, _MARK)
+
+
+def _checkpoint_as_it_came(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
+    """Checkpointing, loss and compilation for a model that is sharded; its shards and units stay as they are."""
+    asked = [name for name, default in _AS_THEY_ARE.items() if given[name] != default and given[name] is not default]
+    if asked:
+        raise ValueError(
+            f"{asked[0]} is {given[asked[0]]!r}, and this {type(model).__name__.removeprefix('FSDP')} was split and sharded "
+            "by transformers as its distributed_config says, and stays so. Say it there, or load the model without one."
+        )
+    backend = parse_compile(given["compile"])
+    model = apply_activation_checkpointing(
+        model, given["ac"], given["ac_scope"], backend is not None,
+        layers=given["layers"], loss=given["loss"], sample_input=given["sample_input"],
+    )  # fmt: skip
+    if backend is not None:
+        compile_layers(model, backend)
+    setattr(model, _MARK, True)
+    refuse_to_save_shards(model)
+    return model
 
 
 def _refuse_parallelized(model: nn.Module) -> None:

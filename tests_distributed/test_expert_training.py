@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -121,3 +123,35 @@ def _with_context_parallel(rank: int, world_size: int) -> None:
 
 def test_beside_context_parallel() -> None:
     run_ranks(4, _with_context_parallel, timeout=90)
+
+
+def _came_in_split(rank: int, world_size: int, folder: str) -> None:
+    from transformers import MixtralForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    ids = tokens(world_size)
+    _, wanted = expected("mixtral", ids)
+    mine = ids[rank : rank + 1]
+    plain = None
+    for ac in ("none", "full", "selective"):
+        config = DistributedConfig(fsdp_size=2, ep_size=2)
+        model = MixtralForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
+        if ac == "none":
+            with pytest.raises(ValueError, match="split and sharded by transformers"):
+                parallelize(model, ep=2)
+        shards = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+        model = parallelize(model, ac=ac)
+        assert all(shards[n.replace("_checkpoint_wrapped_module.", "")] is p for n, p in model.named_parameters())
+        model(input_ids=mine, labels=mine).loss.backward()
+        found = gradients(model)
+        assert_close(found, wanted)
+        plain = found if plain is None else plain
+        assert all(torch.equal(found[name], plain[name]) for name in plain), ac
+        with pytest.raises(ValueError, match="parallelized already"):
+            parallelize(model)
+
+
+def test_a_model_that_transformers_has_split_is_taken_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.distributed", reason="transformers before 5.23 splits no experts")
+    build("mixtral").save_pretrained(tmp_path)
+    run_ranks(2, _came_in_split, str(tmp_path), timeout=90)
