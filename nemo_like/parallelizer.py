@@ -218,11 +218,6 @@ def parallelize(
     split = _check_tensor_parallel(shard_mesh, asked, tensor)
     context = replace(context, size=axis_size(shard_mesh, "cp"))
     if context.size > 1:
-        if isinstance(asked, MemoryBudget):
-            raise ValueError(
-                f"ac is {asked} beside cp={context.size}: a plan is traced on whole sequences. Use a mode such as "
-                "'selective', or budget without cp."
-            )
         check_context_parallel(model, context, found)
     experts = _check_expert_parallel(model, shard_mesh, expert)
     if shard_mesh is not None:
@@ -233,7 +228,7 @@ def parallelize(
         ddp_ranks = mesh is not None and word == "ddp"
         asked = planned(
             model, asked, chosen, sample_input,
-            _planning(shard_mesh, loop, cast, fsdp, loss, place, expert, ddp=ddp_ranks),
+            _planning(shard_mesh, loop, cast, fsdp, loss, place, expert, ddp=ddp_ranks) | {"cp": context},
         )  # fmt: skip
     specs = resolve(model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None)
     check_specs(model, specs, compile=backend is not None)

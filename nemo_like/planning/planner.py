@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from bisect import bisect_right
 from collections import Counter
@@ -17,13 +18,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
+from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.launch import pick_device_type
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.module_tree import bare, bare_modules
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, Precision, StepSpec, parse_bytes
+from nemo_like.options import (
+    FSDP2,
+    ChunkedLoss,
+    ContextParallel,
+    MemoryBudget,
+    OffloadConfig,
+    Precision,
+    StepSpec,
+    parse_bytes,
+)
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
@@ -75,6 +86,8 @@ class Setup:
     imbalance: float | None = None
     """Rows of the fullest rank's experts, as a multiple of those of a balanced router; None:
     `nemo_like.planning.expert_twin.IMBALANCE`, and at most `ep`."""
+    cp: ContextParallel = field(default_factory=ContextParallel)
+    """How sequences are split: the sample has whole ones, the plan is of one rank's part."""
     offload: OffloadConfig = field(default_factory=lambda: OffloadConfig("none"))
     """What waits in host memory between forward and backward."""
     loss: ChunkedLoss | None = None
@@ -107,6 +120,20 @@ class Planner:
                 f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
             )
+        with contextlib.ExitStack() as cut:
+            if setup.cp.size > 1:
+                cut.enter_context(cut_for_planning(self.model, setup.cp, self.layers))
+            self._trace(sample_input, dtype, lower, measure)
+            self._cut = cut.pop_all()  # the memory of blocks is found later, on the same model
+
+        if self.not_run:
+            warn_once(
+                f"{self.idle_layers()} did not run with the sample input: the plan and its peak say nothing of them. Give a "
+                "sample_input that goes through them, such as pictures or sound beside the text."
+            )
+
+    def _trace(self, sample_input: Any, dtype: torch.dtype | None, lower: torch.dtype | None, measure: bool) -> None:
+        device = self.device
         self.sample = describe(tuple(tensors_in(sample_input)), {})
         at_hand = pick_device_type()
         if measure and at_hand != device.kind:
@@ -127,11 +154,12 @@ class Planner:
         self.outers: dict[bool, OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
 
-        if self.not_run:
-            warn_once(
-                f"{self.idle_layers()} did not run with the sample input: the plan and its peak say nothing of them. Give a "
-                "sample_input that goes through them, such as pictures or sound beside the text."
-            )
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Under ``cp``, the model is as it was again; the planner answers no longer."""
+        self._cut.close()
 
     @cached_property
     def not_run(self) -> tuple[find.Layer, ...]:
@@ -523,6 +551,7 @@ def plan_for(
     host_memory: int | str = HOST_MEMORY,
     loss: str | ChunkedLoss = "model",
     offload: str | OffloadConfig | None = None,
+    cp: int | ContextParallel = 1,
     measure: bool = False,
 ) -> Plan:
     """The fastest way to run `model`'s layers within `budget`, with a predicted peak. Runs no kernel, needs no GPU.
@@ -550,6 +579,7 @@ def plan_for(
         host_memory: bytes of host memory that one rank has for that, divided evenly over the layers (default: 64 GiB).
         loss: as `nemo_like.parallelize` will be called with: ``"chunked"`` where head and loss are computed in chunks.
         offload: as `nemo_like.parallelize` will be called with: what then waits in host memory is not held by the device.
+        cp: as `nemo_like.parallelize` will be called with: ranks that share each sequence. `sample_input` has whole ones.
         measure: time each op of a block on the device at hand, instead of the roofline of `device`.
 
     Where a process group is up, rank 0 plans and the others receive its plan, so that all ranks run the same one.
@@ -572,14 +602,15 @@ def plan_for(
         shard_ranks=shard_ranks(mesh, world_size), step=StepSpec.of(step, optimizer), precision=Precision.of(precision),
         fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), ep=ep, expert_plan=expert_plan, imbalance=imbalance,
         loss=ChunkedLoss.of(loss), offload=OffloadConfig.of(offload),
+        cp=ContextParallel.of(cp),
     )  # fmt: skip
 
     def make() -> Plan:
-        planner = Planner(
+        with Planner(
             model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host,
             host_memory=parse_bytes(host_memory) if isinstance(host_memory, str) else host_memory, measure=measure,
-        )  # fmt: skip
-        return planner.plan(parsed, asked)
+        ) as planner:  # fmt: skip
+            return planner.plan(parsed, asked)
 
     return same_on_all_ranks(make)
 

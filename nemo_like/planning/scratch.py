@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from nemo_like.op_lookup import argument
+from nemo_like.op_lookup import argument, find_op
 
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
+_FLASH = find_op("aten._scaled_dot_product_flash_attention_for_cpu.default")
+_FLASH_BACKWARD = find_op("aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
 _BLOCK = 16
 _WIDEST = 14
 """A wider kernel than that runs as a matrix product over a picture's patches."""
@@ -40,11 +42,36 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
         by_weight = _weight_backward(image, weight, grad, groups) if wanted[1] else 0
         by_input = _input_backward(image, weight, grad, groups, strided) if wanted[0] else 0
         return _copies(image, weight, grad) + max(by_weight, by_input)
+    if func is _FLASH:
+        return _attention_blocks(args[0], args[1], forward=True)
+    if func is _FLASH_BACKWARD:
+        return _attention_blocks(args[1], args[2], forward=False)
+    if getattr(func, "namespace", "") == "nemo_like":
+        return _sequence_scratch(func, args[0], out)
     if (
         func is _SAFE_SOFTMAX
     ):  # which scores are -inf, and which rows are so throughout: attention without a fused kernel
         return out.numel() + out.numel() // max(1, out.shape[-1])
     return 0
+
+
+def _sequence_scratch(func: Any, sent: torch.Tensor, out: torch.Tensor) -> int:
+    """What the operators of context parallelism send from and receive into."""
+    copied = 0 if sent.is_contiguous() else sent.nbytes
+    return {
+        "nemo_like::gather_sequence": copied + out.nbytes,
+        "nemo_like::scatter_sequence": sent.nbytes + out.nbytes,
+        "nemo_like::heads_for_sequence": 2 * sent.nbytes,
+        "nemo_like::sequence_for_heads": 2 * sent.nbytes,
+    }.get(func.name(), 0)
+
+
+def _attention_blocks(query: torch.Tensor, key: torch.Tensor, *, forward: bool) -> int:
+    """The CPU's kernel keeps scores of a block of queries and keys for each thread, in float32; seen in torch 2.13."""
+    rows, width = query.shape[2], query.shape[3]
+    block = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    scores = block * min(512, key.shape[2])
+    return 4 * torch.get_num_threads() * (scores + block * (width + 2) if forward else 2 * scores)
 
 
 def _copies(image: torch.Tensor, weight: torch.Tensor, *more: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ loss), one on each stack of layers (inputs), and the attention that gathers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,6 +74,23 @@ def apply_context_parallel(
     parts = Parts(mesh.size(), mesh.get_local_rank(), name_group(mesh.get_group()), options.method)
     install(model, stacks, parts)
     return model
+
+
+@contextlib.contextmanager
+def cut_for_planning(
+    model: nn.Module, options: ContextParallel, layers: Sequence[Layer] | None = None
+) -> Iterator[None]:
+    """Within it, `model` runs on fake tensors as rank 0 of `options.size` would: nothing is sent. For planning.
+
+    Rank 0 holds the last chunk of the sequence, whose queries see most keys, and so has the highest peak.
+    """
+    stacks = check_context_parallel(model, options, layers)
+    undo = install(model, stacks, Parts(options.size, 0, "", options.method, planning=True))
+    try:
+        yield
+    finally:
+        for take_back in reversed(undo):
+            take_back()
 
 
 def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts) -> list[Any]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel import masks
 from nemo_like.distributed.context_parallel.parts import Parts, parts_of
 from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
+from nemo_like.torch_compat import is_fake
 
 _PREFIX = "nemo_like_parts|"
 _SDPA = F.scaled_dot_product_attention
@@ -76,7 +77,7 @@ def _with_whole_bias(kwargs: dict[str, Any], part: int, whole: int) -> dict[str,
     bias = kwargs.get("position_bias")
     if bias is None or bias.shape[-1] == whole:
         return kwargs
-    if bias.shape[-1] == part and not bool(bias.any()):
+    if bias.shape[-1] == part and (is_fake(bias) or not bool(bias.any())):
         return kwargs | {"position_bias": None}
     raise NotImplementedError(
         f"cp cuts the sequence, and a layer brings a position bias {tuple(bias.shape)} for {whole} keys: it was made for "
@@ -91,10 +92,10 @@ def _causal_in_chunks(
     """Both chunks of queries, each over the keys up to its own end: no mask as long as the sequence is needed."""
     heads, tails = query.chunk(2, 2)
     chunk = heads.shape[2]
-    ends = ((parts.rank + 1) * chunk, (2 * parts.ranks - parts.rank) * chunk)
+    ends = parts.chunk_ends(key.shape[2])
     out = [
         own(
-            module, part, key[:, :, :end], value[:, :, :end], masks.lower_right(chunk, end, query.device),
+            module, part, key[:, :, :end], value[:, :, :end], parts.triangle(chunk, end, query.dtype, query.device),
             **kwargs | {"is_causal": False},
         )[0]
         for part, end in zip((heads, tails), ends)
@@ -174,8 +175,8 @@ def plain_attention(parts: Parts) -> Callable[..., Tensor]:
         heads, tails = query.chunk(2, -2)
         chunk = heads.shape[-2]
         out = []
-        for part, end in ((heads, (parts.rank + 1) * chunk), (tails, (2 * parts.ranks - parts.rank) * chunk)):
-            bias = masks.lower_right(chunk, end, query.device)
+        for part, end in zip((heads, tails), parts.chunk_ends(key.shape[-2])):
+            bias = parts.triangle(chunk, end, query.dtype, query.device)
             out.append(_SDPA(part, key[..., :end, :], value[..., :end, :], attn_mask=bias, **given))
         return torch.cat(out, -2)
 

@@ -63,6 +63,12 @@ def join(parts: Tensor, dim: int) -> Tensor:
     return torch.cat([*heads, *reversed(tails)], dim)
 
 
+def in_chunks(whole: Tensor, dim: int, ranks: int) -> Tensor:
+    """The chunks of a whole sequence in the order of the ranks that hold them, stacked in front."""
+    chunks = whole.chunk(2 * ranks, dim)
+    return torch.stack([chunks[at] for rank in range(ranks) for at in (rank, 2 * ranks - 1 - rank)])
+
+
 def split(whole: Tensor, dim: int, ranks: int) -> Tensor:
     """The parts of all ranks, stacked in front: the opposite of `join`. (...) to (ranks, ...)."""
     return torch.stack([cut(whole, dim, ranks, rank) for rank in range(ranks)])

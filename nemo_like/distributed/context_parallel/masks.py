@@ -13,11 +13,6 @@ from nemo_like.distributed.context_parallel import layout
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
 
 
-def lower_right(rows: int, columns: int, device: torch.device) -> Tensor:
-    """(rows, columns), True where a query may look: the last row sees every column."""
-    return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
-
-
 def causal(parts: Parts, columns: int, query: Tensor, *, additive: bool) -> Tensor:
     """The causal mask of this rank's queries (B, H, L, D) over `columns` keys, (1, 1, L, columns)."""
     rows = parts.positions(columns, query.device)
@@ -50,6 +45,8 @@ def make(
     plain = mask_function is sys.modules["transformers.masking_utils"].causal_mask_function
     skips = implementation == "sdpa" or call.parts.method == "all_gather"  # eager attention masks nothing by itself
     if plain and skips and not own and kwargs.get("allow_is_causal_skip", True):
+        if call.parts.method == "all_gather":
+            call.parts.make_triangles(kv_length, dtype, torch.device(device))
         return None  # padding is at the end, where no query of a token looks
     mask = _mask(call, batch_size, q_length, kv_length, mask_function, attention_mask, device)
     return additive_mask(mask, dtype) if implementation == "eager" else mask

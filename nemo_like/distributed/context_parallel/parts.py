@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextvars
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout
@@ -23,6 +24,10 @@ class Parts:
     group: str
     """Name of the process group, for the operators of `sequence_ops`."""
     method: str = "all_gather"
+    planning: bool = False
+    """Tensors have no values, and there are no other ranks."""
+    triangles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(rows, columns) to the causal mask of a chunk of queries over the keys up to its end: made once for all layers."""
     verifying: str | None = None
     """``whole`` or ``parts`` in the two calls that are compared."""
     idle: bool = False
@@ -35,6 +40,27 @@ class Parts:
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """The whole, padded sequence on `dim`; with gradients."""
         return gather_sequence(part, dim, self.ranks, self.group)
+
+    def chunk_ends(self, padded: int) -> tuple[int, int]:
+        """Where this rank's two chunks end in a sequence of `padded` tokens."""
+        chunk = padded // (2 * self.ranks)
+        return (self.rank + 1) * chunk, (2 * self.ranks - self.rank) * chunk
+
+    def triangle(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """0 where a query may look, else -inf, (rows, columns): the last row sees every column.
+
+        Not booleans: attention would make numbers of them in every layer, and keep those for backward.
+        """
+        made = self.triangles.get((rows, columns))
+        if made is None or made.device != device or made.dtype != dtype:
+            made = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device).triu_(columns - rows + 1)
+        return made
+
+    def make_triangles(self, padded: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Those of sequences of `padded` tokens; those of other lengths are let go."""
+        chunk = padded // (2 * self.ranks)
+        shapes = [(chunk, end) for end in self.chunk_ends(padded)]
+        self.triangles = {shape: self.triangle(*shape, dtype, device) for shape in shapes}
 
     def positions(self, padded: int, device: object) -> Tensor:
         """Of this rank's tokens in a sequence of `padded` tokens."""

@@ -47,10 +47,10 @@ def gather_sequence(part: Tensor, dim: int, ranks: int, group: str) -> Tensor:
 @torch.library.custom_op("nemo_like::scatter_sequence", mutates_args=())
 def scatter_sequence(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """This rank's part of the sum of all ranks' whole sequences: `dim` shrinks from ranks * L to L."""
-    parts = layout.split(whole, dim, ranks)
-    out = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=_groups[group])
-    return out
+    sent = layout.in_chunks(whole, dim, ranks)  # (2 * ranks, ..., chunk, ...), a rank's two chunks side by side
+    mine = sent.new_empty((2, *sent.shape[1:]))
+    dist.reduce_scatter_tensor(mine, sent, group=_groups[group])
+    return torch.cat([mine[0], mine[1]], dim)
 
 
 @torch.library.custom_op("nemo_like::heads_for_sequence", mutates_args=())

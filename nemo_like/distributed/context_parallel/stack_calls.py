@@ -16,6 +16,7 @@ from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCa
 from nemo_like.distributed.context_parallel.stacks import CutStack
 from nemo_like.distributed.documents import documents_of
 from nemo_like.losses.model_loss import LABELS
+from nemo_like.torch_compat import is_fake
 
 _LENGTH = "_nemo_like_whole_length"
 _MAIN = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
@@ -43,6 +44,11 @@ class StackHooks:
             return None
         call = self._call(given)
         self._tokens.append(CURRENT.set(call))
+        if not self._stack.transformers and self._parts.method == "all_gather":
+            main = main_input(given)
+            assert main is not None  # `_call` looked
+            dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+            self._parts.make_triangles(layout.padded_length(call.length, self._parts.ranks), dtype, main.device)
         cut = {name: self._cut(call, name, value, given) for name, value in given.items()}
         self._positions(call, given, cut)
         if "use_cache" in names or "use_cache" in given:
@@ -68,7 +74,8 @@ class StackHooks:
         mask = given.get("attention_mask")
         length = main.shape[1]
         positions = given.get("position_ids")
-        documents = None if mask is not None else documents_of(positions, main.shape[0])
+        known = mask is None and not is_fake(main)  # while a plan is traced, positions have no values
+        documents = documents_of(positions, main.shape[0]) if known else None
         if documents is not None:
             documents = torch.cat(
                 [documents, documents[:, -1:].expand(-1, layout.padded_length(length, self._parts.ranks) - length)], 1
