@@ -18,6 +18,7 @@ from nemo_like.options import (
     FSDP2,
     OPTIMIZERS,
     ChunkedLoss,
+    ContextParallel,
     OffloadConfig,
     Precision,
     StepSpec,
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=int, default=1, help="ranks in all (default: %(default)s)")
     add("--dp-replicate", type=int, default=1, help="replicas of the sharded model, HSDP (default: %(default)s)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
+    add("--cp", type=int, default=1, help="ranks that share each sequence, of --seq-len tokens (default: %(default)s)")
     add("--ep", type=int, default=1, help="ranks that each layer's experts are split over (default: %(default)s)")
     add("--imbalance", type=float, help="rows of the fullest rank's experts, 1 (balanced) to --ep (default: 1.5)")
     add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
@@ -113,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
             # One rank keeps the model whole, whatever the strategy, and computes under autocast.
             fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch),
             tp=args.tp,
+            cp=ContextParallel(args.cp),
             ep=args.ep,
             imbalance=args.imbalance,
             loss=ChunkedLoss.of(args.loss),
@@ -201,7 +204,7 @@ def _precision(args: argparse.Namespace) -> Precision:
 
 
 def _shard_ranks(args: argparse.Namespace) -> int:
-    for name in ("world_size", "dp_replicate", "tp", "ep", "seq_len", "batch_size"):
+    for name in ("world_size", "dp_replicate", "tp", "cp", "ep", "seq_len", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
     if args.prefetch < 0:
@@ -211,6 +214,8 @@ def _shard_ranks(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--world-size {args.world_size} is not divisible by --dp-replicate {args.dp_replicate} x --tp {args.tp}."
         )
+    if rest % args.cp:
+        raise ValueError(f"--cp {args.cp} does not divide the {rest} ranks that parameters are sharded over.")
     if rest % args.ep:
         raise ValueError(f"--ep {args.ep} does not divide the {rest} ranks that parameters are sharded over.")
     return rest

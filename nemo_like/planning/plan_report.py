@@ -106,6 +106,7 @@ class PlanReport:
             "ac": ac,
             "dp_replicate": self.dp_replicate if self.dp_replicate > 1 else None,
             "tp": setup.tp if setup.tp > 1 else None,
+            "cp": setup.cp.size if setup.cp.size > 1 else None,
             "ep": _experts(setup),
             "precision": _precision(setup.precision),
             "loss": None if setup.loss is None else _loss(setup.loss),

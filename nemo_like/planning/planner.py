@@ -125,6 +125,8 @@ class Planner:
                 cut.enter_context(cut_for_planning(self.model, setup.cp, self.layers))
             self._trace(sample_input, dtype, lower, measure)
             self._cut = cut.pop_all()  # the memory of blocks is found later, on the same model
+        self.host = host_memory // len(self.traced.calls) if host else 0
+        """Host bytes that one layer call may take."""
 
         if self.not_run:
             warn_once(
@@ -144,8 +146,6 @@ class Planner:
         self.traced: ModelTrace = trace_model(
             self.model, self.layers, sample_input, dtype=dtype, autocast=lower, cuda=device.cuda
         )
-        self.host = host_memory // len(self.traced.calls) if host else 0
-        """Host bytes that one layer call may take."""
         self.problems = [
             BlockProblem(trace, device, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
