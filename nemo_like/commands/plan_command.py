@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import sys
 import time
@@ -124,8 +125,10 @@ def run(args: argparse.Namespace) -> int:
         host_memory = parse_bytes(args.host_memory)
 
         def plan_with(sample: Any, setup: Setup = setup) -> Planner:
+            # A planner cuts the model it traces for as long as it answers.
+            own = model if setup.cp.size == 1 else copy.deepcopy(model)
             return Planner(
-                model, sample, device=device, setup=setup, skip=False if args.no_skip else None, host=args.host,
+                own, sample, device=device, setup=setup, skip=False if args.no_skip else None, host=args.host,
                 host_memory=host_memory, measure=args.measure,
             )  # fmt: skip
 
@@ -134,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
         result = plan_report.make_report(
             planner, args.budget, parse_bytes(args.memory) if args.memory else None,
             dp_replicate=args.dp_replicate, special=args.host or args.no_skip or args.measure,
-            reach=None if args.no_search else plan_inputs.reach(plan_with, planner, model, source, args),
+            # What a smaller number of ranks would hold is not looked for where they share sequences.
+            reach=None if args.no_search or args.cp > 1 else plan_inputs.reach(plan_with, planner, model, source, args),
             tokens=None if ids is None else ids.numel(),
         )  # fmt: skip
     seconds = time.perf_counter() - start
