@@ -239,6 +239,10 @@ class _Stage(PipelineStage):
 
     replay = "once"
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """torch 2.11 opens connections with these; in a V, a stage's neighbour may be on its own rank, which gloo refuses."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != dist.get_rank(self.group)]
+
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
         whole = inspect.signature(PipelineStage.backward_one_chunk).bind(self, *args, **kwargs).arguments
