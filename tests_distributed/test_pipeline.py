@@ -249,3 +249,61 @@ def _refusals(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_cut_is_refused_and_left_unchanged() -> None:
     run_ranks(2, _refusals)
+
+
+def _broken(rank: int, world_size: int) -> None:
+    batch = _batch()
+    pp = PipelineParallel(2, microbatches=MICROBATCHES)
+    pipeline = parallelize(_build("llama"), ac="none", pp=pp, sample_input={k: v[:2] for k, v in batch.items()})
+    if rank == 1:
+        pipeline.stages[0].module.model.norm.register_forward_pre_hook(_fail)
+    pipeline.step(**batch)
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("the last stage has had enough")
+
+
+def test_an_error_in_one_stage_ends_all_ranks_with_it() -> None:
+    errors = run_ranks(2, _broken, timeout=30, return_exceptions=True)
+    assert all(isinstance(error, RuntimeError) for error in errors)
+    assert "the last stage has had enough" in str(errors[1].__notes__)
+
+
+def _states(rank: int, world_size: int, schedule: str) -> None:
+    model = _build("llama-tied")
+    sample = {key: value[:2] for key, value in _batch().items()}
+    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
+    pipeline = parallelize(_build("llama-tied"), ac="full", pp=pp, sample_input=sample)
+    own, whole = pipeline.state_dict(), model.state_dict()
+    assert dict(pipeline.module.named_parameters()).keys() == dict(pipeline.named_parameters()).keys()
+    assert all(torch.equal(own[name], whole[name]) for name in own)
+    everyone: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(everyone, list(own))
+    assert {name for names in everyone for name in names} == whole.keys()
+    other = {name: value + 1 for name, value in whole.items()}
+    pipeline.load_state_dict(other)
+    assert all(torch.equal(value, other[name]) for name, value in pipeline.state_dict().items())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_states_have_the_names_of_the_whole_model(schedule: str) -> None:
+    run_ranks(2, _states, schedule)
+
+
+def test_experts_inside_stages() -> None:
+    run_ranks(4, _with_experts)
+
+
+def _with_experts(rank: int, world_size: int) -> None:
+    model = _build("mixtral")
+    batches = [_batch(seed=3), _batch(seed=4)]
+    losses = [_reference(model, batch) for batch in batches]
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 2
+    sample = {key: value[:2] for key, value in batches[0].items()}
+    pp = PipelineParallel(2, microbatches=MICROBATCHES)
+    pipeline = parallelize(_build("mixtral"), ac="selective", pp=pp, ep=2, sample_input=sample)
+    torch.testing.assert_close(pipeline.step(**batches[rank % 2]), losses[rank % 2], rtol=0, atol=1e-6)
+    _check(pipeline, model, exact=False, where="pp x ep")

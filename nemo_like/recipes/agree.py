@@ -30,18 +30,20 @@ class Ranks:
     """Ranks that share each layer's matmuls, and so read the same samples; neighbours in rank."""
     cp: int = 1
     """Groups of `tp` that share each sequence, and so read the same samples, too."""
+    pp: int = 1
+    """Ranks that hold a pipeline's stages, and so read the same samples; furthest apart in rank."""
     control: dist.ProcessGroup | None = None
     """A group of all ranks over CPU tensors, so that agreeing never waits for the accelerator; None with one rank."""
 
     @property
     def data_rank(self) -> int:
         """Which share of each batch this rank reads."""
-        return self.rank // (self.tp * self.cp)
+        return self.rank % (self.world_size // self.pp) // (self.tp * self.cp)
 
     @property
     def data_ranks(self) -> int:
         """How many shares a batch is cut into."""
-        return self.world_size // (self.tp * self.cp)
+        return self.world_size // (self.tp * self.cp * self.pp)
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:

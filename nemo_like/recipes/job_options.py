@@ -14,7 +14,17 @@ from typing import Any
 import torch
 
 from nemo_like.distributed.launch import BACKENDS
-from nemo_like.options import COMPILE_BACKENDS, LOSSES, STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
+from nemo_like.options import (
+    COMPILE_BACKENDS,
+    LOSSES,
+    STRATEGIES,
+    PipelineParallel,
+    did_you_mean,
+    normalise,
+    parse_ac,
+    parse_dtype,
+)
+from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.recipes.schedule import SCHEDULES
 
 COMPILERS = ("none", *COMPILE_BACKENDS)
@@ -61,6 +71,10 @@ class Options:
     tp: int = _option(1, "ranks that share a layer's matmuls (tensor parallel); must divide the number of ranks", int)
     cp: int = _option(1, "ranks that share each sequence (context parallel); must divide the number of ranks", int)
     ep: int = _option(1, "ranks that share a layer's experts (expert parallel); must divide the number of experts", int)
+    pp: int = _option(
+        1, "ranks that the layers are dealt out to (pipeline); its microbatches: --grad-accum, else twice as many", int
+    )
+    pp_schedule: str = _option("1f1b", f"order of the pipeline's microbatches: {' | '.join(PIPELINE_SCHEDULES)}")
     seq_len: int = _option(256, "tokens per sample", int)
     pack: bool = _option(
         False,
@@ -110,6 +124,8 @@ class Options:
                 f"--grad-accum is {self.grad_accum}, which does not divide --batch-size {self.batch_size}; "
                 "a step's microbatches must be of equal size."
             )
+        if self.pp > 1:
+            self._check_pipeline()
         if self.resume != "no" and self.checkpoint_dir is None:
             raise ValueError("--resume needs --checkpoint-dir: the folder that an earlier run wrote to.")
         if parse_dtype("--dtype", self.dtype) is torch.float16:
@@ -123,6 +139,32 @@ class Options:
             raise ValueError(f"--ac: {error}") from error
         if self.json is not None:
             _check_writable("--json", Path(self.json).absolute().parent)
+
+    def _check_pipeline(self) -> None:
+        for name, off in (("pack", False), ("cp", 1), ("init", "host"), ("cpu_offload", False)):
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"{_flag(name)} is {getattr(self, name)!r} beside --pp {self.pp}, which it cannot be yet."
+                )
+        if self.strategy != "fsdp2":
+            raise ValueError(
+                f"--strategy is {self.strategy!r} beside --pp {self.pp}; a pipeline's stages take 'fsdp2'."
+            )
+        try:
+            self.pipeline  # noqa: B018 - it checks itself
+        except ValueError as error:
+            raise ValueError(f"--pp, --pp-schedule and --grad-accum: {error}") from error
+
+    @property
+    def pipeline(self) -> PipelineParallel:
+        """What ``pp=`` of `parallelize` is given."""
+        microbatches = self.grad_accum if self.grad_accum > 1 else None
+        return PipelineParallel(self.pp, self.pp_schedule, microbatches)
+
+    @property
+    def passes(self) -> int:
+        """How often a rank runs forward and backward in a step; a pipeline cuts its one batch by itself."""
+        return 1 if self.pp > 1 else self.grad_accum
 
     @property
     def scopes(self) -> str | list[str]:
@@ -145,12 +187,15 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "compile": COMPILERS,
     "device": DEVICES,
     "schedule": SCHEDULES,
+    "pp_schedule": PIPELINE_SCHEDULES,
     "resume": RESUME,
     "init": INITS,
     "offload": OFFLOADS,
 }
 _LEAST: Mapping[str, float] = {
-    **dict.fromkeys(("dp_replicate", "tp", "cp", "ep", "seq_len", "batch_size", "grad_accum", "steps", "log_every"), 1),
+    **dict.fromkeys(
+        ("dp_replicate", "tp", "cp", "ep", "pp", "seq_len", "batch_size", "grad_accum", "steps", "log_every"), 1
+    ),
     **dict.fromkeys(("save_every", "keep"), 1),
     **dict.fromkeys(("warmup_steps", "eval_every", "eval_samples", "seed", "lr", "lr_floor", "weight_decay"), 0),
     **dict.fromkeys(("beta1", "beta2", "clip"), 0),

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed import shard_sequence
 from nemo_like.distributed.documents import since_start
+from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import Corpus, held_out_windows, unigram_entropy
 
@@ -78,6 +79,23 @@ class NextByte:
 
     def _part(self, target: torch.Tensor) -> torch.Tensor:
         return target if self.mesh is None else shard_sequence({"labels": target}, self.mesh)["labels"]
+
+
+def check_piped(model: nn.Module) -> None:
+    """Raise ValueError unless the last stage of a pipeline of `model` can compute the loss."""
+    if getattr(getattr(model, "loss_function", None), "__name__", None) != "ForCausalLMLoss":
+        raise ValueError(
+            f"--pp: {type(model).__name__} is no causal language model of transformers, which computes its loss in the last "
+            "stage. Train without --pp."
+        )
+
+
+def piped_batch(tokens: torch.Tensor, rows: int | None = None) -> dict[str, torch.Tensor]:
+    """What a pipeline is called with to predict each byte after the first; `rows`: how many rows count, from the first."""
+    target = tokens[:, 1:].contiguous()
+    if rows is not None:
+        target[rows:] = -100
+    return {"input_ids": tokens[:, :-1], "labels": target, "shift_labels": target}
 
 
 def _targets(tokens: torch.Tensor, documents: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -155,7 +173,7 @@ class HeldOut:
         """Byte-unigram entropy of what is to be predicted, nats: a model that ignores context gets no lower loss."""
         return unigram_entropy(self._read(self._starts)[:, 1:])
 
-    def loss(self, model: nn.Module, ranks: Ranks, size: int, next_byte: NextByte) -> float:
+    def loss(self, model: nn.Module | Pipeline, ranks: Ranks, size: int, next_byte: NextByte) -> float:
         """Mean loss over all samples, nats per byte, `size` samples at a time on each rank. A collective."""
         rounds = math.ceil(len(self._starts) / (size * ranks.data_ranks))
         total = torch.zeros((), dtype=torch.float64)
@@ -166,12 +184,16 @@ class HeldOut:
                 starts = self._starts[first : first + size]
                 # A rank without samples left runs the forward too (FSDP2's ranks gather together) and counts nothing.
                 padded = starts + self._starts[:1] * (size - len(starts))
+                if isinstance(model, Pipeline):
+                    mean = model.eval_step(**piped_batch(self._read(padded).to(ranks.device), len(starts)))
+                    total += mean.double().cpu() * len(starts) * self._seq_len
+                    continue
                 documents = self._documents(padded).to(ranks.device) if self._pack else None
                 losses = next_byte.each(model, self._read(padded).to(ranks.device), documents)
                 total += losses[: len(starts)].double().sum().cpu()
         model.train()
         counted = count_targets(self._documents(self._starts)) if self._pack else len(self._starts) * self._seq_len
-        return float(ranks.sum(total)) / (counted * ranks.tp)
+        return float(ranks.sum(total)) / (counted * ranks.tp * ranks.pp)
 
     def _documents(self, starts: list[int]) -> torch.Tensor:
         return torch.stack([self._corpus.documents(start, self._seq_len + 1) for start in starts])  # (samples, T + 1)

@@ -65,11 +65,13 @@ def joined(options: Options) -> Iterator[Ranks]:
     device = launch.init_distributed(None if options.device == "auto" else options.device)
     world_size, rank = launch.world_size(), launch.rank()
     try:
-        for name, size in (("--tp", options.tp), ("--cp", options.cp), ("--cp times --tp", options.cp * options.tp)):
+        sizes = {"--pp": options.pp, "--tp": options.tp, "--cp": options.cp}
+        sizes["--pp times --cp times --tp"] = options.pp * options.cp * options.tp
+        for name, size in sizes.items():
             if world_size % size:
                 raise ValueError(f"{name} is {size}, which does not divide the {world_size} rank(s).")
         control = dist.new_group(backend="gloo") if world_size > 1 else None
-        yield Ranks(rank, world_size, device, options.tp, options.cp, control)
+        yield Ranks(rank, world_size, device, options.tp, options.cp, options.pp, control)
     finally:
         launch.shutdown()
 

@@ -22,6 +22,7 @@ from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh
+from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.options import FSDP2, Precision, StepSpec, parse_dtype
 from nemo_like.parallelizer import parallelize
@@ -36,7 +37,9 @@ from nemo_like.recipes.loss import (
     LossLog,
     NextByte,
     check_own_loss,
+    check_piped,
     count_targets,
+    piped_batch,
     planned_loss,
 )
 from nemo_like.recipes.progress import Progress
@@ -73,9 +76,15 @@ class Trainer:
             )
         mesh = _mesh(options, ranks)
         self._loss = NextByte(options.loss == "chunked", mesh)
-        self.model = _parallelize(self.model, options, ranks, mesh)
+        if options.pp > 1:  # each rank then has a part of the model
+            self.about = about_run(options, self.text.fingerprint, self.model)
+        self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        made = _parallelize(self.model, options, ranks, mesh)
+        self.pipeline = made if isinstance(made, Pipeline) else None
+        self.model = made.module if isinstance(made, Pipeline) else made
         self.optimizer = make_optimizer(self.model, options)
-        self.about = about_run(options, self.text.fingerprint, self.model)
+        if options.pp == 1:
+            self.about = about_run(options, self.text.fingerprint, self.model)
         self.step = 0
         """Steps done since step 0 of the first run."""
         self.store: CheckpointStore | None = None
@@ -168,8 +177,8 @@ class Trainer:
             rate = self.schedule.at(self.step - 1)
             progress.step(self.step, self.log.losses[-1], rate, self.tokens_per_second)
         if self.held_out is not None and evaluate and not self.interrupted:
-            size = options.batch_size // (options.grad_accum * self.ranks.data_ranks)
-            loss = self.held_out.loss(self.model, self.ranks, size, self._loss)
+            size = options.batch_size // (options.passes * self.ranks.data_ranks)
+            loss = self.held_out.loss(self.pipeline or self.model, self.ranks, size, self._loss)
             self.eval_losses.append({"step": self.step, "loss": loss})
             progress.say(f"step {self.step}: held-out loss {loss:.4f} nats per byte")
         if self.store is not None and (save or self.interrupted):
@@ -177,9 +186,8 @@ class Trainer:
 
     def _introduce(self, progress: Progress) -> None:
         options, text = self.options, self.text
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         progress.say(
-            f"{self.source.name}: {trained:,} parameters, {self.strategy} on {self.ranks.world_size} rank(s), "
+            f"{self.source.name}: {self.trained:,} parameters, {self.strategy} on {self.ranks.world_size} rank(s), "
             f"ac={options.ac}, {options.dtype}"
         )
         progress.say(f"text: {text.name}, {text.train.size:,} bytes to train on, {text.held_out.size:,} held out")
@@ -196,13 +204,16 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.at(step)
         total = torch.zeros((), device=ranks.device)
-        parts = options.grad_accum * ranks.data_ranks
+        parts = options.passes * ranks.data_ranks
         documents, counted = None, None
         if options.pack:
             counted = count_targets(self.sampler.documents(step)) / parts
-        for micro in range(options.grad_accum):
+        for micro in range(options.passes):
             part = micro * ranks.data_ranks + ranks.data_rank
             tokens = self.sampler.batch(step, part, parts).to(ranks.device)
+            if self.pipeline is not None:
+                total = self.pipeline.step(**piped_batch(tokens))
+                continue
             if options.pack:
                 documents = self.sampler.documents(step, part, parts).to(ranks.device)
             with synced_only_if(self.model, micro == options.grad_accum - 1):
@@ -211,7 +222,8 @@ class Trainer:
                 loss = self._loss(self.model, tokens, documents, counted) / options.grad_accum
                 loss.backward()
             total += loss.detach()
-        norm = clip_grad_norm_(self.model, options.clip or math.inf)
+        most = options.clip or math.inf
+        norm = clip_grad_norm_(self.model, most) if self.pipeline is None else self.pipeline.clip_grad_norm_(most)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.log.add(total, norm)
@@ -280,11 +292,13 @@ def _mesh(options: Options, ranks: Ranks) -> DeviceMesh | None:
     return build_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp, device_type=ranks.device.type)
 
 
-def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceMesh | None) -> nn.Module:
+def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceMesh | None) -> nn.Module | Pipeline:
     samples = options.batch_size // (options.grad_accum * ranks.data_ranks)
     if options.loss == "chunked":
         check_own_loss(model)
-    model = parallelize(
+    if options.pp > 1:
+        check_piped(model)
+    made: Any = parallelize(
         model,
         FSDP2(cpu_offload=options.cpu_offload) if options.strategy == "fsdp2" else options.strategy,
         options.ac,
@@ -298,6 +312,7 @@ def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceM
         cp=options.cp,
         mesh=mesh,
         ep=options.ep,
+        pp=options.pipeline if options.pp > 1 else 1,
         sample_input=torch.zeros(samples, options.seq_len, dtype=torch.int64),  # the shapes of a microbatch
         step=StepSpec(
             microbatches=options.grad_accum,
@@ -308,8 +323,8 @@ def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceM
         device=ranks.device,
     )
     if options.init == "sharded":
-        materialize(model, seed=options.seed)
-    return model
+        materialize(made, seed=options.seed)
+    return made
 
 
 def seed_all(seed: int, step: int = 0, data_rank: int = 0) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 IGNORED = -100
 """The label that counts for nothing, as in `F.cross_entropy`."""
+_LABELS = ("labels", "shift_labels")
 
 
 def cut_batch(batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]], int, int]:
@@ -40,7 +41,7 @@ def cut_batch(batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]
         if isinstance(value, Tensor) and value.dim() and len(value) == rows:
             if missing:
                 added = value[-1:].expand(missing, *value.shape[1:])
-                value = torch.cat([value, torch.full_like(added, IGNORED) if name == "labels" else added])
+                value = torch.cat([value, torch.full_like(added, IGNORED) if name in _LABELS else added])
             for part, chunk in zip(made, value.split(size)):
                 part[name] = chunk
         else:
@@ -65,7 +66,10 @@ def loss_weights(microbatches: Sequence[dict[str, Any]], takes_items: bool) -> l
     """
     if not all(isinstance(part.get("labels"), Tensor) for part in microbatches):
         return [1 / len(microbatches)] * len(microbatches)
-    counts = [counted_tokens(part["labels"], shifted=takes_items) for part in microbatches]
+    names = [
+        "shift_labels" if takes_items and isinstance(p.get("shift_labels"), Tensor) else "labels" for p in microbatches
+    ]
+    counts = [counted_tokens(p[n], takes_items and n == "labels") for p, n in zip(microbatches, names, strict=True)]
     if takes_items:
         for part in microbatches:
             part["num_items_in_batch"] = max(sum(counts), 1)

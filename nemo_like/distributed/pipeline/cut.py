@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
-from nemo_like.module_tree import join
+from nemo_like.module_tree import bare, join
 
 STAGE_MARK = "_nemo_like_pipeline_stage"
 """Attribute of a stage's tree."""
@@ -94,6 +94,24 @@ _TABLES = (dict, OrderedDict, set)
 
 def _belongs(name: str, parts: StageParts, stage: StageSlice) -> bool:
     return (stage.is_first and name in parts.before) or (stage.is_last and name in parts.after)
+
+
+def merged(trees: Sequence[nn.Module]) -> nn.Module:
+    """One tree with all layers and parameters of several stages of a model; `trees[0]` itself where there is one."""
+    present = [tree for tree in trees if not isinstance(tree, AbsentLayer)]
+    if len(present) <= 1 or all(tree is present[0] for tree in present):
+        return (present or list(trees))[0]
+    made = nn.Module()
+    for tree in map(bare, present):
+        for table in ("_parameters", "_buffers"):
+            made.__dict__[table] |= {key: value for key, value in vars(tree)[table].items() if value is not None}
+        made._non_persistent_buffers_set |= tree._non_persistent_buffers_set
+    names = dict.fromkeys(name for tree in present for name in bare(tree)._modules)
+    for name in names:
+        children = [child for tree in present if (child := bare(tree)._modules.get(name)) is not None]
+        if children:
+            made._modules[name] = merged(children)
+    return made
 
 
 class StageForward:

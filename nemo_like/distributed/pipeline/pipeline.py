@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
-from nemo_like.distributed.pipeline.cut import StageForward
+from nemo_like.distributed.pipeline.cut import StageForward, merged
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.distributed.pipeline.schedules import make_schedule, stages_of
 from nemo_like.distributed.slots import show_shards
@@ -165,6 +166,11 @@ class Pipeline:
             elif self._tied_group is not None and grads:
                 dist.all_reduce(grads[0], group=self._tied_group)
 
+    @functools.cached_property
+    def module(self) -> nn.Module:
+        """All that this rank holds as one module, under the bare model's names: for state dicts. Not to be called."""
+        return merged([stage.module for stage in self.stages])
+
     # --- parameters and state -------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -240,7 +246,7 @@ class _Stage(PipelineStage):
     replay = "once"
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """torch 2.11 opens connections with these; in a V, a stage's neighbour may be on its own rank, which gloo refuses."""
+        """torch 2.11 opens connections with these; in a V, a neighbour may be on the stage's own rank: gloo refuses."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != dist.get_rank(self.group)]
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,89 @@
+"""The training job with `--pp`: the losses of one process, and checkpoints that any number of stages reads."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like.recipes.pretrain import main
+from tests_distributed.spawn import run_ranks
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall.\n" for i in range(400)))
+    line = "--seq-len 16 --batch-size 8 --schedule constant --eval-samples 6 --eval-every 0 --save-every 3"
+    return [
+        *line.split(),
+        "--data",
+        str(folder / "text.txt"),
+        "--model",
+        str(folder / "config.json"),
+        "--device",
+        "cpu",
+    ]
+
+
+def _main(rank: int, world_size: int, arguments: list[str]) -> int:
+    return main(arguments)
+
+
+def _run(world_size: int, arguments: list[str], summary: Path) -> dict[str, Any]:
+    codes = run_ranks(world_size, _main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
+    assert codes == [0] * world_size
+    return json.loads(summary.read_text())
+
+
+def test_stages_train_as_one_process_and_resume_on_another_number_of_them(job: list[str], tmp_path: Path) -> None:
+    whole = _run(1, [*job, "--steps", "9"], tmp_path / "whole")
+    kept = [*job, "--checkpoint-dir", str(tmp_path / "kept"), "--keep", "9"]
+    runs = [
+        _run(2, [*kept, "--steps", "3", "--pp", "2", "--pp-schedule", "zbv"], tmp_path / "first"),
+        _run(1, [*kept, "--steps", "6", "--resume"], tmp_path / "second"),
+        _run(
+            4, [*kept, "--steps", "9", "--resume", "--pp", "2", "--ac", "full", "--loss", "chunked"], tmp_path / "third"
+        ),
+    ]
+    assert [run["first_step"] for run in runs] == [0, 3, 6]
+    found = torch.tensor([loss for run in runs for loss in run["losses"]])
+    torch.testing.assert_close(found, torch.tensor(whole["losses"]), rtol=1e-5, atol=0)
+    assert runs[-1]["eval_losses"][-1]["loss"] == pytest.approx(whole["eval_losses"][-1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--pp 3", "--pp is 3, which does not divide the 2 rank"),
+        ("--pp 2 --grad-accum 1 --batch-size 8 --pack", "--pack is True beside --pp 2"),
+        ("--pp 2 --pp-schedule dualpipev --grad-accum 2", "--pp, --pp-schedule and --grad-accum: microbatches is 2"),
+        ("--pp 2 --strategy ddp", "--strategy is 'ddp' beside --pp 2"),
+    ],
+)
+def test_what_a_pipeline_cannot_have(job: list[str], line: str, message: str, tmp_path: Path) -> None:
+    codes = run_ranks(2, _refused, [*job, "--steps", "1", *line.split()], str(tmp_path), init_group=False)
+    assert codes == [2, 2]
+    assert message in (tmp_path / "said-0").read_text()
+
+
+def _refused(rank: int, world_size: int, arguments: list[str], folder: str) -> int:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    (Path(folder) / f"said-{rank}").write_text(said.getvalue())
+    return code
