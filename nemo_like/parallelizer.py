@@ -236,7 +236,8 @@ def parallelize(
     # Nothing has been changed up to here.
     start_from_the_same_weights(model, shard_mesh)
     names = [layer.fqn for layer in found]
-    keep_documents_apart(model)
+    if not hasattr(model, STAGE_MARK):  # stages do it themselves
+        keep_documents_apart(model)
     if split and shard_mesh is not None:
         apply_tensor_parallel(
             model, shard_mesh["tp"], tensor.plan,

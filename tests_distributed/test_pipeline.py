@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like import parallelize
 from nemo_like.options import SCHEDULES, PipelineParallel
 from tests.models import families
+from tests.models.adapted import with_lora
 from tests.models.families import VOCAB, causal, hf
 from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import llama
@@ -307,3 +309,71 @@ def _with_experts(rank: int, world_size: int) -> None:
     pipeline = parallelize(_build("mixtral"), ac="selective", pp=pp, ep=2, sample_input=sample)
     torch.testing.assert_close(pipeline.step(**batches[rank % 2]), losses[rank % 2], rtol=0, atol=1e-6)
     _check(pipeline, model, exact=False, where="pp x ep")
+
+
+def _from_meta(rank: int, world_size: int, folder: str, schedule: str) -> None:
+    model, batch = _build("llama"), _batch()
+    loss = _reference(model, batch)
+    with torch.device("meta"):
+        empty = MODELS["llama"]().float().train()
+    sample = {key: value[:2] for key, value in batch.items()}
+    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
+    pipeline = parallelize(empty, ac="selective", pp=pp, sample_input=sample)
+    with pytest.raises(ValueError, match="a state_dict or from a checkpoint: give one of the two"):
+        pipeline.materialize()
+    assert pipeline.materialize(checkpoint=folder) is pipeline
+    held = sum(parameter.numel() for parameter in pipeline.parameters())
+    assert held < 0.6 * sum(parameter.numel() for parameter in model.parameters())
+    torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
+    _check(pipeline, model, exact=not world_size > 2, where="from meta")
+
+
+@pytest.mark.parametrize(("world_size", "schedule"), [(2, "zbv"), (4, "1f1b")])
+def test_a_model_from_the_meta_device_reads_its_stages_from_safetensors(
+    tmp_path: Path, world_size: int, schedule: str
+) -> None:
+    _build("llama").save_pretrained(tmp_path)
+    run_ranks(world_size, _from_meta, str(tmp_path), schedule)
+
+
+def _adapted(rank: int, world_size: int, compile: bool) -> None:
+    def build() -> nn.Module:
+        return with_lora(_build("llama"), ["q_proj", "up_proj"])
+
+    batch = _batch()
+    model = build()
+    loss = _reference(model, batch)
+    sample = {key: value[:2] for key, value in batch.items()}
+    pp = PipelineParallel(2, microbatches=MICROBATCHES)
+    pipeline = parallelize(build(), ac="full", pp=pp, sample_input=sample, compile="aot_eager" if compile else False)
+    torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in pipeline.named_parameters():
+        assert (parameter.grad is None) == (wanted[name] is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_adapters(compile: bool) -> None:
+    run_ranks(2, _adapted, compile, timeout=120)
+
+
+def _packed(rank: int, world_size: int) -> None:
+    model, batch = _build("llama"), _batch()
+    positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(ROWS, 12)
+    batch["position_ids"] = positions
+    apart = parallelize(_build("llama"), strategy="single", ac="none")
+    labels = batch["labels"].clone()
+    labels[:, 7] = -100
+    count = int(labels[:, 1:].ne(-100).sum())
+    loss = apart(**batch, num_items_in_batch=count).loss
+    loss.backward()
+    pp = PipelineParallel(2, microbatches=MICROBATCHES)
+    pipeline = parallelize(model, ac="full", pp=pp, sample_input={key: value[:2] for key, value in batch.items()})
+    torch.testing.assert_close(pipeline.step(**batch), loss.detach(), rtol=0, atol=1e-6)
+    _check(pipeline, apart, exact=False, where="packed")
+
+
+def test_packed_documents() -> None:
+    run_ranks(2, _packed)

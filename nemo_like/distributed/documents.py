@@ -53,14 +53,21 @@ def keep_documents_apart(model: nn.Module) -> nn.Module:
 
     Call it before any other hook is put on the model. Other models, and calls without packed rows, are as they were.
     """
-    inner = _inner(model)
-    names = inspect.signature(inner.forward).parameters
-    if "transformers.masking_utils" in sys.modules and hasattr(inner, "config") and "attention_mask" in names:
-        _tell_masks_of_documents()
-        calls = _PackedCalls(model)
+    calls = packed_calls(model)
+    if calls is not None:
         model.register_forward_pre_hook(calls, with_kwargs=True)
         model.register_forward_hook(calls.after, always_call=True)
     return model
+
+
+def packed_calls(model: nn.Module) -> PackedCalls | None:
+    """The forward pre-hook that keeps documents apart, not put on; None where `model` is none of transformers'."""
+    inner = _inner(model)
+    names = inspect.signature(inner.forward).parameters
+    if "transformers.masking_utils" not in sys.modules or not hasattr(inner, "config") or "attention_mask" not in names:
+        return None
+    _tell_masks_of_documents()
+    return PackedCalls(model)
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -69,7 +76,7 @@ def _inner(model: nn.Module) -> nn.Module:
     return base() if callable(base) else module
 
 
-class _PackedCalls:
+class PackedCalls:
     """The forward pre-hook of one model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,6 +90,7 @@ class _PackedCalls:
         self._config: Any = inner.config
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What to call `model` with instead; None: what it was given."""
         self._tokens.append(_documents.set(None))
         given = dict(zip(self._names, args)) | kwargs
         main = next((given[key] for key in ("input_ids", "inputs_embeds") if isinstance(given.get(key), Tensor)), None)
@@ -102,6 +110,7 @@ class _PackedCalls:
         return (), given
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook that ends what the pre-hook began."""
         if self._tokens:
             _documents.reset(self._tokens.pop())
 

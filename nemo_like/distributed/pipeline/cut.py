@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.module_tree import bare, join
 
@@ -123,6 +124,7 @@ class StageForward:
         self._inner = model.forward
         self._received, self._stage, self._loss_of = received, stage, loss_of
         self.takes_items = _takes_items(model)
+        self._model, self._packed = model, packed_calls(model)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
         self.weights: Sequence[float] = ()
         """What the loss of each microbatch counts."""
@@ -132,12 +134,26 @@ class StageForward:
         number = int(given if microbatch is None else microbatch)
         self._received.hidden = None if self._stage.is_first else given
         try:
-            output = self._inner(**{**self.microbatches[number], **more})
+            output = self._inner(**self._apart({**self.microbatches[number], **more}))
         except StageEnd as end:
             return end.hidden
         finally:
             self._received.hidden = None
+            if self._packed is not None:
+                self._packed.after(self._model, None, None)
         return torch.stack([self._loss_of(output).reshape(()) * self.weights[number]])
+
+    def whole_batch(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`batch` before it is cut: the labels of packed documents' first tokens count for nothing."""
+        try:
+            return self._apart(dict(batch))
+        finally:
+            if self._packed is not None:
+                self._packed.after(self._model, None, None)
+
+    def _apart(self, batch: dict[str, Any]) -> dict[str, Any]:
+        changed = None if self._packed is None else self._packed(self._model, (), batch)
+        return batch if changed is None else changed[1]
 
 
 def _takes_items(model: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
 from nemo_like.distributed.pipeline.cut import StageForward, merged
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
@@ -110,6 +112,7 @@ class Pipeline:
 
     def _cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Give the stages the batch's microbatches; returns rows and tokens of each."""
+        batch = self.stages[0].forward.whole_batch(batch)
         microbatches, rows, tokens = cut_batch(batch, self.options.microbatches or 1)
         weights = loss_weights(microbatches, self.stages[0].forward.takes_items)
         for stage in self.stages:
@@ -220,6 +223,23 @@ class Pipeline:
         for stage in self.stages:
             own = stage.module.state_dict()
             stage.module.load_state_dict({name: state[name] for name in own if name in state}, strict=strict)
+
+    def materialize(
+        self, *, state_dict: Mapping[str, Tensor] | None = None, checkpoint: str | os.PathLike[str] | None = None
+    ) -> Pipeline:
+        """Give stages that were built on the meta device their values: `nemo_like.distributed.materialize`, stage by stage.
+
+        Each rank reads its own part of the whole bare model's tensors. Drawn weights would be others than the whole
+        model's, since a stage draws only its own: build the model on the CPU for those.
+
+        Raises:
+            ValueError, CheckpointUnreadableError: as `materialize`; no source, or two.
+        """
+        if (state_dict is None) == (checkpoint is None):
+            raise ValueError("A pipeline is materialized from a state_dict or from a checkpoint: give one of the two.")
+        for stage in self.stages:
+            materialize(stage.module, state_dict=state_dict, checkpoint=checkpoint, strict=False)
+        return self
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """`nemo_like.distributed.clip.clip_grad_norm_` over all stages: one norm, the same on every rank.
