@@ -46,6 +46,21 @@ def test_with_other_options(name: str) -> None:
     assert run_ranks(2, _with_options, name, ONE_AT_A_TIME, timeout=120) == [[], []]
 
 
+def test_with_a_budget_in_lower_precision_and_with_experts_split() -> None:
+    budget = {"ac": "50%", "sample_input": batch("llama")}
+    assert run_ranks(2, _with_options, "llama", [budget], timeout=120) == [[], []]
+    assert run_ranks(2, _with_options, "mixtral", [{"ep": 2}, {"ep": 2, "ac": "full"}], timeout=120) == [[], []]
+    assert run_ranks(2, _lower) == [[], []]
+
+
+def _lower(rank: int, world_size: int) -> list[str]:
+    """In bfloat16, parts and wholes differ by its rounding."""
+    whole, inputs = build("llama"), batch("llama")
+    loss, _ = step(copy.deepcopy(whole), inputs)
+    found, _ = step(parallelize(whole, cp=2, precision="bf16", loss="chunked"), inputs)
+    return [] if abs(found - loss) < 1e-2 * loss else [f"loss {found} for {loss}"]
+
+
 def test_with_compiled_layers() -> None:
     cases = [{"compile": "aot_eager", "ac": ac} for ac in ("none", "selective")]
     assert run_ranks(2, _with_options, "llama", cases, timeout=180) == [[], []]
