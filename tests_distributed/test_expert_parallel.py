@@ -63,6 +63,22 @@ def _layouts(rank: int, world_size: int) -> None:
                     assert held * 4 == sum(p.numel() for p in module.parameters()) * options.get("dp_replicate", 1)
 
 
+def _fewer_experts_than_ranks(rank: int, world_size: int) -> None:
+    """One expert for each of two ranks, and two ranks for each expert: its weights are cut within."""
+    ids = tokens(world_size)
+    _, wanted = expected("mixtral", ids, num_local_experts=2)
+    mine = ids[rank : rank + 1]
+    model = parallelize(build("mixtral", num_local_experts=2), ac="full", ep=2, device="cpu")
+    experts = model.model.layers[0].get_submodule("_checkpoint_wrapped_module.mlp.experts")
+    assert [tuple(p.to_local().shape) for p in experts.parameters()] == [(1, 48, 32), (1, 16, 48)]
+    model(input_ids=mine, labels=mine).loss.backward()
+    assert_close(gradients(model), wanted)
+
+
+def test_fewer_experts_than_ranks() -> None:
+    run_ranks(4, _fewer_experts_than_ranks)
+
+
 def test_four_ranks_in_every_layout() -> None:
     run_ranks(4, _layouts, timeout=150)
 

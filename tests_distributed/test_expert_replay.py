@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ from nemo_like import parallelize
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, SelectivePolicy
 from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.expert_families import build, tokens
+from tests_distributed.counting import CountCollectives
 from tests_distributed.spawn import run_ranks
 from tests_distributed.whole_gradients import gradients
 
@@ -78,9 +80,28 @@ def _counted(rank: int, world_size: int, changes: dict[str, Any], brink: bool) -
         assert all(torch.equal(found[name], plain[name]) for name in plain), said
 
 
+@pytest.mark.compat
 def test_exchanges_of_each_mode() -> None:
     run_ranks(2, _counted, {"router_jitter_noise": 0.3, "attention_dropout": 0.2}, False, timeout=120)
 
 
 def test_a_router_at_the_brink() -> None:
     run_ranks(2, _counted, {}, True, timeout=120)
+
+
+def _gathered(rank: int, world_size: int) -> list[tuple[int, int]]:
+    ids = tokens(world_size)[rank : rank + 1]
+    found = []
+    for ac in ("none", "full", "selective"):
+        model = parallelize(build("mixtral"), ac=ac, ep=2, device="cpu")
+        with CountCollectives() as forward:
+            loss = model(input_ids=ids, labels=ids).loss
+        with CountCollectives() as backward:
+            loss.backward()
+        found.append((forward.gathers, backward.gathers))
+    return found
+
+
+def test_a_replay_gathers_no_experts_twice() -> None:
+    """Units: root, tail, two layers, and the experts of each; the last layer and the root are not freed after forward."""
+    assert run_ranks(4, _gathered)[0] == [(6, 3)] * 3
