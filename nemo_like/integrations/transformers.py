@@ -19,10 +19,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
+from nemo_like.distributed.documents import keep_documents_apart
+from nemo_like.distributed.launch import world_size
 from nemo_like.extras import require
 from nemo_like.losses.model_loss import chunk_model_loss
-from nemo_like.options import ChunkedLoss
+from nemo_like.options import ChunkedLoss, ContextParallel
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 _transformers = require("transformers", "hf", "for the Trainer integration")
@@ -42,6 +46,7 @@ class CheckpointingArguments:
     loss: str = field(
         default="model", metadata={"help": "model, or chunked: head and loss of a few tokens at a time in training"}
     )
+    cp: int = field(default=1, metadata={"help": "ranks that share each sequence (context parallel); CheckpointingMixin"})
     activation_offloading: str = field(
         default="none", metadata={"help": "what waits in host memory: none, boundary, saved, all"}
     )
@@ -116,7 +121,8 @@ def checkpoint_for_trainer(
 class CheckpointingMixin:
     """Mixes into `transformers.Trainer` and its kind: the model is checkpointed when the trainer is made.
 
-    The settings are the keywords ``ac``, ``ac_scope`` and ``loss``, else the trainer's arguments of these names. A budget
+    The settings are the keywords ``ac``, ``ac_scope``, ``loss`` and ``cp``, else the trainer's arguments of these names.
+    With ``cp``, groups of that many ranks share each batch and split its sequences (`nemo_like.parallelize`). A budget
     is planned for one batch of the training set (or ``ac_sample_input``). Works with ``model_init`` and with PEFT models.
     With ``loss="chunked"``, `output.logits` is None in training and whole in evaluation, as `compute_metrics` needs them.
 
@@ -131,9 +137,11 @@ class CheckpointingMixin:
         ac_scope: Any = None,
         ac_sample_input: Any = None,
         loss: Any = None,
+        cp: Any = None,
         **kwargs: Any,
     ) -> None:
         self._ac_given = (ac, ac_scope, ac_sample_input, loss)
+        self._cp_given = cp
         self._ac_ready = False
         super().__init__(*args, **kwargs)
         self._ac_ready = True
@@ -156,9 +164,68 @@ class CheckpointingMixin:
                 "compute_loss_func= computes the loss from whole logits, which loss='chunked' is to avoid. Drop one, or "
                 "call nemo_like.losses.chunked_cross_entropy in the model's forward."
             )
+        cp = self._cp()
+        if cp.size > 1:
+            if _needs_sample(ac):
+                raise ValueError(
+                    f"ac is {ac!r} beside cp={cp.size}: in a Trainer, a budget plans for whole sequences. Use a mode."
+                )
+            split_for_trainer(model, trainer, cp)
         if sample is None and _needs_sample(ac):
             sample = first_batch(trainer)
         return checkpoint_for_trainer(model, trainer.args, ac, scope, sample, loss)
+
+
+    def _cp(self) -> ContextParallel:
+        trainer: Any = self
+        given = getattr(trainer.args, "cp", 1) if self._cp_given is None else self._cp_given
+        return ContextParallel.of(given)
+
+    def get_train_dataloader(self) -> Any:
+        """The trainer's own; ranks that share sequences get the same batches."""
+        return share_batches(super().get_train_dataloader(), self._cp().size)  # type: ignore[misc]
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As for training."""
+        return share_batches(super().get_eval_dataloader(*args, **kwargs), self._cp().size)  # type: ignore[misc]
+
+
+def split_for_trainer(model: nn.Module, trainer: Any, cp: ContextParallel) -> nn.Module:
+    """Have `model` split its sequences over `cp.size` ranks of a trainer's job, in place; returns it.
+
+    Raises:
+        ValueError: a number of ranks that `cp` does not divide, or metrics of logits, of which each rank has a part; and
+            as `nemo_like.distributed.context_parallel.check_context_parallel`.
+    """
+    ranks = world_size()
+    if ranks % cp.size:
+        raise ValueError(f"cp is {cp.size}, which does not divide the {ranks} rank(s) of this job.")
+    if getattr(trainer, "compute_metrics", None) is not None:
+        raise ValueError("cp leaves each rank a part of the logits, and compute_metrics= wants them whole: drop one.")
+    device = trainer.args.device.type
+    mesh = init_device_mesh(device, (ranks // cp.size, cp.size), mesh_dim_names=("dp_shard", "cp"))
+    check_context_parallel(model, cp)
+    keep_documents_apart(model)
+    return apply_context_parallel(model, mesh["cp"], cp)
+
+
+def share_batches(loader: Any, cp: int) -> Any:
+    """`loader` as accelerate prepared it, with the batches of the data-parallel rank, which is ``rank // cp``.
+
+    Raises:
+        ValueError: batches are not dealt out by a sampler (a stream, or a loader that one rank reads for all).
+    """
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if cp == 1 or getattr(sampler, "_nemo_like_shared", False):
+        return loader
+    if not hasattr(sampler, "num_processes") or not hasattr(sampler, "process_index"):
+        raise ValueError(
+            f"cp={cp} gives the ranks of a group the same batches, which needs accelerate's BatchSamplerShard; this loader "
+            f"has a {type(sampler).__name__}. Use a data set with a length, and dispatch_batches=False."
+        )
+    sampler.num_processes, sampler.process_index = sampler.num_processes // cp, sampler.process_index // cp
+    sampler._nemo_like_shared = True
+    return loader
 
 
 class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name-defined]
