@@ -246,7 +246,8 @@ def parallelize(
         )  # fmt: skip
     if context.size > 1 and shard_mesh is not None:
         apply_context_parallel(model, shard_mesh["cp"], context, found)
-    expert_mesh = None if shard_mesh is None or not experts else make_expert_mesh(shard_mesh, expert.size)
+    # Also for a stage without experts: making process groups takes every rank.
+    expert_mesh = None if shard_mesh is None or expert.size == 1 else make_expert_mesh(shard_mesh, expert.size)
     if expert_mesh is not None:
         split_experts(experts, expert_mesh)
         specs = keep_routing(specs, [found.fqn for found in experts])

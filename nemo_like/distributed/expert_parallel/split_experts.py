@@ -15,7 +15,9 @@ from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, check_
 from nemo_like.distributed.expert_parallel.find_experts import EVERY, Experts, find_experts, unsplit_lists
 from nemo_like.distributed.expert_parallel.grouped import fused_mlp, is_understood, zero_rows_stay_zero
 from nemo_like.distributed.mesh import axis_size
+from nemo_like.module_tree import bare_modules, glob_to_regex
 from nemo_like.options import ExpertParallel
+from nemo_like.torch_compat import root_mesh
 
 
 def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) -> tuple[Experts, ...]:
@@ -26,8 +28,9 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
             one copy of the model; a module that is neither understood nor called in a known way.
     """
     check_expert_ranks(mesh, parallel.size)
-    found = find_experts(model, parallel.plan)
-    if not found:
+    stage = axis_size(root_mesh(mesh), "pp") > 1  # others may have the layers with experts
+    found = () if stage and not _has_any(model, parallel) else find_experts(model, parallel.plan)
+    if not found and not stage:
         lists = unsplit_lists(model)
         raise ValueError(
             f"ep is {parallel.size}, and no experts were found in this {type(model).__name__}"
@@ -56,6 +59,14 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
                 "experts that this rank does not have. Adapt the linears beside them (target_modules), or use ep=1."
             )
     return found
+
+
+def _has_any(model: nn.Module, parallel: ExpertParallel) -> bool:
+    """Whether `model`, a part of a larger one, has any of the modules that hold experts."""
+    if parallel.plan is None:
+        return bool(find_experts(model))
+    regexes = [glob_to_regex(pattern) for pattern in parallel.plan]
+    return any(regex.fullmatch(name) for name, _ in bare_modules(model) for regex in regexes)
 
 
 def split_experts(found: Sequence[Experts], mesh: ExpertMesh) -> None:
