@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,9 @@ class BlockMemory:
 
 
 def block_memory(
-    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int] | None = None, *, accumulate: bool = False
-) -> BlockMemory:
+    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int] | None = None, *, accumulate: bool = False,
+    layouts: Mapping[int, tuple[int, ...]] | None = None,
+) -> BlockMemory:  # fmt: skip
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
 
     It is the engine itself that runs, so a table that the engine would refuse is refused here.
@@ -50,6 +51,7 @@ def block_memory(
         policy: what its region keeps.
         run: what fakes tensors.
         used: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
+        layouts: strides of those of these gradients that are not in rows (`OuterMemory.layouts`).
         accumulate: its parameters have gradients before, which are not counted, and backward adds to them.
 
     Raises:
@@ -82,16 +84,17 @@ def block_memory(
         known = {id(t.untyped_storage()) for t in (*replaced.values(), *state.values())}
         own = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in made}
         output = sum(size for key, size in own.items() if key not in known)
-        roots = [
-            t for i, t in enumerate(made) if t.requires_grad and i not in kind.passed and (used is None or i in used)
-        ]
+        at = {
+            i: t for i, t in enumerate(made) if t.requires_grad and i not in kind.passed and (used is None or i in used)
+        }
+        roots = list(at.values())
         if not roots:
             return BlockMemory(forward_peak, after - output, 0, 0, 0, 0, frozenset())
         given = sum(t.numel() * t.element_size() for t in roots)
         # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
-        gradients = _OutputGradients.apply(*roots)
-        del out, roots, made
+        gradients = _OutputGradients.apply([(layouts or {}).get(i) for i in at], *roots)
+        del out, roots, made, at
         meter.lap()
         gradients.backward(torch.empty_like(gradients))
         backward_peak = meter.lap()
@@ -116,10 +119,14 @@ class _OutputGradients(torch.autograd.Function):
     """Nothing, made of all outputs; its backward makes their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.layouts = [(t.shape, t.dtype) for t in outputs]
+    def forward(ctx: Any, strides: list[tuple[int, ...] | None], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.layouts = [(t.shape, stride, t.dtype) for t, stride in zip(outputs, strides)]
         return outputs[0].new_empty(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts)
+        made = (
+            torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
+            for shape, stride, dtype in ctx.layouts
+        )
+        return None, *made

@@ -61,6 +61,9 @@ class OuterMemory:
     gradients that were there: then the stretches do not count them)."""
     used: tuple[frozenset[int], ...]
     """For each kind of layer, the positions of those tensors of its output that get a gradient."""
+    layouts: tuple[dict[int, tuple[int, ...]], ...] = ()
+    """For each kind of layer, the strides of those of these gradients that are not in rows, by position: the layer's
+    backward copies them, as a rule."""
     kept: int = 0
     """What stays of the model's output till the next one is there: in all stretches of backward, and in forward."""
     whole_logits: tuple[str, ...] = ()
@@ -144,6 +147,7 @@ def outer_memory(
     forward: list[Stretch] = []
     backward: list[Stretch] = []
     used: list[set[int]] = [set() for _ in traced.kinds]
+    layouts: list[dict[int, tuple[int, ...]]] = [{} for _ in traced.kinds]
     inputs: list[list[weakref.ref[Any]]] = []
 
     def twice(calls: int) -> tuple[tuple[int, int], ...]:
@@ -163,7 +167,7 @@ def outer_memory(
             inputs.append([weakref.ref(s) for s in {id(s): s for s in map(torch.Tensor.untyped_storage, own)}.values()])
             del own
             lap = functools.partial(_lap, meter, backward, twice, len(forward))
-            output, records = _stand_in(kind, args, kwargs, lap, used[number])
+            output, records = _stand_in(kind, args, kwargs, lap, used[number], layouts[number])
             record_again(bare(layer.module), records)
             return output
 
@@ -193,7 +197,7 @@ def outer_memory(
     whole = tuple(whole_logits)
     return OuterMemory(
         tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads,
-        tuple(map(frozenset, used)), kept, whole, own_loss, chunks is not None and not whole,
+        tuple(map(frozenset, used)), tuple(layouts), kept, whole, own_loss, chunks is not None and not whole,
         0.0 if timer is None else timer.seconds,
     )  # fmt: skip
 
@@ -215,6 +219,8 @@ class _StubCall:
     lap: Callable[[], None]
     """To be called when its backward begins."""
     used: set[int]
+    layouts: dict[int, tuple[int, ...]]
+    """Strides of the gradients that it gets, where they are not in rows."""
     places: list[int]
     """Where in the layer's output its tensors stand."""
     held: list[torch.Tensor]
@@ -234,13 +240,23 @@ class _StubLayer(torch.autograd.Function):
         call = ctx.call
         call.lap()
         call.used.update(place for place, grad in zip(call.places, grads) if grad is not None)
+        call.layouts.update(
+            (place, grad.stride())
+            for place, grad in zip(call.places, grads)
+            if grad is not None and not grad.is_contiguous() and 0 not in grad.stride()
+        )
         call.held.clear()
         made = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
         return None, None, *made
 
 
 def _stand_in(
-    kind: Kind, args: tuple, kwargs: dict[str, Any], lap: Callable[[], None], used: set[int]
+    kind: Kind,
+    args: tuple,
+    kwargs: dict[str, Any],
+    lap: Callable[[], None],
+    used: set[int],
+    layouts: dict[int, tuple[int, ...]],
 ) -> tuple[Any, Any]:
     """The output of a layer that is not run, and what recorders in it would have seen."""
     given = tensors_in((args, kwargs))
@@ -252,7 +268,7 @@ def _stand_in(
         inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
         held = [tensor for place, tensor in by_argument(args, kwargs).items() if place in kind.shared_at]
-        call = _StubCall(lap, used, places, held)
+        call = _StubCall(lap, used, layouts, places, held)
         made = iter(_StubLayer.apply(call, wanted, *inputs))
     else:
         made = map(torch.empty_like, wanted)

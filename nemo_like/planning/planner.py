@@ -234,6 +234,7 @@ class Planner:
                 self.traced.run,
                 self.outer().used[kind],
                 accumulate=accumulate,
+                layouts=self.outer().layouts[kind],
             )
         return self._memories[key]
 

@@ -97,9 +97,9 @@ def _blocked(tensor: torch.Tensor, dim: int) -> int:
     return tensor.nbytes // max(1, channels) * (-(-channels // _BLOCK) * _BLOCK)
 
 
-def _input(image: torch.Tensor) -> int:
-    """An image of few channels is read as it is."""
-    return _blocked(image, 1) if image.shape[1] >= _BLOCK else 0
+def _input(image: torch.Tensor, groups: int) -> int:
+    """An image of few channels is read as it is, unless each is convolved by itself."""
+    return _blocked(image, 1) if image.shape[1] >= _BLOCK or groups == image.shape[1] > 1 else 0
 
 
 def _weight(image: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
@@ -110,7 +110,9 @@ def _weight(image: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int) -> int:
     made = _blocked(out, 1)
-    return max(_input(image) + _weight(image, weight, groups) + made - out.nbytes + _picked(image, weight, out), made)
+    return max(
+        _input(image, groups) + _weight(image, weight, groups) + made - out.nbytes + _picked(image, weight, out), made
+    )
 
 
 def _weight_backward(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, groups: int) -> int:
@@ -118,7 +120,7 @@ def _weight_backward(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tens
         return _patches(image, weight, grad) // groups + 4 * weight.nbytes
     if weight.shape[1] == 1 and groups == image.shape[1] and _channels_last(image) and not image.is_contiguous():
         return _BLOCK * _BLOCK * weight.nbytes  # a depthwise weight as whole blocks of both its channels
-    blocks = _blocked(grad, 1) + _input(image) + _weight(image, weight, groups)
+    blocks = _blocked(grad, 1) + _input(image, groups) + _weight(image, weight, groups)
     return blocks - weight.nbytes + _picked(image, weight, grad)
 
 

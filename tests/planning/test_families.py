@@ -24,6 +24,8 @@ from nemo_like.commands.plan_survey import model_types, planned_and_run, survey_
         "doge",  # attention without a fused kernel
         "siglip",  # a gradient that a convolution copies first
         "inkling_text",  # a backward formula that writes in place
+        "nystromformer",  # a convolution of single channels, fewer than a block
+        "qwen2_audio_encoder",  # a gradient whose rows are columns, which the last layer copies
         "altclip",  # a trainable scalar, which only FSDP refuses
         "resnet",  # a region keeps the running statistics as they were
     ],

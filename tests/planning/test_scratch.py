@@ -18,6 +18,7 @@ SHAPES = [  # batch, channels in, side, channels out, kernel, stride, padding, g
     (2, 32, 28, 32, 1, 2, 0, 1, False),
     (4, 64, 14, 64, 3, 1, 1, 64, False),
     (2, 96, 14, 96, 7, 1, 3, 96, True),
+    (4, 4, 32, 4, 3, 1, 1, 4, False),
 ]
 
 
