@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.models.adapted import with_lora
 from tests.models.families import VOCAB, causal, hf
 from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import llama
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import RankDiedError, run_ranks
 
 LAYERS, ROWS, MICROBATCHES = 4, 8, 4
 
@@ -377,3 +378,64 @@ def _packed(rank: int, world_size: int) -> None:
 
 def test_packed_documents() -> None:
     run_ranks(2, _packed)
+
+
+def _beside(rank: int, world_size: int, options: dict[str, Any], schedule: str) -> None:
+    model, batch = _build("llama"), _batch()
+    loss = _reference(model, batch)
+    sample = {key: value[:2] for key, value in batch.items()}
+    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
+    pipeline = parallelize(_build("llama"), pp=pp, sample_input=sample, **options)
+    torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
+    _check(pipeline, model, exact=True, where=f"{options} {schedule}")
+    pipeline.step(**batch)  # a second batch's gradients are added
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 2
+    _check(pipeline, model, exact=False, where="two batches")
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    [
+        ({"ac": "selective", "offload": "saved"}, "1f1b"),
+        ({"ac": "sequential"}, "zbv"),
+        ({"ac": "full", "compile": "aot_eager"}, "zbv"),
+    ],
+)
+def test_options_beside_a_pipeline(options: dict[str, Any], schedule: str) -> None:
+    run_ranks(2, _beside, options, schedule, timeout=120)
+
+
+def _lowered(rank: int, world_size: int) -> None:
+    model, batch = _build("llama"), _batch()
+    loss = _reference(model, batch)
+    sample = {key: value[:2] for key, value in batch.items()}
+    pp = PipelineParallel(2, microbatches=MICROBATCHES)
+    pipeline = parallelize(_build("llama"), ac="full", precision="bf16", pp=pp, sample_input=sample)
+    assert pipeline.parts.hidden_dtype == (torch.bfloat16 if world_size > 2 else torch.float32)  # FSDP2 or autocast
+    # Eight bits of mantissa.
+    torch.testing.assert_close(pipeline.step(**batch), loss, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stages_in_bfloat16(world_size: int) -> None:
+    run_ranks(world_size, _lowered)
+
+
+def _killed(rank: int, world_size: int) -> None:
+    batch = _batch()
+    pp = PipelineParallel(2, microbatches=MICROBATCHES)
+    pipeline = parallelize(_build("llama"), ac="none", pp=pp, sample_input={k: v[:2] for k, v in batch.items()})
+    if rank == 0:
+        pipeline.stages[0].module.model.layers[1].register_forward_hook(_die)
+    pipeline.step(**batch)
+
+
+def _die(*_: Any) -> None:
+    os._exit(9)
+
+
+def test_a_rank_that_dies_in_a_stage_ends_the_others() -> None:
+    first, second = run_ranks(2, _killed, timeout=30, return_exceptions=True)
+    assert isinstance(first, RankDiedError) and isinstance(second, RuntimeError)
