@@ -21,6 +21,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
@@ -708,3 +709,15 @@ def fake_store() -> Any:
         return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
     except (ImportError, AttributeError) as error:
         raise RuntimeError(f"torch {torch.__version__} has no fake process group where we know it.") from error
+
+
+class ConnectedStage(PipelineStage):
+    """torch's pipeline stage, which opens no connection to its own rank.
+
+    torch 2.11 connects each stage with its neighbours before the first step. In a V-shaped schedule a neighbour may be on
+    the same rank, and gloo has no connection to that. Later releases do not ask for these operations.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        asked: list[Any] = getattr(super(), "_get_init_p2p_neighbors_ops", list)()
+        return [op for op in asked if op.group_peer != self.group_rank]

@@ -729,3 +729,15 @@ def test_whether_a_backward_runs(monkeypatch):
     monkeypatch.setattr(torch_compat, "_graph_task", None)
     x.sum().backward()
     assert seen == [True, False]
+
+
+def test_a_pipeline_stage_opens_no_connection_to_its_own_rank(monkeypatch):
+    stage = object.__new__(torch_compat.ConnectedStage)
+    stage.group_rank = 1
+    name = "_get_init_p2p_neighbors_ops"
+    base = torch_compat.ConnectedStage.__mro__[2]
+    asked = [SimpleNamespace(group_peer=peer) for peer in (0, 1, 2, 1)]
+    monkeypatch.setattr(base, name, lambda self: asked)
+    assert [op.group_peer for op in getattr(stage, name)()] == [0, 2]
+    monkeypatch.delattr(base, name)  # as a later torch may
+    assert getattr(stage, name)() == []

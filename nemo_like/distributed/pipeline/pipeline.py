@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 
 from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.clip import clip_grad_norm_
@@ -24,6 +23,7 @@ from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.distributed.pipeline.schedules import make_schedule, stages_of
 from nemo_like.distributed.slots import show_shards
 from nemo_like.options import PipelineParallel
+from nemo_like.torch_compat import ConnectedStage
 
 
 @dataclass
@@ -260,18 +260,14 @@ class Pipeline:
         return total
 
 
-class _Stage(PipelineStage):
+class _Stage(ConnectedStage):
     """torch's stage, which tells the checkpointing engine in which half of a backward it is."""
 
     replay = "once"
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """torch 2.11 opens connections with these; in a V, a neighbour may be on the stage's own rank: gloo refuses."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != dist.get_rank(self.group)]
-
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
-        whole = inspect.signature(PipelineStage.backward_one_chunk).bind(self, *args, **kwargs).arguments
+        whole = inspect.signature(ConnectedStage.backward_one_chunk).bind(self, *args, **kwargs).arguments
         if whole.get("full_backward", True) or self.replay == "twice":
             return super().backward_one_chunk(*args, **kwargs)
         with half_of_backward("inputs"):
