@@ -112,14 +112,14 @@ def test_gradients_are_those_of_the_whole_model(ranks: int, experts: int) -> Non
     assert run_ranks(ranks, _gradients, experts, timeout=120) == [(9, [])] * ranks
 
 
-def _peak(rank: int, world_size: int, experts: int, precision: str | None) -> tuple[int, int]:
+def _peak(rank: int, world_size: int, experts: int, precision: str | None, mode: str) -> tuple[int, int]:
     batch = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": batch, "labels": batch}
     model, step = _mixtral(experts), StepSpec(keeps_output=False, optimizer="sgd")
     setup = Setup(shard_ranks=world_size, step=step, precision=Precision.of(precision))
     planner = Planner(model, sample, device=resolve_device("cpu"), setup=setup)
-    plan = planner.describe(planner.uniform("full"), "full")
-    model = parallelize(model, "fsdp2", "full", precision=precision, device="cpu")
+    plan = planner.describe(planner.uniform(mode), mode)
+    model = parallelize(model, "fsdp2", mode, precision=precision, device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def run() -> None:
@@ -131,10 +131,14 @@ def _peak(rank: int, world_size: int, experts: int, precision: str | None) -> tu
     return plan.peak_bytes, step_peak_bytes(model, optimizer, run)
 
 
-@pytest.mark.parametrize(("ranks", "experts", "precision"), [(2, 3, None), (2, 3, "bf16"), (4, 6, None)])
-def test_the_predicted_peak_is_the_measured_one(ranks: int, experts: int, precision: str | None) -> None:
-    for predicted, measured in run_ranks(ranks, _peak, experts, precision, timeout=150):
-        assert abs(predicted - measured) <= 0.01 * measured
+@pytest.mark.parametrize(
+    ("ranks", "experts", "precision", "mode"),
+    [(2, 3, None, "full"), (2, 3, "bf16", "full"), (4, 6, None, "full"), (4, 6, None, "none"), (4, 6, "bf16", "none")],
+)
+def test_the_predicted_peak_is_the_measured_one(ranks: int, experts: int, precision: str | None, mode: str) -> None:
+    """Without checkpointing the peak is where a layer is gathered ahead, of which gloo makes a copy."""
+    for predicted, measured in run_ranks(ranks, _peak, experts, precision, mode, timeout=150):
+        assert abs(predicted - measured) <= 0.002 * measured
 
 
 def _filled(rank: int, world_size: int, path: str) -> list[str]:

@@ -295,6 +295,7 @@ class Planner:
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
             trained=self.trained, experts=[each.module for each in self.experts], ep=s.ep,
+            gloo=self.device.kind == "cpu",
         )  # fmt: skip
 
     @cached_property

@@ -69,6 +69,8 @@ class Sharding:
     """Units fetched ahead in forward and in backward."""
     tail_params: frozenset[int]
     """Ids of the tail's parameters."""
+    gloo: bool = False
+    """Its collectives are gloo's, which makes a copy of what it gathers into and of what it reduces."""
     padding: int = 0
     """Bytes of `params` that no parameter needs, because the ranks do not divide it."""
     experts: Mapping[int, UnitBytes] = field(default_factory=dict)
@@ -90,11 +92,12 @@ class Sharding:
 def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
     trained: frozenset[int] | None = None, experts: Sequence[nn.Module] = (), ep: int = 1,
+    gloo: bool = False,
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
     `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: modules with the experts of
-    one rank out of `ep`, units of their own that the ranks with the same experts shard.
+    one rank out of `ep`, units of their own that the ranks with the same experts shard. `gloo`: it does the collectives.
     """
     # A model that stays whole may have trainable scalars (CLIP's temperature); only FSDP refuses them.
     scalars = [p for p in model.parameters() if p.dim() == 0] if shard_ranks == 1 else []
@@ -134,6 +137,7 @@ def sharding_of(
         replicated=sum(p.numel() * p.element_size() for p in plan.replicated if id(p) not in theirs),
         experts=inner,
         world=shard_ranks,
+        gloo=gloo,
         # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
