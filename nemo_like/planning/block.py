@@ -77,7 +77,9 @@ class BlockProblem:
                     bytes=record.bytes,
                     cost=value if k < reachable else 0.0,
                     reads=tuple(self._index[i] for i in record.reads if i in self._index),
-                    needed=record.needed and k < reachable,
+                    # A rank without rows may run other ops than were traced, and then runs in replay what it was to skip:
+                    # a collective must be run by all or by none.
+                    needed=(record.needed or facts(record.op).collective) and k < reachable,
                     keepable=_keepable(record),
                     forced=_forced(record) if k < reachable else None,
                 )
