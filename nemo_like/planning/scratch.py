@@ -55,8 +55,10 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
     return 0
 
 
-def _sequence_scratch(func: Any, sent: torch.Tensor, out: torch.Tensor) -> int:
-    """What the operators of context parallelism send from and receive into."""
+def _sequence_scratch(func: Any, sent: torch.Tensor, out: Any) -> int:
+    """What the operators of context parallelism send from and receive into; other operators of ours: nothing."""
+    if not isinstance(out, torch.Tensor):
+        return 0
     copied = 0 if sent.is_contiguous() else sent.nbytes
     return {
         "nemo_like::gather_sequence": copied + out.nbytes,
