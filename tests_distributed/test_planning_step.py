@@ -133,7 +133,7 @@ def test_one_device():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fsdp2(ranks):
     names = [name for name in SPECS if name not in ("outside, unsaid", "sgd", "momentum")]
-    names = names if ranks == 2 else ["default", "summed in the last"]
+    names = names if ranks == 2 else ["default", "summed in the last", "accumulated", "dropped", "outside", "foreach"]
     for rows in run_ranks(ranks, _cases, FSDP2(), names, timeout=280):
         _check(rows)
 
@@ -151,7 +151,10 @@ def test_ddp():
         "summed in the last",
         "summed in the last of four",
         "zeroed",
+        "dropped",
+        "loop",
         "foreach",
+        "fused",
     ]
     for rows in run_ranks(2, _cases, "ddp", names, timeout=280):
         _check(rows)
