@@ -12,7 +12,7 @@ from nemo_like import ContextParallel, parallelize
 from tests_distributed.cut_models import LOSS, batch, build, differences, step
 from tests_distributed.spawn import run_ranks
 
-MODES = ("none", "full", "selective", "submodule")
+MODES = ("none", "full", "selective", "submodule", "50%")
 FAMILY_NAMES = (
     "llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral", "bert", "t5", "qwen2_vl", "qwen3_vl", "nanogpt",
 )  # fmt: skip
@@ -26,7 +26,8 @@ def _modes(rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...
     loss, expected = step(copy.deepcopy(whole), inputs)
     wrong, first = [], None
     for mode in modes:
-        model = parallelize(copy.deepcopy(whole), ac=mode, cp=cp)
+        sample = inputs if mode == "50%" else None
+        model = parallelize(copy.deepcopy(whole), ac=mode, cp=cp, sample_input=sample)
         found, grads = step(model, inputs)
         if not abs(found - loss) <= LOSS * abs(loss):
             wrong.append(f"{mode}: loss {found} for {loss}")
@@ -51,6 +52,6 @@ def test_ulysses(name: str) -> None:
     assert run_ranks(2, _modes, name, ContextParallel(2, "ulysses"), ("none", "selective")) == [[], []]
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "nanogpt"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_four_ranks(name: str) -> None:
     assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
