@@ -15,7 +15,7 @@ PARTS = (
 
 
 @dataclass
-class Walk:
+class StepWalk:
     """What is alive now, by part; and the highest point so far."""
 
     now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
@@ -35,7 +35,7 @@ class Walk:
 class Communication:
     """What FSDP2 has gathered and is reducing, as `torch.distributed.fsdp` does it with synchronous gathers."""
 
-    def __init__(self, walk: Walk, sharding: Sharding, units: Sequence[UnitBytes | None], micro: Microbatch) -> None:
+    def __init__(self, walk: StepWalk, sharding: Sharding, units: Sequence[UnitBytes | None], micro: Microbatch) -> None:
         self.walk, self.now, self.s, self.units, self.micro = walk, walk.now, sharding, units, micro
         self.on = sharding.world > 1
         self.flat: dict[int, int] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nemo_like.options import OffloadConfig
 from nemo_like.planning.block_memory import BlockMemory
-from nemo_like.planning.communication import Communication, Walk
+from nemo_like.planning.communication import Communication, StepWalk
 from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory, Stretch
 from nemo_like.planning.sharding import Sharding, UnitBytes
@@ -71,7 +71,7 @@ def step_peak(
         micro: which gradients are there already, and what becomes of those that are made.
         offload: how much of what moves to the host is on the device at one time.
     """
-    walk = Walk()
+    walk = StepWalk()
     now = walk.now
     outer = outer.counted_once([layer.inputs for layer in layers])
     now["parameters"], now["optimizer state"] = sharding.params, optimizer[0]
@@ -134,7 +134,7 @@ def _held(layers: Sequence[LayerMemory], offload: OffloadConfig) -> int:
     return sum(layer.held for layer in layers) - sum(moved) + max(ahead, min(sum(moved), offload.max_inflight_bytes))
 
 
-def _stretch(walk: Walk, stretch: Stretch, where: str) -> None:
+def _stretch(walk: StepWalk, stretch: Stretch, where: str) -> None:
     walk.now["outside of layers"] = 0
     walk.look(where, outside_of_layers=stretch.peak)
     walk.now["outside of layers"] = stretch.left
