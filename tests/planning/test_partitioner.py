@@ -19,7 +19,7 @@ from nemo_like.planning.block_trace import OpRecord, trace_block
 from nemo_like.planning.devices import op_seconds, resolve_device
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import fake_tensor_types
-from tests.planning.test_planner import D, LlamaStyle, S
+from tests.models.llama_style import D, LlamaStyle, S
 
 BUDGETS = [step / 20 for step in range(20)]
 DEVICE = resolve_device("h100-80gb")
