@@ -203,6 +203,18 @@ def test_a_plain_model_that_cannot_be_cut_is_found_in_its_first_call(name: str) 
     assert all(isinstance(error, ValueError) and "other outputs than whole sequences" in str(error) for error in errors)
 
 
+def _masked_positions(rank: int, world_size: int) -> None:
+    inputs = batch("opt")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :3] = 0
+    parallelize(build("opt"), cp=2)(**inputs, attention_mask=mask)
+
+
+def test_positions_that_are_counted_over_a_mask_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="counts positions from the attention mask"):
+        run_ranks(2, _masked_positions)
+
+
 def _verified(rank: int, world_size: int) -> list[str]:
     """Verification changes nothing of a model that is right, and finds a layer that is not."""
     whole, inputs = build("qwen3"), batch("qwen3")

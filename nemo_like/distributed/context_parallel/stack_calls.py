@@ -6,6 +6,7 @@ over all keys), a 4-D one keeps this rank's rows, and positions are counted befo
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -111,6 +112,17 @@ class StackHooks:
             )
         return value
 
+    def _refuse_positions_of_a_mask(self, mask: Any) -> None:
+        """Some models (OPT) count positions over what a mask shows."""
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or is_fake(mask) or bool(mask.all()):
+            return
+        found = next((module for module in self._stack.module.modules() if _reads_a_mask(module)), None)
+        if found is not None:
+            raise ValueError(
+                f"{type(found).__name__} counts positions from the attention mask, and cp counts them before the cut: pass "
+                "position_ids with a mask that hides tokens."
+            )
+
     def _positions(self, call: StackCall, given: dict[str, Any], cut: dict[str, Any]) -> None:
         parts, names = self._parts, self._stack.arguments
         main = main_input(cut)
@@ -122,6 +134,7 @@ class StackHooks:
                     f"{type(self._stack.module).__name__} counts its positions from the ids that are no padding, and cp "
                     "counts them before the cut: pass position_ids."
                 )
+            self._refuse_positions_of_a_mask(given.get("attention_mask"))
             cut["position_ids"] = parts.positions(padded, main.device)[None]
         # A mask that is there tells transformers how many keys there are, and that position_ids are no sign of packing.
         if "attention_mask" in names and cut.get("attention_mask") is None:
@@ -139,6 +152,10 @@ class StackHooks:
         if cut.get("encoder_attention_mask") is None and "encoder_attention_mask" in names:
             real = torch.ones(states.shape[0], length, dtype=torch.long, device=states.device)
             cut["encoder_attention_mask"] = layout.pad(real, 1, parts.ranks)
+
+
+def _reads_a_mask(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def main_input(given: dict[str, Any]) -> Tensor | None:
