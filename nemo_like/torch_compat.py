@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
@@ -609,7 +608,7 @@ def compiler_budget(share: float) -> contextlib.AbstractContextManager[Any]:
 # --- Experts ----------------------------------------------------------------------------------------------------------
 
 
-def grouped_mm(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_mm(rows: Tensor, weights: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:
     """Rows (R, K), sorted by group, times the matrix of each one's group, (G, K, N) → (R, N).
 
     One kernel where torch has one for these: ``F.grouped_mm``, or ``torch._grouped_mm`` before it was public; bfloat16 on
@@ -617,10 +616,10 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
 
     Args:
         counts: rows of each group, known on the host.
+        ends: (G,) int32 where the rows of each group end, on the device: making it here would wait for that.
     """
     kernel = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
     if kernel is not None and rows.shape[0] and _has_grouped_kernel(rows, weights):
-        ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=rows.device)
         return kernel(rows, weights, offs=ends)
     # Also without any row: the weights get gradients of zero then, and every rank reduces the same.
     parts = zip(rows.split(list(counts)), weights.unbind(0), strict=True)

@@ -692,7 +692,7 @@ def test_a_grouped_product_with_and_without_a_kernel(monkeypatch):
 
     def product(rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         leaf = weights.clone().requires_grad_()
-        out = torch_compat.grouped_mm(rows, leaf, counts)
+        out = torch_compat.grouped_mm(rows, leaf, counts, torch.tensor(counts).cumsum(0).int())
         return out, torch.autograd.grad(out.square().sum(), leaf)[0]
 
     out, grad = product(rows, [2, 0, 3])

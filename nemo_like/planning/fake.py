@@ -136,7 +136,8 @@ class FakeRun(TorchDispatchMode):
         sizes = [chosen.shape[0], int(table[1].sum())]
         with self.fake:
             order, arrange = (torch.empty(size, dtype=torch.int64) for size in sizes)
-        return order, table, arrange
+            ends = torch.empty(table.shape[-1], dtype=torch.int32)
+        return order, table, arrange, ends
 
     def _bincount(self, ids: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
         """Counts of ``minlength`` kinds, experts for example: no id is taken to be larger, which values would tell."""

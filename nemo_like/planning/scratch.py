@@ -46,7 +46,7 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
         return _attention_blocks(args[0], args[1], forward=True)
     if func is _FLASH_BACKWARD:
         return _attention_blocks(args[1], args[2], forward=False)
-    if getattr(func, "namespace", "") == "nemo_like":
+    if getattr(func, "namespace", "") == "nemo_like" and isinstance(out, torch.Tensor):  # not the routing of experts
         return _sequence_scratch(func, args[0], out)
     if (
         func is _SAFE_SOFTMAX

@@ -24,7 +24,7 @@ def group_key(group: dist.ProcessGroup) -> str:
 
 
 @torch.library.custom_op("nemo_like::route", mutates_args=())
-def route(chosen: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
+def route(chosen: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Who sends how much to whom. A collective; the one place of a layer that waits for the device.
 
     Args:
@@ -37,6 +37,7 @@ def route(chosen: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Ten
         table: (2, ranks, experts / ranks) on the host: rows sent to, and received from, each rank for each of its experts
             (of this rank's, for those received).
         arrange: (R,) the received rows, which come by rank, sorted by expert.
+        ends: (experts / ranks,) int32 on the device: where the rows of each of this rank's experts end in that order.
     """
     process_group = _GROUPS[group]
     ranks = process_group.size()
@@ -47,7 +48,8 @@ def route(chosen: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Ten
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=process_group)
     table = torch.stack([sent, received]).cpu()
-    return order, table, _by_expert(received, int(table[1].sum()))
+    ends = received.sum(0).cumsum(0).to(torch.int32)
+    return order, table, _by_expert(received, int(table[1].sum())), ends
 
 
 def _by_expert(received: Tensor, rows: int) -> Tensor:

@@ -39,28 +39,34 @@ def zero_rows_stay_zero(module: nn.Module) -> bool:
     return up[1:] == (down[2], 2 * down[1]) and float(activation(torch.zeros(1))) == 0.0
 
 
-def fused_mlp(module: nn.Module, weights: Mapping[str, Tensor], rows: Tensor, counts: Sequence[int]) -> Tensor:
+def expert_of_rows(ends: Tensor, rows: int) -> Tensor:
+    """(R,) the expert of each row, from where the rows of each end; waits for nothing."""
+    return torch.bucketize(torch.arange(rows, device=ends.device, dtype=ends.dtype), ends, right=True)
+
+
+def fused_mlp(
+    module: nn.Module, weights: Mapping[str, Tensor], rows: Tensor, counts: Sequence[int], ends: Tensor
+) -> Tensor:
     """The experts' MLPs: (R, D) → (R, D), every row by its expert.
 
     Args:
         module: for which `is_understood` holds.
         weights: its parameters, of this rank's experts.
-        rows: sorted by expert. counts: rows of each expert.
+        rows: sorted by expert. counts: rows of each expert, on the host; ends: where they end, int32 on the device.
     """
     transposed = getattr(module, "is_transposed", True)
     up = "gate_up_proj" if "gate_up_proj" in weights else "up_proj"
     # (experts, in, out), as a product of rows with it needs
     matrix: Callable[[str], Tensor] = lambda name: weights[name] if transposed else weights[name].transpose(1, 2)  # noqa: E731
-    hidden = _plus_bias(grouped_mm(rows, matrix(up), counts), weights.get(f"{up}_bias"), counts)
+    hidden = _plus_bias(grouped_mm(rows, matrix(up), counts, ends), weights.get(f"{up}_bias"), ends)
     hidden = _activated(module, hidden, gated=up == "gate_up_proj")
-    return _plus_bias(grouped_mm(hidden, matrix("down_proj"), counts), weights.get("down_proj_bias"), counts)
+    return _plus_bias(grouped_mm(hidden, matrix("down_proj"), counts, ends), weights.get("down_proj_bias"), ends)
 
 
-def _plus_bias(rows: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+def _plus_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     if bias is None:
         return rows
-    repeats = torch.tensor(counts, device=bias.device)
-    return rows + torch.repeat_interleave(bias, repeats, dim=0, output_size=sum(counts))
+    return rows + bias[expert_of_rows(ends, rows.shape[0])]
 
 
 def _activated(module: Any, hidden: Tensor, gated: bool) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from nemo_like.distributed.expert_parallel.exchange import exchange_rows, group_key, route
 from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, check_expert_ranks
 from nemo_like.distributed.expert_parallel.find_experts import EVERY, Experts, find_experts, unsplit_lists
-from nemo_like.distributed.expert_parallel.grouped import fused_mlp, is_understood, zero_rows_stay_zero
+from nemo_like.distributed.expert_parallel.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.module_tree import bare_modules, glob_to_regex
 from nemo_like.options import ExpertParallel
@@ -146,7 +146,7 @@ class SplitExperts:
 
     def exchanged(self, hidden: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """What the experts make of row ``i // top_k`` of `hidden` for each `i` of `chosen`, and the order that it is in."""
-        order, table, arrange = route(chosen, self.count, self.group)
+        order, table, arrange, ends = route(chosen, self.count, self.group)
         # Added up in Python: a sum of the table would be an operator, which a plan might replay or leave out.
         to, of = table.tolist()
         sent, received, counts = [sum(row) for row in to], [sum(row) for row in of], [sum(row) for row in zip(*of)]
@@ -154,20 +154,19 @@ class SplitExperts:
         # row is taken several times. Permutations take each row once.
         rows = torch.ops.aten.index.Tensor(hidden, [order[: sum(sent)] // top_k])
         rows = exchange_rows(rows, sent, received, self.group)
-        out = self.compute(rows.index_select(0, arrange), counts)
+        out = self.compute(rows.index_select(0, arrange), counts, ends)
         return order, exchange_rows(out.index_select(0, _inverse(arrange)), received, sent, self.group)
 
-    def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows (R, D), sorted by expert, `counts` of each of this rank's → (R, D)."""
+    def compute(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
+        """Rows (R, D), sorted by expert, `counts` of each of this rank's, the last at `ends` → (R, D)."""
         weights = {name: _local(p) for name, p in self.module._parameters.items() if p is not None}
         if self.understood:
-            return fused_mlp(self.module, weights, rows, counts)
-        return self.by_its_own_forward(weights, rows, counts)
+            return fused_mlp(self.module, weights, rows, counts, ends)
+        return self.by_its_own_forward(weights, rows, ends)
 
-    def by_its_own_forward(self, weights: dict[str, Tensor], rows: Tensor, counts: list[int]) -> Tensor:
+    def by_its_own_forward(self, weights: dict[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
         """The same through the module's own code, which sees a module of fewer experts."""
-        ids = torch.arange(self.local, device=rows.device)
-        ids = ids.repeat_interleave(torch.tensor(counts, device=rows.device), output_size=sum(counts))[:, None]
+        ids = expert_of_rows(ends, rows.shape[0])[:, None]
         empty = rows.shape[0] == 0
         if empty:  # no code is written for no tokens at all: one of zeros, whose result is dropped
             rows, ids = rows.new_zeros(1, rows.shape[1]) + rows.sum(), ids.new_zeros(1, 1)
