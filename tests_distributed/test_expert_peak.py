@@ -40,7 +40,7 @@ def _peaks(rank: int, world_size: int) -> list[tuple[str, int, int]]:
     setup = Setup(shard_ranks=world_size, ep=2, imbalance=2.0)
     planner = Planner(_model(), sample, device=resolve_device("cpu"), setup=setup)
     found = []
-    for ac in ("none", "full", "selective", "30%"):
+    for ac in MODES:
         peak = (
             planner.peak(planner.uniform(ac)).total if ac in MODES else planner.plan(MemoryBudget.parse(ac)).peak_bytes
         )

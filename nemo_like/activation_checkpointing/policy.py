@@ -289,6 +289,11 @@ def _check_row(op: Op, row: tuple[Decision, ...]) -> None:
         raise ValueError(f"DecisionTable lists {op}, a view, metadata or in-place operator: it always runs again.")
     if SKIP in row and known.random:
         raise ValueError(f"DecisionTable skips {op}, which draws random numbers: the later ones would change.")
+    if SKIP in row and known.exchange:
+        raise ValueError(
+            f"DecisionTable skips {op}, which all ranks send or none: a rank whose call fits the table less well than the "
+            "others' would replay it alone. Use SAVE, HOST or RECOMPUTE."
+        )
     if known.pinned and not set(row) <= {SAVE, HOST}:
         raise ValueError(
             f"DecisionTable does not keep {op}, which must not run twice (its second result may differ, or all ranks "

@@ -72,7 +72,7 @@ def test_an_exchange_is_kept_or_repeated_at_the_price_of_the_network() -> None:
     words = dict(zip((str(r.op) for r in problem.records), full.decisions, strict=False))
     assert words[EXCHANGE] == "recompute"
     rows = planner.plan(MemoryBudget.parse("60%")).layers[0].decisions
-    assert rows is not None and set(rows.get(EXCHANGE, ())) <= {"save", "recompute", "skip"}
+    assert rows is not None and set(rows.get(EXCHANGE, ())) <= {"save", "recompute"}
 
 
 @pytest.mark.parametrize("name", NAMES)
