@@ -398,6 +398,10 @@ def shape_only(
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape).as_subclass(cls)
 
 
+FAKE_LOGGER = "torch._subclasses.fake_tensor"
+"""The logger of the fake mode; where it has another name, what it logs is seen."""
+
+
 def fake_tensor_types() -> tuple[type[Any], type[Any]]:
     """`FakeTensor` and `FakeTensorMode`: private by path, though documented and used by exporters.
 

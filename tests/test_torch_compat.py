@@ -48,6 +48,7 @@ OF_OTHERS = {
     "_apply_gate",  # the experts of transformers
     "_data",  # os.environ
     "_init_weights", "_reset_parameters", "_no_split_modules",  # models
+    "_attn_implementation", "_relative_position_bucket",  # those of transformers
     "_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module",  # parts of names that are cleaned
 }  # fmt: skip
 

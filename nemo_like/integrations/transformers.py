@@ -46,7 +46,9 @@ class CheckpointingArguments:
     loss: str = field(
         default="model", metadata={"help": "model, or chunked: head and loss of a few tokens at a time in training"}
     )
-    cp: int = field(default=1, metadata={"help": "ranks that share each sequence (context parallel); CheckpointingMixin"})
+    cp: int = field(
+        default=1, metadata={"help": "ranks that share each sequence (context parallel); CheckpointingMixin"}
+    )
     activation_offloading: str = field(
         default="none", metadata={"help": "what waits in host memory: none, boundary, saved, all"}
     )
@@ -175,7 +177,6 @@ class CheckpointingMixin:
             sample = first_batch(trainer)
         return checkpoint_for_trainer(model, trainer.args, ac, scope, sample, loss)
 
-
     def _cp(self) -> ContextParallel:
         trainer: Any = self
         given = getattr(trainer.args, "cp", 1) if self._cp_given is None else self._cp_given
@@ -216,7 +217,7 @@ def share_batches(loader: Any, cp: int) -> Any:
         ValueError: batches are not dealt out by a sampler (a stream, or a loader that one rank reads for all).
     """
     sampler: Any = getattr(loader, "batch_sampler", None)
-    if cp == 1 or getattr(sampler, "_nemo_like_shared", False):
+    if cp == 1 or getattr(sampler, "nemo_like_shared", False):
         return loader
     if not hasattr(sampler, "num_processes") or not hasattr(sampler, "process_index"):
         raise ValueError(
@@ -224,7 +225,7 @@ def share_batches(loader: Any, cp: int) -> Any:
             f"has a {type(sampler).__name__}. Use a data set with a length, and dispatch_batches=False."
         )
     sampler.num_processes, sampler.process_index = sampler.num_processes // cp, sampler.process_index // cp
-    sampler._nemo_like_shared = True
+    sampler.nemo_like_shared = True
     return loader
 
 

@@ -35,7 +35,9 @@ class StepWalk:
 class Communication:
     """What FSDP2 has gathered and is reducing, as `torch.distributed.fsdp` does it with synchronous gathers."""
 
-    def __init__(self, walk: StepWalk, sharding: Sharding, units: Sequence[UnitBytes | None], micro: Microbatch) -> None:
+    def __init__(
+        self, walk: StepWalk, sharding: Sharding, units: Sequence[UnitBytes | None], micro: Microbatch
+    ) -> None:
         self.walk, self.now, self.s, self.units, self.micro = walk, walk.now, sharding, units, micro
         self.on = sharding.world > 1
         self.flat: dict[int, int] = {}
@@ -104,7 +106,9 @@ class Communication:
         """Experts are gathered inside the layer, when its forward comes to them; alone on their rank, copied."""
         if unit is not None:
             flat = 0 if unit.gathered == unit.shard_gathered else unit.gathered
-            self.walk.look("gathering experts", gathered_layers=flat + unit.gather_input + self._copied_by_gloo(unit, flat))
+            self.walk.look(
+                "gathering experts", gathered_layers=flat + unit.gather_input + self._copied_by_gloo(unit, flat)
+            )
             self._keep("gathered layers", flat)
             self.now["gathered layers"] += flat + unit.gathered
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from nemo_like.planning.fake import FakeRun
 from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import FAKE_LOGGER
 
 SAMPLING_RATE = 16_000
 """Samples per second of the models that take waves."""
@@ -234,7 +235,7 @@ class _Beside:
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Without the fake mode's own log of a shape that an op refuses: the refusal is handled here."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

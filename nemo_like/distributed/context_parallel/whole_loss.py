@@ -32,23 +32,23 @@ class RootHooks:
 
     def __init__(self, model: nn.Module, parts: Parts, plain: bool = False) -> None:
         """plain: some of its attention is torch's function, called by whom nothing is known."""
-        self._model, self._parts, self._plain = model, parts, plain
+        self._model, self.parts, self._plain = model, parts, plain
         self._open: list[_Loss | None] = []
         self._idle: list[bool] = []
-        self._shifts: bool | None = None
+        self.shifts: bool | None = None
         """Whether the model's own loss shifts its labels by one; None: no call has shown it yet."""
         self._checked = parts.planning
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = tuple(inspect.signature(self._bare().forward).parameters)
         given = dict(zip(names, args)) | kwargs
-        self._idle.append(self._parts.idle)
+        self._idle.append(self.parts.idle)
         self._open.append(None)
-        self._parts.idle = any(given.get(name) is not None for name in _CACHES)
-        if self._parts.idle:
+        self.parts.idle = any(given.get(name) is not None for name in _CACHES)
+        if self.parts.idle:
             self._refuse_cache_in_training(given)
-        self._parts.idle |= self._parts.verifying == "whole"
-        if self._parts.idle:
+        self.parts.idle |= self.parts.verifying == "whole"
+        if self.parts.idle:
             return None
         if given.get("return_dict") is False or given.get("logits_to_keep") not in (None, 0):
             raise NotImplementedError(
@@ -64,7 +64,7 @@ class RootHooks:
         labels: Tensor = given[name]
         self._make_decoder_inputs(given, labels)
         loss = _Loss(self, labels, given.get("num_items_in_batch"), shifted=name == "shift_labels")
-        given |= {other: self._parts.cut(given[other], 1, _IGNORED) for other in names_given} | {name: loss.labels}
+        given |= {other: self.parts.cut(given[other], 1, _IGNORED) for other in names_given} | {name: loss.labels}
         self._open[-1] = loss
         loss.__enter__()
         rest = args[len(names) :]
@@ -76,7 +76,7 @@ class RootHooks:
         if not self._open:
             return None
         loss = self._open.pop()
-        self._parts.idle = self._idle.pop()
+        self.parts.idle = self._idle.pop()
         if loss is None:
             return None
         loss.__exit__()
@@ -103,16 +103,16 @@ class RootHooks:
         self._check_same_batch(given)
         tokens = wanted(self._plain)
         if tokens is not None:
-            verify_cut(self._model, self._parts, given, main.shape[1], tokens)
+            verify_cut(self._model, self.parts, given, main.shape[1], tokens)
 
     def _check_same_batch(self, given: dict[str, Any]) -> None:
         digest = torch.stack([_digest(value) for value in given.values() if isinstance(value, Tensor)]).sum()
         largest, least = digest.clone(), digest.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=find_group(self._parts.group))
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=find_group(self._parts.group))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=find_group(self.parts.group))
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=find_group(self.parts.group))
         if not torch.equal(largest, least):
             raise ValueError(
-                f"The {self._parts.ranks} ranks of a cp group got different batches: each must get the same whole sequences "
+                f"The {self.parts.ranks} ranks of a cp group got different batches: each must get the same whole sequences "
                 "and cuts its part itself. Give the sampler the data-parallel rank (rank // cp) and their number."
             )
 
@@ -126,10 +126,10 @@ class RootHooks:
 
     def agree(self, plain: bool, shifted: bool, target: Tensor) -> tuple[bool, bool]:
         """What all ranks have seen: one of them may have labels that tell nothing."""
-        if self._parts.planning:
+        if self.parts.planning:
             return True, True
         seen = torch.tensor([plain, shifted], dtype=torch.int32, device=target.device)
-        dist.all_reduce(seen, dist.ReduceOp.MIN, group=find_group(self._parts.group))
+        dist.all_reduce(seen, dist.ReduceOp.MIN, group=find_group(self.parts.group))
         return bool(seen[0]), bool(seen[1])
 
 
@@ -139,7 +139,7 @@ class _Loss:
     def __init__(self, hooks: RootHooks, whole: Tensor, items: Any, shifted: bool = False) -> None:
         """shifted: the labels are those of the next tokens already."""
         self.hooks, self.whole, self.items, self.shifted = hooks, whole, items, shifted
-        self.labels = hooks._parts.cut(whole, 1, _IGNORED)
+        self.labels = hooks.parts.cut(whole, 1, _IGNORED)
         self.found: list[Tensor] = []
         self._before: Callable[..., Tensor] = F.cross_entropy
 
@@ -155,7 +155,7 @@ class _Loss:
         ignore_index: int = _IGNORED, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
     ) -> Tensor:  # fmt: skip
         whole = self._targets(target, ignore_index)
-        mine = self.hooks._parts.cut(whole, 1, ignore_index).reshape(target.shape)
+        mine = self.hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
         if reduction not in ("mean", "sum"):
             raise NotImplementedError(
                 f"cp sums a model's loss over ranks, and this model asks for cross entropy with reduction={reduction!r}: "
@@ -182,25 +182,25 @@ class _Loss:
             )
         flat = target.reshape(-1)
         plain, shifts = True, True
-        if not hooks._parts.planning:
+        if not hooks.parts.planning:
             plain, shifts = torch.equal(flat, self.labels.reshape(-1)), torch.equal(flat, shifted.reshape(-1))
         if self.shifted and plain:
             return self.whole
-        if hooks._shifts is None:
+        if hooks.shifts is None:
             plain, shifts = hooks.agree(plain, shifts, target)
             if plain != shifts:
-                hooks._shifts = shifts
-        if not (plain if not hooks._shifts else shifts):
+                hooks.shifts = shifts
+        if not (plain if not hooks.shifts else shifts):
             raise NotImplementedError(
                 "cp shifts labels before it cuts them, and this model's cross entropy has other targets than its labels or "
                 "the labels of the next tokens. Compute the loss outside, from shard_sequence's labels."
             )
         # Where no call has shown which of the two, no label counts on any rank, and both are the same.
-        return F.pad(self.whole, (0, 1), value=ignore_index)[..., 1:] if hooks._shifts else self.whole
+        return F.pad(self.whole, (0, 1), value=ignore_index)[..., 1:] if hooks.shifts else self.whole
 
     def put_sum(self, output: Any) -> Any:
         """`output` with the loss of all parts in the place of this part's."""
-        parts = self.hooks._parts
+        parts = self.hooks.parts
         loss = output.get("loss") if isinstance(output, dict) else None
         if loss is None:
             loss = next((item for item in _flat(output) if any(item is one for one in self.found)), None)
@@ -217,7 +217,7 @@ class _Loss:
         return _exchange(output, loss, sum_parts(loss, parts.ranks, parts.group))
 
     def _is_found(self, loss: Tensor) -> bool:
-        if self.hooks._parts.planning or any(loss is one for one in self.found):
+        if self.hooks.parts.planning or any(loss is one for one in self.found):
             return True
         sums = torch.stack([one.detach() for one in self.found]).sum()
         candidates = [sums] if self.items is None else [sums, sums / self.items]
