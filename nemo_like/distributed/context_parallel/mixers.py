@@ -16,7 +16,8 @@ from nemo_like.module_tree import bare_modules
 
 _OPERATORS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.RNNBase,
-    nn.RNNCellBase, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.ZeroPad1d, nn.ZeroPad2d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm,
+    nn.RNNCellBase, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.ZeroPad1d, nn.ZeroPad2d, nn.BatchNorm1d,
+    nn.InstanceNorm1d, nn.GroupNorm,
 )  # fmt: skip
 """Modules of torch that combine neighbours on a dim that may be the sequence, or take statistics over it."""
 _WORDS = frozenset((
