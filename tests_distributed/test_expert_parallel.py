@@ -102,7 +102,9 @@ def _unbalanced(rank: int, world_size: int, name: str) -> None:
     sample = {"input_ids": mine, "labels": mine}
     # A rank without tokens runs fewer products than a budget's plan was made for; it must send what the others send.
     for mode in ("none", "full", "selective", "10%", "30%", "60%"):
-        model = parallelize(pull(build(name)), ac=mode, ep=2, device="cpu", sample_input=sample if "%" in mode else None)
+        model = parallelize(
+            pull(build(name)), ac=mode, ep=2, device="cpu", sample_input=sample if "%" in mode else None
+        )
         part = model(input_ids=mine, labels=mine).loss
         part.backward()
         total = part.detach().clone()
