@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,7 +16,7 @@ from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut
 from nemo_like.distributed.pipeline.dealing import StageParts, deal, slices
 from nemo_like.distributed.pipeline.pipeline import Stage
-from nemo_like.distributed.pipeline.schedules import stages_of
+from nemo_like.distributed.pipeline.schedules import KINDS, stages_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.log import is_rank_zero, logger
 from nemo_like.losses.model_loss import chunk_model_loss
@@ -32,6 +33,7 @@ from nemo_like.options import (
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.stage_parts import stage_parts
 from nemo_like.resolve import layers_for, read_ac
+from nemo_like.torch_compat import splits_compiled_backward
 
 Parallelize = Callable[..., nn.Module]
 
@@ -64,6 +66,11 @@ def parallelize_pipeline(
     asked = read_ac(options["ac"])
     found, _ = layers_for(model, asked, options["ac_scope"], options["layers"])
     _refuse(model, found, asked)
+    if options["compile"] and KINDS[pp.schedule].splits_backward and not splits_compiled_backward():
+        raise ValueError(
+            f"compile is {options['compile']!r} beside the schedule {pp.schedule!r}, which cuts backward in two: torch "
+            f"{torch.__version__} cannot do that to compiled layers (2.13 can). Use 'interleaved_1f1b', or compile=False."
+        )
     tensor = TensorParallel.of(options["tp"])
     if (context := ContextParallel.of(options["cp"])).size > 1:
         raise ValueError(

@@ -724,3 +724,9 @@ class ConnectedStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         asked: list[Any] = getattr(super(), "_get_init_p2p_neighbors_ops", list)()
         return [op for op in asked if op.group_peer != self.group_rank]
+
+
+def splits_compiled_backward() -> bool:
+    """Whether a pipeline schedule can cut the backward of a compiled layer in two: 2.11.0 asks such a node for metadata
+    that it has not got; 2.13.0 and 2.15.0 do not."""
+    return tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 13)

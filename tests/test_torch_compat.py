@@ -732,6 +732,12 @@ def test_whether_a_backward_runs(monkeypatch):
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize(("version", "can"), [("2.11.0+cpu", False), ("2.13.0+cpu", True), ("2.15.0", True)])
+def test_which_releases_cut_a_compiled_backward_in_two(version, can, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert torch_compat.splits_compiled_backward() is can
+
+
 def test_a_pipeline_stage_opens_no_connection_to_its_own_rank(monkeypatch):
     stage = object.__new__(torch_compat.ConnectedStage)
     stage.group_rank = 1
