@@ -30,7 +30,7 @@ from nemo_like.distributed.expert_parallel import (
     split_experts,
 )
 from nemo_like.distributed.launch import checked_device, local_device, world_size
-from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
+from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline.cut import STAGE_MARK
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
@@ -400,12 +400,7 @@ def _mesh(
     """The mesh to work on; None for one rank, where no process group is made or used. `sizes`: ranks by axis."""
     ranks, dp_replicate = world_size(), sizes["dp_replicate"]
     if mesh is not None:
-        validate_mesh(mesh)
-        for name, size in sizes.items():
-            if size not in (1, axis_size(mesh, name)):
-                raise ValueError(
-                    f"{name} is {size}, but the mesh's axis has {axis_size(mesh, name)} rank(s); drop one of the two."
-                )
+        check_sizes(mesh, sizes)
     if ranks == 1:
         for name, size in sizes.items():
             if size != 1:

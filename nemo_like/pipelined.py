@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.activation_checkpointing import kv_sharing
+from nemo_like.compile import parse_compile
 from nemo_like.distributed.launch import checked_device, local_device
-from nemo_like.distributed.mesh import axis_size, build_mesh, validate_mesh
+from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut
 from nemo_like.distributed.pipeline.dealing import StageParts, deal, slices
@@ -19,7 +21,7 @@ from nemo_like.distributed.pipeline.pipeline import Stage
 from nemo_like.distributed.pipeline.schedules import KINDS, stages_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.log import is_rank_zero, logger
-from nemo_like.losses.model_loss import chunk_model_loss
+from nemo_like.losses.model_loss import check_head
 from nemo_like.options import (
     FSDP2,
     ChunkedLoss,
@@ -79,6 +81,10 @@ def parallelize_pipeline(
     precision = Precision.of(options["precision"])
     mesh = _mesh(options["mesh"], pp, options["dp_replicate"], tensor.size, options["device"])
     shards = any(axis_size(mesh, name) > 1 for name in ("dp_replicate", "dp_shard", "cp", "tp"))
+    in_chunks = ChunkedLoss.of(options["loss"])
+    if in_chunks is not None:
+        check_head(model)
+        in_chunks = in_chunks if in_chunks.compile else replace(in_chunks, compile=parse_compile(options["compile"]))
     dtype = precision.dtypes["param_dtype"]
     lowered = {"dtype" if shards else "autocast": dtype} if dtype is not None else {}
     parts = stage_parts(model, found, sample, **lowered)
@@ -93,15 +99,12 @@ def parallelize_pipeline(
         rest |= {"mesh": mesh[tuple(n for n in mesh.mesh_dim_names or () if n != "pp")], "strategy": fsdp, "tp": tensor}
     else:
         rest |= {"strategy": "single", "dp_replicate": 1}
-    in_chunks = ChunkedLoss.of(options["loss"])
     stages = []
     all_slices = slices(counts)
     for index in stages_of(pp, mesh.get_local_rank("pp")):
         piece = all_slices[index]
         tree, received = cut(model, parts, piece, device)
-        if in_chunks is not None and piece.is_last:
-            chunk_model_loss(tree, in_chunks)
-        forward = StageForward(tree, received, piece, _loss_of)
+        forward = StageForward(tree, received, piece, _loss_of, in_chunks)
         tree.forward = forward
         setattr(tree, STAGE_MARK, True)
         names = [parts.layers[i] for i in piece.layers]
@@ -142,11 +145,7 @@ def _mesh(mesh: DeviceMesh | None, pp: PipelineParallel, dp_replicate: int, tp: 
     if mesh is None:
         kind = None if device is None else checked_device(device).type
         return build_mesh(pp=pp.size, dp_replicate=dp_replicate, tp=tp, device_type=kind)
-    validate_mesh(mesh)
-    if axis_size(mesh, "pp") != pp.size:
-        raise ValueError(
-            f"pp is {pp.size}, but the mesh's axis has {axis_size(mesh, 'pp')} rank(s); drop one of the two."
-        )
+    check_sizes(mesh, {"pp": pp.size})
     return mesh
 
 

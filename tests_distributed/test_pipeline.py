@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
-from nemo_like.options import SCHEDULES, PipelineParallel
+from nemo_like.options import SCHEDULES, ChunkedLoss, PipelineParallel
 from nemo_like.torch_compat import splits_compiled_backward
 from tests.models import families
 from tests.models.adapted import with_lora
@@ -216,9 +216,15 @@ def _chunked(rank: int, world_size: int) -> None:
     loss = _reference(model, batch)
     pp = PipelineParallel(2, microbatches=MICROBATCHES)
     sample = {key: value[:2] for key, value in batch.items()}
-    pipeline = parallelize(_build("llama"), ac="full", loss="chunked", pp=pp, sample_input=sample)
+    chunks = ChunkedLoss(chunk_tokens=5)
+    pipeline = parallelize(_build("llama"), ac="full", loss=chunks, pp=pp, sample_input=sample)
+    tokens: list[int] = []
+    for stage in pipeline.stages:
+        if stage.slice.is_last:
+            stage.module.lm_head.register_forward_pre_hook(lambda _, args: tokens.append(args[0].numel() // 32))
     torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
     _check(pipeline, model, exact=False, where="chunked loss")
+    assert max(tokens, default=0) == (5 if rank == 1 else 0), "the head never sees a whole microbatch of 24 tokens"
 
 
 def test_chunked_loss_in_the_last_stage() -> None:

@@ -16,6 +16,7 @@ Axes, from the slowest network to the fastest, so that neighbours on the innermo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,16 @@ def validate_mesh(mesh: DeviceMesh) -> None:
             f"The mesh has {whole} rank(s) in the shape {dict(zip(names, mesh.shape))}, but the job has {ranks}: "
             "every rank must be in it."
         )
+
+
+def check_sizes(mesh: DeviceMesh, sizes: Mapping[str, int]) -> None:
+    """`validate_mesh`, and raise ValueError where a size that was asked for by axis is neither 1 nor the mesh's."""
+    validate_mesh(mesh)
+    for name, size in sizes.items():
+        if size not in (1, axis_size(mesh, name)):
+            raise ValueError(
+                f"{name} is {size}, but the mesh's axis has {axis_size(mesh, name)} rank(s); drop one of the two."
+            )
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -40,13 +40,21 @@ def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:
     Raises:
         ValueError: no head was found. The model is unchanged then.
     """
-    head = check_head(model)
-    hooks = _LossHooks(head, options)
+    hooks = loss_hooks(model, options)
     model.register_forward_pre_hook(hooks.before, with_kwargs=True)
     # Also after an exception, or the head would go on answering with stand-ins.
     model.register_forward_hook(hooks.after, always_call=True)
     setattr(model, _MARK, True)
     return model
+
+
+def loss_hooks(model: nn.Module, options: ChunkedLoss) -> LossHooks:
+    """The two hooks of `chunk_model_loss`, not put on: for who calls a model's forward by itself.
+
+    Raises:
+        ValueError: no head was found.
+    """
+    return LossHooks(check_head(model), options)
 
 
 @contextlib.contextmanager
@@ -59,7 +67,7 @@ def chunked_calls(model: nn.Module, options: ChunkedLoss) -> Iterator[list[str]]
         ValueError: no head was found.
     """
     reasons: list[str] = []
-    hooks = _LossHooks(check_head(model), options, reasons)
+    hooks = LossHooks(check_head(model), options, reasons)
     handles = [
         model.register_forward_pre_hook(hooks.before, with_kwargs=True),
         model.register_forward_hook(hooks.after, always_call=True),
@@ -115,7 +123,7 @@ def _width(head: nn.Module) -> int | None:
     return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
-class _LossHooks:
+class LossHooks:
     """The two hooks of one model."""
 
     def __init__(self, head: nn.Module, options: ChunkedLoss, planning: list[str] | None = None) -> None:
@@ -124,6 +132,7 @@ class _LossHooks:
         self._open: list[tuple[contextlib.ExitStack, list[HeadCall] | None]] = []
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward pre-hook."""
         stack = contextlib.ExitStack()
         calls: list[HeadCall] | None = None
         if self._planning is not None or (model.training and not torch.compiler.is_compiling()):
@@ -135,6 +144,7 @@ class _LossHooks:
         self._open.append((stack, calls))
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """The forward hook, also after an exception: the output without stand-ins; None: as it is."""
         if not self._open:
             return None
         stack, calls = self._open.pop()

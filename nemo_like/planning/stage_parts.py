@@ -184,11 +184,3 @@ class _UseWatch(TorchDispatchMode):
             flops_before=float(self.flops[0]),
             flops_after=float(self.flops[last]),
         )
-
-
-def hidden_bytes(parts: StageParts, rows: int, tokens: int) -> int:
-    """Bytes of what one stage sends to the next for a microbatch of `rows` x `tokens`."""
-    width = 1
-    for size in parts.hidden_width:
-        width *= size
-    return rows * tokens * width * parts.hidden_dtype.itemsize

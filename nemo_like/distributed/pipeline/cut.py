@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
+from nemo_like.losses.model_loss import loss_hooks
 from nemo_like.module_tree import bare, join
+from nemo_like.options import ChunkedLoss
 
 STAGE_MARK = "_nemo_like_pipeline_stage"
 """Attribute of a stage's tree."""
@@ -116,15 +118,20 @@ def merged(trees: Sequence[nn.Module]) -> nn.Module:
 
 
 class StageForward:
-    """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss."""
+    """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss.
+
+    Hooks of the tree see what the stage is called with, and not the microbatch: those that want that are run in here.
+    """
 
     def __init__(
-        self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor]
-    ) -> None:
+        self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor],
+        in_chunks: ChunkedLoss | None = None,
+    ) -> None:  # fmt: skip
         self._inner = model.forward
         self._received, self._stage, self._loss_of = received, stage, loss_of
         self.takes_items = _takes_items(model)
         self._model, self._packed = model, packed_calls(model)
+        self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
         self.weights: Sequence[float] = ()
         """What the loss of each microbatch counts."""
@@ -134,7 +141,7 @@ class StageForward:
         number = int(given if microbatch is None else microbatch)
         self._received.hidden = None if self._stage.is_first else given
         try:
-            output = self._inner(**self._apart({**self.microbatches[number], **more}))
+            output = self._output(self._apart({**self.microbatches[number], **more}))
         except StageEnd as end:
             return end.hidden
         finally:
@@ -142,6 +149,17 @@ class StageForward:
             if self._packed is not None:
                 self._packed.after(self._model, None, None)
         return torch.stack([self._loss_of(output).reshape(()) * self.weights[number]])
+
+    def _output(self, batch: dict[str, Any]) -> Any:
+        if self._in_chunks is None:
+            return self._inner(**batch)
+        output = None
+        self._in_chunks.before(self._model, (), batch)
+        try:
+            output = self._inner(**batch)
+        finally:
+            changed = self._in_chunks.after(self._model, (), output)
+        return output if changed is None else changed
 
     def whole_batch(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """`batch` before it is cut: the labels of packed documents' first tokens count for nothing."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -265,13 +265,13 @@ class _Stage(ConnectedStage):
 
     replay = "once"
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
         """As torch's."""
-        whole = inspect.signature(ConnectedStage.backward_one_chunk).bind(self, *args, **kwargs).arguments
-        if whole.get("full_backward", True) or self.replay == "twice":
-            return super().backward_one_chunk(*args, **kwargs)
-        with half_of_backward("inputs"):
-            return super().backward_one_chunk(*args, **kwargs)
+        half = not full_backward and self.replay == "once"
+        with half_of_backward("inputs") if half else contextlib.nullcontext():
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
