@@ -37,6 +37,13 @@ def bare(module: nn.Module) -> nn.Module:
     return module
 
 
+def base_model(model: nn.Module) -> nn.Module:
+    """The model inside every wrapper, and inside PEFT's adapters where there are some."""
+    module = bare(model)
+    get_base = getattr(module, "get_base_model", None)
+    return get_base() if callable(get_base) else module
+
+
 def bare_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(name, registered child) of the bare module; a child may itself be a wrapper."""
     for name, child in bare(module)._modules.items():

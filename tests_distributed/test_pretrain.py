@@ -26,12 +26,8 @@ from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.job_options import Options
 from nemo_like.recipes.loss import check_own_loss
 from nemo_like.recipes.pretrain import main, train
+from tests_distributed.pretrain_job import LLAMA, run_job, run_main
 from tests_distributed.spawn import run_ranks
-
-LLAMA = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +68,6 @@ def dropout_model() -> nn.Module:
     return plain_model(0.1)
 
 
-def _main(rank: int, world_size: int, arguments: list[str]) -> int:
-    return main(arguments)
-
-
-def _run(world_size: int, arguments: list[str], summary: Path) -> dict[str, Any]:
-    codes = run_ranks(world_size, _main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
-    assert codes == [0] * world_size
-    return json.loads(summary.read_text())
-
-
 def _assert_close(a: dict[str, Any], b: dict[str, Any]) -> None:
     # Only the order of float32 sums over samples and ranks differs, by some 1e-7 per step; Adam's division by the
     # gradient's own size makes more of it where a gradient is nearly 0.
@@ -94,11 +80,11 @@ def _assert_close(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 def test_every_strategy_and_number_of_ranks_is_the_same_run(base: list[str], tmp_path: Path):
     arguments = _plain(base)
-    single = _run(1, [*arguments, "--ac", "none"], tmp_path / "single")
+    single = run_job(1, [*arguments, "--ac", "none"], tmp_path / "single")
     assert len(single["losses"]) == 8 and single["losses"][-1] < single["losses"][0] - 0.1
     assert [evaluation["step"] for evaluation in single["eval_losses"]] == [4, 8]
     assert (single["strategy"], single["world_size"], len(single["peak_bytes"])) == ("single", 1, 1)
-    again = _run(1, [*arguments, "--ac", "selective"], tmp_path / "again")
+    again = run_job(1, [*arguments, "--ac", "selective"], tmp_path / "again")
     assert again["losses"] == single["losses"], "checkpointing changes no bit"
     for world_size, line in (
         (2, "--strategy fsdp2"),
@@ -108,21 +94,23 @@ def test_every_strategy_and_number_of_ranks_is_the_same_run(base: list[str], tmp
         (4, "--strategy fsdp2 --tp 2"),
         (2, "--strategy fsdp2 --ac 40%"),
     ):
-        found = _run(world_size, [*arguments, *line.split()], tmp_path / "found")
+        found = run_job(world_size, [*arguments, *line.split()], tmp_path / "found")
         _assert_close(found, single)
         assert (found["strategy"], found["world_size"]) == (line.split()[1], world_size)
         assert len(found["peak_bytes"]) == world_size and min(found["peak_bytes"]) > 2**20
         assert found["losses"][0] == pytest.approx(single["losses"][0], rel=1e-6), "the seed gives the same weights"
     own = [*arguments, "--model", "tests_distributed.test_pretrain:plain_model", "--ac", "full"]
-    _assert_close(_run(2, own, tmp_path / "found"), _run(1, own, tmp_path / "single"))
+    _assert_close(run_job(2, own, tmp_path / "found"), run_job(1, own, tmp_path / "single"))
     arguments += ["--init", "sharded"]
-    single = _run(1, arguments, tmp_path / "single")
-    _assert_close(_run(2, [*arguments, "--cpu-offload"], tmp_path / "found"), single)
+    single = run_job(1, arguments, tmp_path / "single")
+    _assert_close(run_job(2, [*arguments, "--cpu-offload"], tmp_path / "found"), single)
 
 
 def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_path: Path):
     arguments = [*_plain(base), "--steps", "50", "--eval-every", "0", "--ac", "none"]
-    whole, chunked = (_run(2, [*arguments, "--loss", loss], tmp_path / loss)["losses"] for loss in ("model", "chunked"))
+    whole, chunked = (
+        run_job(2, [*arguments, "--loss", loss], tmp_path / loss)["losses"] for loss in ("model", "chunked")
+    )
     assert len(whole) == 50 and whole[-1] < whole[0] - 1
     torch.testing.assert_close(torch.tensor(chunked), torch.tensor(whole), rtol=1e-5, atol=0)
     with pytest.raises(ValueError, match="is no causal language model of transformers"):
@@ -131,7 +119,7 @@ def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_pa
 
 def test_fifty_steps_of_the_default_job_beat_byte_frequencies(tmp_path: Path):
     """The README's command, a quarter of it: real text, two ranks, every default."""
-    run = _run(2, ["--steps", "50", "--eval-every", "0", "--plain"], tmp_path / "run.json")
+    run = run_job(2, ["--steps", "50", "--eval-every", "0", "--plain"], tmp_path / "run.json")
     assert run["losses"][-1] < run["losses"][0] - 2
     assert run["eval_losses"][-1]["loss"] < run["unigram_entropy"] - 0.2
 
@@ -146,8 +134,8 @@ def test_resume_is_bitwise_on_the_same_ranks_and_correct_on_others(base: list[st
         return ["--checkpoint-dir", str(folder), "--resume"]
 
     whole = tmp_path / "whole"
-    full = _run(2, [*base, "--checkpoint-dir", str(whole)], tmp_path / "full")
-    resumed = _run(2, [*base, *keep_up_to(4, tmp_path / "four")], tmp_path / "resumed")
+    full = run_job(2, [*base, "--checkpoint-dir", str(whole)], tmp_path / "full")
+    resumed = run_job(2, [*base, *keep_up_to(4, tmp_path / "four")], tmp_path / "resumed")
     assert resumed["first_step"] == 4
     assert resumed["losses"] == full["losses"][4:], "the same bits, dropout included"
     assert resumed["eval_losses"] == full["eval_losses"][1:]
@@ -155,14 +143,14 @@ def test_resume_is_bitwise_on_the_same_ranks_and_correct_on_others(base: list[st
     assert both[0] == both[1], "and the same weights and moments"
 
     whole = tmp_path / "plain"
-    plain = _run(2, [*_plain(base), "--checkpoint-dir", str(whole)], tmp_path / "full")
-    on_four = _run(4, [*_plain(base), *keep_up_to(2, tmp_path / "two")], tmp_path / "resumed")
+    plain = run_job(2, [*_plain(base), "--checkpoint-dir", str(whole)], tmp_path / "full")
+    on_four = run_job(4, [*_plain(base), *keep_up_to(2, tmp_path / "two")], tmp_path / "resumed")
     _assert_close(on_four, plain)
     whole = tmp_path / "two"  # step 2 by two ranks, steps 4, 6 and 8 by four
-    on_one = _run(1, [*_plain(base), *keep_up_to(6, tmp_path / "six")], tmp_path / "resumed")
+    on_one = run_job(1, [*_plain(base), *keep_up_to(6, tmp_path / "six")], tmp_path / "resumed")
     assert on_one["first_step"] == 6
     _assert_close(on_one, plain)
-    split = _run(4, [*_plain(base), *keep_up_to(6, tmp_path / "split"), "--tp", "2"], tmp_path / "resumed")
+    split = run_job(4, [*_plain(base), *keep_up_to(6, tmp_path / "split"), "--tp", "2"], tmp_path / "resumed")
     _assert_close(split, plain)
 
 
@@ -190,7 +178,7 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
     other = str(tmp_path / "other.txt")
     run, broken = str(tmp_path / "run"), tmp_path / "broken"
     nowhere, text = str(tmp_path / "nowhere"), str(good["data"])
-    _run(2, [*base, "--steps", "2", "--checkpoint-dir", run], tmp_path / "summary")
+    run_job(2, [*base, "--steps", "2", "--checkpoint-dir", run], tmp_path / "summary")
     shutil.copytree(run, broken)
     (broken / "step-00000002" / "__1_0.distcp").write_bytes(b"")
     cases: dict[str, dict[str, Any]] = {
@@ -222,20 +210,20 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_gpu_trains_as_the_cpu_does_and_resumes(base: list[str], tmp_path: Path):
-    cpu = _run(1, _plain(base), tmp_path / "cpu")
+    cpu = run_job(1, _plain(base), tmp_path / "cpu")
     arguments = [*_plain(base), "--device", "cuda", "--checkpoint-dir", str(tmp_path / "run")]
-    cuda = _run(1, arguments, tmp_path / "cuda")
+    cuda = run_job(1, arguments, tmp_path / "cuda")
     # Other kernels sum in another order, and Adam makes more of it where a gradient is nearly 0.
     torch.testing.assert_close(torch.tensor(cuda["losses"]), torch.tensor(cpu["losses"]), rtol=1e-3, atol=0)
     assert cuda["peak_bytes_are"].startswith("bytes of tensors in the CUDA") and 0 < cuda["peak_bytes"][0] < 2**30
     shutil.rmtree(tmp_path / "run" / "step-00000008")
-    resumed = _run(1, [*arguments, "--resume"], tmp_path / "resumed")
+    resumed = run_job(1, [*arguments, "--resume"], tmp_path / "resumed")
     torch.testing.assert_close(torch.tensor(resumed["losses"]), torch.tensor(cuda["losses"][6:]), rtol=1e-5, atol=0)
 
 
 def test_loss_that_is_no_number_ends_the_run_before_it_is_saved(base: list[str], tmp_path: Path):
     arguments = [*base, "--lr", "1e30", "--clip", "0", "--warmup-steps", "0", "--checkpoint-dir", str(tmp_path / "run")]
-    assert run_ranks(2, _main, arguments, init_group=False) == [2, 2]
+    assert run_ranks(2, run_main, arguments, init_group=False) == [2, 2]
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -279,7 +267,7 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
 def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
     line = "--steps 80 --save-every 5 --keep 2 --eval-every 0 --model tests_distributed.test_pretrain:dropout_model"
-    expected = _run(2, [*base, *line.split()], tmp_path / "expected")["losses"]
+    expected = run_job(2, [*base, *line.split()], tmp_path / "expected")["losses"]
     run = tmp_path / "run"
     arguments = [*base, *line.split(), "--checkpoint-dir", str(run), "--json", str(tmp_path / "summary")]
 
@@ -347,19 +335,19 @@ def _assert_same(found: list[float], wanted: list[float]) -> None:
 
 def test_experts_on_two_ranks_are_the_same_run_and_resume_on_others(experts: list[str], tmp_path: Path) -> None:
     drawn = [*experts, "--init", "sharded"]
-    whole = _run(2, drawn, tmp_path / "whole")["losses"]
+    whole = run_job(2, drawn, tmp_path / "whole")["losses"]
     assert len(whole) == 6 and whole[-1] < whole[0]
-    _assert_same(_run(2, [*drawn, "--ep", "2"], tmp_path / "split")["losses"], whole)
+    _assert_same(run_job(2, [*drawn, "--ep", "2"], tmp_path / "split")["losses"], whole)
     constant = [*experts, "--schedule", "constant"]
-    whole = _run(2, constant, tmp_path / "constant")["losses"]
+    whole = run_job(2, constant, tmp_path / "constant")["losses"]
     run = tmp_path / "run"
-    split = _run(2, [*constant, "--ep", "2", "--steps", "4", "--checkpoint-dir", str(run)], tmp_path / "first")
+    split = run_job(2, [*constant, "--ep", "2", "--steps", "4", "--checkpoint-dir", str(run)], tmp_path / "first")
     assert split["options"]["ep"] == 2
     _assert_same(split["losses"], whole[:4])
     for ranks, ep in ((2, 1), (4, 4)):
         copied = shutil.copytree(run, tmp_path / f"run{ranks}")
         more = ["--ep", str(ep), "--grad-accum", "1", "--checkpoint-dir", str(copied), "--resume"]
-        resumed = _run(ranks, [*constant, *more], tmp_path / f"second{ranks}")
+        resumed = run_job(ranks, [*constant, *more], tmp_path / f"second{ranks}")
         assert resumed["first_step"] == 4
         _assert_same(resumed["losses"], whole[4:])
 

@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from nemo_like.recipes.data import Sampler, load_text
-from nemo_like.recipes.pretrain import main
-from tests_distributed.spawn import run_ranks
-
-LLAMA = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
+from tests_distributed.pretrain_job import LLAMA, run_job
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +29,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*line.split(), "--data", str(texts), "--model", str(folder / "config.json"), "--device", "cpu"]
 
 
-def _main(rank: int, world_size: int, arguments: list[str]) -> int:
-    return main(arguments)
-
-
-def _run(world_size: int, arguments: list[str], summary: Path) -> dict[str, Any]:
-    codes = run_ranks(world_size, _main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
-    assert codes == [0] * world_size
-    return json.loads(summary.read_text())
-
-
 def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     losses = expected["losses"][found["first_step"] :]
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=1e-4, atol=0)
@@ -52,23 +36,23 @@ def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_fifty_steps_on_parts_are_those_on_whole_sequences_and_resume(job: list[str], tmp_path: Path) -> None:
-    whole = _run(2, job, tmp_path / "whole")
+    whole = run_job(2, job, tmp_path / "whole")
     assert len(whole["losses"]) == 50 and whole["losses"][-1] < whole["losses"][0] - 1
     folder = tmp_path / "kept"
-    cut = _run(4, [*job, "--cp", "2", "--checkpoint-dir", str(folder)], tmp_path / "cut")
+    cut = run_job(4, [*job, "--cp", "2", "--checkpoint-dir", str(folder)], tmp_path / "cut")
     _assert_same(cut, whole)
     shutil.rmtree(folder / "step-00000050")
-    resumed = _run(4, [*job, "--cp", "2", "--checkpoint-dir", str(folder), "--resume"], tmp_path / "resumed")
+    resumed = run_job(4, [*job, "--cp", "2", "--checkpoint-dir", str(folder), "--resume"], tmp_path / "resumed")
     assert resumed["first_step"] == 25 and resumed["losses"] == cut["losses"][25:], "the same bits"
 
 
 def test_packed_files_are_the_same_on_parts(job: list[str], tmp_path: Path) -> None:
     arguments = [*job, "--steps", "8", "--pack"]
-    whole = _run(1, arguments, tmp_path / "whole")
-    unpacked = _run(1, [*job, "--steps", "8"], tmp_path / "unpacked")
+    whole = run_job(1, arguments, tmp_path / "whole")
+    unpacked = run_job(1, [*job, "--steps", "8"], tmp_path / "unpacked")
     assert whole["losses"][0] != unpacked["losses"][0]
     for line in ("--grad-accum 2", "--cp 2", "--cp 2 --loss chunked --ac full", "--loss chunked"):
-        _assert_same(_run(2, [*arguments, *line.split()], tmp_path / "found"), whole)
+        _assert_same(run_job(2, [*arguments, *line.split()], tmp_path / "found"), whole)
 
 
 def test_documents_of_a_batch_are_the_files_of_its_bytes(job: list[str]) -> None:

@@ -6,24 +6,19 @@ import contextlib
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from nemo_like.recipes.pretrain import main
+from tests_distributed.pretrain_job import LLAMA, run_job
 from tests_distributed.spawn import run_ranks
-
-LLAMA = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("job")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4}))
     (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall.\n" for i in range(400)))
     line = "--seq-len 16 --batch-size 8 --schedule constant --eval-samples 6 --eval-every 0 --save-every 3"
     return [
@@ -37,23 +32,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def _main(rank: int, world_size: int, arguments: list[str]) -> int:
-    return main(arguments)
-
-
-def _run(world_size: int, arguments: list[str], summary: Path) -> dict[str, Any]:
-    codes = run_ranks(world_size, _main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
-    assert codes == [0] * world_size
-    return json.loads(summary.read_text())
-
-
 def test_stages_train_as_one_process_and_resume_on_another_number_of_them(job: list[str], tmp_path: Path) -> None:
-    whole = _run(1, [*job, "--steps", "9"], tmp_path / "whole")
+    whole = run_job(1, [*job, "--steps", "9"], tmp_path / "whole")
     kept = [*job, "--checkpoint-dir", str(tmp_path / "kept"), "--keep", "9"]
     runs = [
-        _run(2, [*kept, "--steps", "3", "--pp", "2", "--pp-schedule", "zbv"], tmp_path / "first"),
-        _run(1, [*kept, "--steps", "6", "--resume"], tmp_path / "second"),
-        _run(
+        run_job(2, [*kept, "--steps", "3", "--pp", "2", "--pp-schedule", "zbv"], tmp_path / "first"),
+        run_job(1, [*kept, "--steps", "6", "--resume"], tmp_path / "second"),
+        run_job(
             4, [*kept, "--steps", "9", "--resume", "--pp", "2", "--ac", "full", "--loss", "chunked"], tmp_path / "third"
         ),
     ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.mixers import sequence_mixers
-from nemo_like.module_tree import bare
+from nemo_like.module_tree import base_model
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
@@ -62,7 +62,7 @@ def keep_documents_apart(model: nn.Module) -> nn.Module:
 
 def packed_calls(model: nn.Module) -> PackedCalls | None:
     """The forward pre-hook that keeps documents apart, not put on; None where `model` is none of transformers'."""
-    inner = _inner(model)
+    inner = base_model(model)
     names = inspect.signature(inner.forward).parameters
     if "transformers.masking_utils" not in sys.modules or not hasattr(inner, "config") or "attention_mask" not in names:
         return None
@@ -70,17 +70,11 @@ def packed_calls(model: nn.Module) -> PackedCalls | None:
     return PackedCalls(model)
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    module = bare(model)
-    base = getattr(module, "get_base_model", None)
-    return base() if callable(base) else module
-
-
 class PackedCalls:
     """The forward pre-hook of one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        inner = _inner(model)
+        inner = base_model(model)
         self._tokens: list[Any] = []
         self._names = tuple(inspect.signature(inner.forward).parameters)
         self._shifts = getattr(getattr(inner, "loss_function", None), "__name__", "") == "ForCausalLMLoss"

@@ -21,7 +21,7 @@ from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_
 from nemo_like.distributed.context_parallel.stack_calls import main_input
 from nemo_like.distributed.context_parallel.verify_cut import verify_cut, wanted
 from nemo_like.losses.model_loss import LABELS
-from nemo_like.module_tree import bare
+from nemo_like.module_tree import base_model
 
 _IGNORED = -100
 _CACHES = ("past_key_values", "cache_params", "past_key_value")
@@ -38,9 +38,10 @@ class RootHooks:
         self.shifts: bool | None = None
         """Whether the model's own loss shifts its labels by one; None: no call has shown it yet."""
         self._checked = parts.planning
+        self._names = tuple(inspect.signature(base_model(model).forward).parameters)
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = tuple(inspect.signature(self._bare().forward).parameters)
+        names = self._names
         given = dict(zip(names, args)) | kwargs
         self._idle.append(self.parts.idle)
         self._open.append(None)
@@ -82,11 +83,6 @@ class RootHooks:
         loss.__exit__()
         return None if output is None else loss.put_sum(output)
 
-    def _bare(self) -> nn.Module:
-        module = bare(self._model)
-        inner = getattr(module, "get_base_model", None)
-        return inner() if callable(inner) else module
-
     def _refuse_cache_in_training(self, given: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and self._model.training:
             raise ValueError(
@@ -118,7 +114,7 @@ class RootHooks:
 
     def _make_decoder_inputs(self, given: dict[str, Any], labels: Tensor) -> None:
         """Of an encoder-decoder that makes its decoder's input from its labels: from whole ones."""
-        model = self._bare()
+        model = base_model(self._model)
         if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             return
         if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:

@@ -1,0 +1,27 @@
+"""What the tests of the training job share: its model, and a run of it on several ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_like.recipes.pretrain import main
+from tests_distributed.spawn import run_ranks
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def run_main(rank: int, world_size: int, arguments: list[str]) -> int:
+    """The job on one rank; its exit code."""
+    return main(arguments)
+
+
+def run_job(world_size: int, arguments: list[str], summary: Path) -> dict[str, Any]:
+    """The job on all ranks, which must end well; what it wrote to `summary`."""
+    codes = run_ranks(world_size, run_main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
+    assert codes == [0] * world_size
+    return json.loads(summary.read_text())
