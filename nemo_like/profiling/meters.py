@@ -138,7 +138,10 @@ class Clock:
 
 
 class AllocatorEvents:
-    """Every allocation and release of PyTorch's CPU allocator on this thread between `start` and `stop`: exact, and slow.
+    """Every allocation of PyTorch's CPU allocator on this thread between `start` and `stop`, and its end: exact, and slow.
+
+    Releases of older memory do not count. The profiler cannot tell their size, and where an earlier profile saw other
+    memory at the same address, and not its end, it reports that one's.
 
     Raises:
         RuntimeError: (`start`) another profiler is on.
@@ -156,7 +159,7 @@ class AllocatorEvents:
             self._profiler.start()
 
     def stop(self) -> list[int]:
-        """Bytes allocated since `start`, after each event; 0 first."""
+        """Bytes that were allocated since `start` and are alive, after each event; 0 first."""
         with quiet_profiler():
             self._profiler.stop()
         handle, path = tempfile.mkstemp(suffix=".json")
@@ -167,15 +170,20 @@ class AllocatorEvents:
                 events = json.load(file)["traceEvents"]
         finally:
             os.unlink(path)
-        sizes = [
-            (event["ts"], event["args"].get("Ev Idx", 0), event["args"]["Bytes"])
+        seen = [
+            (event["ts"], event["args"].get("Ev Idx", 0), event["args"]["Addr"], event["args"]["Bytes"])
             for event in events
             if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
         ]
-        level, levels = 0, [0]
-        for _, _, size in sorted(sizes):
-            level += size
-            levels.append(level)
+        levels, alive = [0], set[int]()
+        for _, _, address, size in sorted(seen):
+            if size > 0:
+                alive.add(address)
+            elif address in alive:
+                alive.remove(address)
+            else:
+                continue  # older than `start`
+            levels.append(levels[-1] + size)
         return levels
 
 

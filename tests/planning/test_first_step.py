@@ -134,6 +134,13 @@ def test_a_loop_that_does_otherwise_is_told_once(
     assert re.search(cause, text), text
 
 
+def test_the_same_loop_is_told_the_same_however_often_it_was_measured(said: Callable[[], list[str]]) -> None:
+    for _ in range(2):  # the second one finds what the profiler remembers of the first
+        _train(_model(StepSpec(keeps_output=True), ac="100%"), outside=True)
+    first, second = said()
+    assert first == second
+
+
 def test_another_optimizer_is_told(said: Callable[[], list[str]]) -> None:
     model = _model()
     _train(model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
