@@ -13,7 +13,7 @@ from tests.models.families import FAMILIES, causal
 
 REFUSED = {
     "mamba": "Mamba", "mamba2": "Mamba", "jamba": "Mamba", "rwkv": "Rwkv", "qwen3_next": "GatedDeltaNet",
-    "bloom": "BloomAttention, computes attention itself", "bart": "takes no position_ids", "vit": "no layers of a language",
+    "bart": "takes no position_ids", "vit": "no layers of a language",
     "transformer_encoder": "inside torch", "whisper": "states of another modality",
 }  # fmt: skip
 
@@ -55,6 +55,15 @@ _MIXTRAL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, num_local_experts=4,
 )  # fmt: skip
+
+
+def test_attention_that_asks_neither_the_interface_nor_a_cache() -> None:
+    """GPT-Neo has a triangle of its own, which it cuts by the lengths that it sees."""
+    make = causal("GPTNeo", vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]])
+    with pytest.raises(ValueError, match="GPTNeoAttention, computes attention itself"):
+        check_context_parallel(make(), ContextParallel(2))
+    with pytest.raises(ValueError, match=r"ulysses.*transformer, a BloomModel, compute their attention themselves"):
+        check_context_parallel(FAMILIES["bloom"].build(), ContextParallel(2, "ulysses"))
 
 
 class _Convolved(nn.Module):

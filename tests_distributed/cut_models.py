@@ -81,6 +81,19 @@ def build(name: str) -> nn.Module:
     if name == "gpt2":
         make = hf("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
         return without_dropout(make().float().train())
+    if name == "mpt":  # its biases are made once for max_seq_len
+        make = hf("MptForCausalLM", "MptConfig", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
+        return without_dropout(make().float().train())
+    if name.startswith("falcon"):
+        make = hf(
+            "FalconForCausalLM", "FalconConfig", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2,
+            num_attention_heads=4, alibi=name == "falcon_alibi", new_decoder_architecture=name == "falcon",
+            num_kv_heads=4, multi_query=name != "falcon_alibi",
+        )  # fmt: skip
+        return without_dropout(make().float().train())
+    if name == "gptj":
+        make = hf("GPTJForCausalLM", "GPTJConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+        return without_dropout(make().float().train())
     if name == "stablelm":
         return hf("StableLmForCausalLM", "StableLmConfig", **COMMON)().float().train()
     return without_dropout(FAMILIES[name].build())

@@ -16,6 +16,7 @@ MODES = ("none", "full", "selective", "submodule", "50%")
 FAMILY_NAMES = (
     "llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral", "bert", "t5", "qwen2_vl", "qwen3_vl", "nanogpt",
 )  # fmt: skip
+OWN_NAMES = ("bloom", "mpt", "falcon", "falcon_alibi", "gptj")
 MORE_NAMES = ("gemma2", "gemma3", "llama4", "gpt2", "opt", "modernbert", "phi3", "stablelm", "llava", "olmoe")
 
 
@@ -45,6 +46,17 @@ def test_families(name: str) -> None:
 @pytest.mark.parametrize("name", MORE_NAMES)
 def test_more_families(name: str) -> None:
     assert run_ranks(2, _modes, name, 2, ("selective",)) == [[], []]
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_attention_of_the_layers_own(name: str) -> None:
+    """Linear biases (ALiBi) and others that don't ask transformers' interface get other ranks' keys as from a cache."""
+    assert run_ranks(2, _modes, name, 2, ("none", "full", "selective", "50%")) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon_alibi"])
+def test_linear_biases_on_four_ranks(name: str) -> None:
+    assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "t5", "bert", "qwen3", "nanogpt"])

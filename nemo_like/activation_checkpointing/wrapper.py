@@ -115,8 +115,9 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         return not any(parameter.requires_grad for parameter in self._checkpoint_wrapped_module.parameters())
 
     def _refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None]
-        given += [name for at, name in self._cache_positions.items() if at < len(args) and args[at] is not None]
+        caches = [(name, kwargs.get(name)) for name in CACHE_ARGUMENTS]
+        caches += [(name, args[at]) for at, name in self._cache_positions.items() if at < len(args)]
+        given = [name for name, cache in caches if cache is not None and not getattr(cache, "keeps_nothing", False)]
         if given:
             raise RuntimeError(
                 f"{self.region_name} was called with {given[0]}= while gradients are on: its replay would write "

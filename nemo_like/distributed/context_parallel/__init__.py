@@ -97,7 +97,8 @@ def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts) -> list[
     """The hooks of `apply_context_parallel`, for any `parts`; returns what undoes it, to be called in reverse."""
     undo: list[Any] = []
     plain = [stack for stack in stacks if not stack.transformers]
-    root = RootHooks(model, parts, bool(plain))
+    # Of attention that layers compute themselves no structure says that it is right: it is compared.
+    root = RootHooks(model, parts, any(not stack.transformers or stack.cached for stack in stacks))
     undo.append(model.register_forward_pre_hook(root.before, with_kwargs=True).remove)
     undo.append(model.register_forward_hook(root.after, always_call=True, prepend=True).remove)
     if plain:
@@ -115,7 +116,7 @@ def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts) -> list[
                 undo.extend(over_whole_sequences(module, parts))
             elif type(module) is nn.Embedding:
                 undo.append(module.register_forward_pre_hook(PositionHook(parts)).remove)
-        if stack.transformers:
+        if stack.transformers and not stack.cached:
             undo.extend(_reroute(stack, parts))
     return undo
 
@@ -153,6 +154,11 @@ def _reroute(stack: CutStack, parts: Parts) -> Iterator[Any]:
 def _check_heads(stack: CutStack, options: ContextParallel) -> None:
     if options.method != "ulysses" or not stack.transformers:
         return
+    if stack.cached:
+        raise ValueError(
+            f"method='ulysses' sends queries, too, and the layers of {stack.name or 'the model'}, a "
+            f"{type(stack.module).__name__}, compute their attention themselves (linear biases): use method='all_gather'."
+        )
     heads = getattr(getattr(stack.module, "config", None), "num_attention_heads", None)
     if heads is None or heads % options.size:
         raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from nemo_like.distributed.context_parallel.attention import uses_interface
+from nemo_like.distributed.context_parallel.cached import asks_a_cache
 from nemo_like.layers.structure import class_of
 from nemo_like.module_tree import bare_modules
 
@@ -40,7 +41,9 @@ _STATES = ("A_log", "dt_bias", "time_decay", "time_mix_key", "time_first", "slop
 """Parameters and attributes that only recurrences along the sequence have."""
 
 
-def sequence_mixers(stack: nn.Module, *, transformers: bool) -> Iterator[tuple[str, nn.Module, str]]:
+def sequence_mixers(
+    stack: nn.Module, *, transformers: bool, cached: bool = False
+) -> Iterator[tuple[str, nn.Module, str]]:
     """(name, module, why) of what mixes along the sequence below `stack` and cannot be cut.
 
     transformers: whether attention must be reached through its interface; else SDPA is replaced, and a module with
@@ -57,6 +60,8 @@ def sequence_mixers(stack: nn.Module, *, transformers: bool) -> Iterator[tuple[s
         elif found := [state for state in _STATES if hasattr(module, state)]:
             yield name, module, f"passes a state along the sequence ({found[0]})"
         elif transformers and _is_own_attention(name, module):
+            if cached and any(asks_a_cache(inner) for inner in module.modules()):
+                continue
             yield name, module, "computes attention itself, not through transformers' AttentionInterface"
 
 

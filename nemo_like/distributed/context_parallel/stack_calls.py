@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout, masks
+from nemo_like.distributed.context_parallel.cached import CACHE, OwnMasks, cache_for
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
 from nemo_like.distributed.context_parallel.stacks import CutStack
 from nemo_like.distributed.documents import documents_of
@@ -30,7 +31,9 @@ class StackHooks:
 
     def __init__(self, stack: CutStack, parts: Parts) -> None:
         self._stack, self._parts = stack, parts
+        self._cached = stack.cached
         self._tokens: list[Any] = []
+        self._own_masks: list[OwnMasks] = []
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self._stack.arguments
@@ -54,12 +57,19 @@ class StackHooks:
         self._positions(call, given, cut)
         if "use_cache" in names or "use_cache" in given:
             cut["use_cache"] = False  # a cache of a part is of no use, and a mask is made for its length
+        if self._cached:
+            cut[CACHE] = cache_for(self._parts, call.length)
+            self._own_masks.append(OwnMasks())
         return (), cut
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         call = CURRENT.get()
         if self._tokens:
             CURRENT.reset(self._tokens.pop())
+        if call is not None and self._own_masks:
+            self._own_masks.pop().put_back()
+            if isinstance(output, dict):
+                output[CACHE] = None  # the one that gathers is none to go on with
         if call is not None and output is not None:
             states = output if isinstance(output, Tensor) else next(iter(_tensors(output)), None)
             if states is not None:

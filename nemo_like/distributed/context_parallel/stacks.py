@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from nemo_like.distributed.context_parallel.attention import uses_interface
+from nemo_like.distributed.context_parallel.cached import CACHE, asks_a_cache
 from nemo_like.distributed.context_parallel.mixers import sequence_mixers
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import class_of
@@ -29,7 +30,12 @@ class CutStack:
     module: nn.Module
     layers: tuple[nn.Module, ...]
     transformers: bool
-    """Whether its attention goes through transformers' interface; else through torch's function."""
+    """Whether it is one of transformers; else its attention goes through torch's function."""
+
+    @property
+    def cached(self) -> bool:
+        """Whether its layers compute attention themselves, over keys that they ask a cache for."""
+        return self.transformers and not any(uses_interface(module) for module in self.module.modules())
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -97,7 +103,7 @@ def _is_transformers(module: nn.Module) -> bool:
 
 def _check(model: nn.Module, stack: CutStack) -> None:
     where = f"{type(model).__name__}: "
-    for name, module, why in sequence_mixers(stack.module, transformers=stack.transformers):
+    for name, module, why in sequence_mixers(stack.module, transformers=stack.transformers, cached=stack.cached):
         full = ".".join(part for part in (stack.name, name) if part)
         raise ValueError(
             f"{where}cp cuts the sequence over ranks, and {full or 'the model'}, a {class_of(module).__name__}, {why}: the "
@@ -106,11 +112,16 @@ def _check(model: nn.Module, stack: CutStack) -> None:
     if not stack.transformers:
         return
     for index, layer in enumerate(stack.layers):
-        if not any(uses_interface(module) for module in layer.modules()):
+        if not stack.cached and not any(uses_interface(module) for module in layer.modules()):
             raise ValueError(
                 f"{where}cp needs attention that goes through transformers' AttentionInterface, and layer {index} of "
                 f"{stack.name or 'the model'}, a {class_of(layer).__name__}, has none. Use cp=1."
             )
+    if stack.cached and (CACHE not in stack.arguments or not any(asks_a_cache(m) for m in stack.module.modules())):
+        raise ValueError(
+            f"{where}cp needs attention that goes through transformers' AttentionInterface or asks a cache for its keys, "
+            f"and {stack.name or 'the model'} has none. Use cp=1."
+        )
     config = getattr(stack.module, "config", None)
     own = getattr(config, "_attn_implementation", None)
     if own not in ("sdpa", "eager", None):
