@@ -1,0 +1,66 @@
+"""The settings of CUDA's caching allocator that decide how much it reserves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AllocatorConfig:
+    """What ``PYTORCH_ALLOC_CONF`` says.
+
+    >>> AllocatorConfig.parse("expandable_segments:True,max_split_size_mb:512").max_split_size
+    536870912
+
+    Raises:
+        ValueError: a number out of range, as torch refuses it.
+    """
+
+    expandable_segments: bool = False
+    max_split_size: int | None = None
+    """Bytes; None: every block may be split."""
+    roundup_power2_divisions: int = 0
+    """Steps between two powers of two, a power of two itself; 0: requests are rounded to 512 bytes."""
+    large_segment: int = 20 << 20
+    """Bytes of a segment that requests of 1 to 10 MiB share."""
+
+    def __post_init__(self) -> None:
+        divisions, limit = self.roundup_power2_divisions, self.max_split_size
+        if divisions < 0 or divisions & (divisions - 1):
+            raise ValueError(f"roundup_power2_divisions is {divisions}; it must be a power of two, or 0 for none.")
+        if limit is not None and limit < self.large_segment:
+            raise ValueError(f"max_split_size is {limit} bytes; torch takes no less than {self.large_segment}.")
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorConfig:
+        """The settings in `text`, written as for ``PYTORCH_ALLOC_CONF``; settings that change no size are passed over.
+
+        Raises:
+            ValueError: a setting without a value, or one that is not modelled.
+        """
+        if "[" in text:
+            raise ValueError(f"{text!r} has a list of values, which is not modelled; give one number for all sizes.")
+        found: dict[str, int | bool] = {}
+        for part in filter(None, map(str.strip, text.split(","))):
+            name, colon, value = (piece.strip() for piece in part.partition(":"))
+            if not colon:
+                raise ValueError(
+                    f"{part!r} in {text!r} has no value; write name:value, as in expandable_segments:True."
+                )
+            if name == "backend" and value != "native":
+                raise ValueError(
+                    f"backend:{value} is another allocator than torch's own: what it reserves is not known."
+                )
+            if name == "expandable_segments":
+                found[name] = value == "True"
+            elif name in _NUMBERS:
+                found[_NUMBERS[name][0]] = int(value) * _NUMBERS[name][1]
+        return cls(**found)  # type: ignore[arg-type]
+
+
+_NUMBERS = {
+    "max_split_size_mb": ("max_split_size", 1 << 20),
+    "large_segment_size_mb": ("large_segment", 1 << 20),
+    "roundup_power2_divisions": ("roundup_power2_divisions", 1),
+}
+"""Settings with a number: the field, and the bytes of one."""

@@ -1,0 +1,226 @@
+"""The model of CUDA's caching allocator: exact bytes for sequences whose answer follows from its rules."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.planning.allocator_model import CachingAllocator, DeviceMemoryError
+
+KIB, MIB = 1 << 10, 1 << 20
+GROWING = AllocatorConfig(expandable_segments=True)
+
+
+def _reserved(sizes, config=AllocatorConfig()):  # noqa: B008
+    allocator = CachingAllocator(config)
+    for size in sizes:
+        allocator.allocate(size)
+    return allocator.allocated, allocator.reserved
+
+
+@pytest.mark.parametrize(("sizes", "allocated", "reserved"), [
+    ([1], 512, 2 * MIB),
+    ([512], 512, 2 * MIB),
+    ([513], 1024, 2 * MIB),
+    ([MIB], MIB, 2 * MIB),
+    ([MIB, MIB], 2 * MIB, 2 * MIB),
+    ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
+    ([MIB + 1], MIB + 512, 20 * MIB),
+    ([9 * MIB, 9 * MIB], 18 * MIB, 20 * MIB),
+    ([9 * MIB, 9 * MIB, 9 * MIB], 27 * MIB, 40 * MIB),
+    ([10 * MIB], 10 * MIB, 10 * MIB),
+    ([10 * MIB - 1], 10 * MIB, 10 * MIB),  # rounded before it is compared
+    ([10 * MIB + 1], 10 * MIB + 512, 12 * MIB),
+    ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),
+    ([11 * MIB], 12 * MIB, 12 * MIB),  # 1 MiB over and no more: not split, and all of it counts as allocated
+    ([33 * MIB], 34 * MIB, 34 * MIB),
+])  # fmt: skip
+def test_sizes_of_segments(sizes, allocated, reserved):
+    assert _reserved(sizes) == (allocated, reserved)
+
+
+@pytest.mark.parametrize(("divisions", "size", "rounded"), [
+    (0, 1200, 1536), (4, 1200, 1536), (4, 2049, 2560), (4, 5 * MIB + 1, 6 * MIB), (4, 4 * MIB, 4 * MIB),
+    (8, 5 * MIB + 1, 5 * MIB + MIB // 2), (1, 5 * MIB + 1, 5 * MIB + 512),
+])  # fmt: skip
+def test_rounding_to_steps_between_powers_of_two(divisions, size, rounded):
+    assert CachingAllocator(AllocatorConfig(roundup_power2_divisions=divisions)).rounded(size) == rounded
+
+
+def test_best_fit_at_the_lowest_address():
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (40, 30, 30, 60)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocate(29 * MIB).address == blocks[1].address
+    assert allocator.allocate(29 * MIB).address == blocks[2].address
+    assert allocator.allocate(29 * MIB).address == blocks[0].address
+    assert allocator.reserved == 160 * MIB
+
+
+def test_fragments_make_it_reserve_more_than_is_free():
+    allocator = CachingAllocator()
+    whole = allocator.allocate(100 * MIB)
+    allocator.free(whole)
+    parts = [allocator.allocate(10 * MIB) for _ in range(10)]
+    for part in parts[::2]:
+        allocator.free(part)
+    assert (allocator.allocated, allocator.reserved) == (50 * MIB, 100 * MIB)
+    allocator.allocate(20 * MIB)  # 50 MiB are free, in pieces of 10
+    assert (allocator.allocated, allocator.reserved) == (70 * MIB, 120 * MIB)
+    allocator.free(parts[1])  # its neighbours are free: 30 MiB in one piece
+    allocator.allocate(30 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (90 * MIB, 120 * MIB)
+
+
+def test_growing_segments_do_not_fragment_so():
+    allocator = CachingAllocator(GROWING)
+    blocks = [allocator.allocate(size) for size in (30 * MIB, 50 * MIB, 1 * MIB)]
+    assert allocator.reserved == 80 * MIB + 2 * MIB
+    allocator.free(blocks[1])
+    blocks[1] = allocator.allocate(70 * MIB)  # grows by a page of 20 MiB
+    assert (allocator.allocated, allocator.reserved) == (101 * MIB, 102 * MIB)
+    allocator.free(blocks[0])
+    allocator.allocate(25 * MIB)
+    assert allocator.reserved == 102 * MIB and allocator.free_blocks()[0][1] == 5 * MIB
+
+
+def test_the_growing_end_is_the_last_choice():
+    allocator = CachingAllocator(GROWING)
+    first, _, last = (allocator.allocate(size * MIB) for size in (30, 2, 8))
+    allocator.free(first)
+    allocator.free(last)
+    # 8 MiB at the end fit best by size, but they can grow: the 30 MiB in front are taken.
+    assert allocator.allocate(4 * MIB).address == first.address
+
+
+def test_streams_share_nothing():
+    allocator = CachingAllocator()
+    block = allocator.allocate(64 * MIB, stream="compute")
+    allocator.free(block)
+    allocator.allocate(64 * MIB, stream="gather")
+    assert allocator.reserved == 128 * MIB
+    allocator.allocate(64 * MIB, stream="compute")
+    assert allocator.reserved == 128 * MIB
+
+
+def test_a_limit_of_splitting():
+    config = AllocatorConfig(max_split_size=64 * MIB)
+    allocator = CachingAllocator(config)
+    large, small = allocator.allocate(100 * MIB), allocator.allocate(40 * MIB)
+    allocator.free(large)
+    allocator.free(small)
+    allocator.allocate(20 * MIB)  # from the 40 MiB: the 100 serve no small request
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved == 170 * MIB
+    assert allocator.allocate(90 * MIB).size == 100 * MIB  # within 20 MiB, and not split
+    assert allocator.reserved == 170 * MIB
+    allocator.allocate(64 * MIB)
+    assert allocator.reserved == 234 * MIB
+
+
+def test_segments_go_back_when_memory_runs_out():
+    allocator = CachingAllocator(memory=100 * MIB)
+    first = allocator.allocate(60 * MIB)
+    allocator.free(first)
+    allocator.allocate(10 * MIB)  # splits those 60 MiB
+    allocator.free(allocator.allocate(40 * MIB, stream=1))
+    assert (allocator.reserved, allocator.retries) == (100 * MIB, 0)
+    allocator.allocate(30 * MIB, stream=2)  # the whole segment of stream 1 goes
+    assert (allocator.reserved, allocator.retries) == (90 * MIB, 1)
+    with pytest.raises(DeviceMemoryError, match="94371840 are reserved, of which 41943040"):
+        allocator.allocate(51 * MIB)
+    assert allocator.peak_reserved == 100 * MIB
+
+
+def test_pages_of_growing_segments_go_back_too():
+    allocator = CachingAllocator(GROWING, memory=120 * MIB)
+    blocks = [allocator.allocate(30 * MIB) for _ in range(3)]
+    assert allocator.reserved == 100 * MIB
+    allocator.free(blocks[1])  # 30 to 60 MiB: one whole page of 20, at 40
+    allocator.allocate(40 * MIB, stream=1)
+    assert (allocator.reserved, allocator.retries) == (120 * MIB, 1)
+    with pytest.raises(DeviceMemoryError):
+        allocator.allocate(30 * MIB)
+
+
+def test_settings_as_torch_reads_them():
+    text = "backend:native, expandable_segments:True,max_split_size_mb:128,roundup_power2_divisions:4,pinned_use:False"
+    assert AllocatorConfig.parse(text) == AllocatorConfig(True, 128 * MIB, 4)
+    assert AllocatorConfig.parse("") == AllocatorConfig()
+    for wrong in ("backend:cudaMallocAsync", "expandable_segments", "roundup_power2_divisions:[256:1,>:2]",
+                  "max_split_size_mb:19", "roundup_power2_divisions:3"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"allocator|no value|list|no less|power of two"):
+            AllocatorConfig.parse(wrong)
+
+
+_SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB, 64 * MIB))
+_TURNS = st.lists(st.tuples(st.booleans(), _SIZES, st.integers(0, 1), st.integers(0, 99)), max_size=40)
+_CONFIGS = st.builds(
+    AllocatorConfig, st.booleans(), st.sampled_from([None, 20 * MIB, 40 * MIB]), st.sampled_from([0, 2, 8])
+)
+
+
+def _run(turns, config, memory=None):
+    allocator, live = CachingAllocator(config, memory), []
+    for frees, size, stream, which in turns:
+        if frees and live:
+            allocator.free(live.pop(which % len(live)))
+        else:
+            try:
+                block = allocator.allocate(size, stream)
+            except DeviceMemoryError:
+                continue
+            assert block.size >= size
+            live.append(block)
+        _check(allocator, live)
+    return allocator, live
+
+
+def _check(allocator, live):
+    spans = sorted([(b.address, b.size) for b in live] + allocator.free_blocks())
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))  # no two overlap
+    assert sum(size for _, size in spans) == allocator.reserved  # nothing is lost
+    assert sum(b.size for b in live) == allocator.allocated <= allocator.reserved <= allocator.peak_reserved
+
+
+@settings(max_examples=40, deadline=None)
+@given(_TURNS, _CONFIGS, st.sampled_from([None, 100 * MIB]))
+def test_blocks_never_overlap_and_all_merge_again(turns, config, memory):
+    allocator, live = _run(turns, config, memory)
+    again, _ = _run(turns, config, memory)
+    assert (again.reserved, again.peak_reserved, again.free_blocks()) == (
+        allocator.reserved, allocator.peak_reserved, allocator.free_blocks(),
+    )  # fmt: skip
+    for block in live:
+        allocator.free(block)
+    _check(allocator, [])
+    spans = allocator.free_blocks()
+    if config.expandable_segments and memory is None:
+        assert len(spans) <= 4  # a segment per stream and kind, in one piece
+    allocator.release_cached()
+    assert allocator.reserved == 0 and not allocator.free_blocks()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with CUDA's own allocator: no GPU here")
+def test_against_the_device():
+    import random
+
+    draw = random.Random(0)
+    torch.cuda.empty_cache()
+    start = torch.cuda.memory_reserved()
+    allocator, live = CachingAllocator(), []
+    for _ in range(400):
+        if live and draw.random() < 0.45:
+            tensor, block = live.pop(draw.randrange(len(live)))
+            del tensor
+            allocator.free(block)
+        else:
+            size = int(2 ** draw.uniform(8, 26))
+            live.append((torch.empty(size, dtype=torch.uint8, device="cuda"), allocator.allocate(size)))
+        assert torch.cuda.memory_reserved() - start == allocator.reserved
