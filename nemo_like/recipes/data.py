@@ -195,8 +195,8 @@ class Sampler:
     def start_of(self, sample: int) -> int:
         """The first byte's place of the sample numbered `sample` since step 0."""
         epoch, place = divmod(sample, self.windows)
-        shift = _mix(self.seed, epoch, 1) % self.seq_len
-        return shift + self.seq_len * _shuffled(place, self.windows, _mix(self.seed, epoch, 2))
+        shift = mix(self.seed, epoch, 1) % self.seq_len
+        return shift + self.seq_len * shuffled(place, self.windows, mix(self.seed, epoch, 2))
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
         """Part `part` of `parts` equal ones of the global batch of `step`, (batch_size / parts, seq_len + 1) int64."""
@@ -238,7 +238,7 @@ def unigram_entropy(tokens: torch.Tensor) -> float:
     return float(-(shares * shares.log()).sum())
 
 
-def _mix(*numbers: int) -> int:
+def mix(*numbers: int) -> int:
     """64 well-mixed bits of the numbers: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014), once per number."""
     state = 0
     for number in numbers:
@@ -249,7 +249,7 @@ def _mix(*numbers: int) -> int:
     return state
 
 
-def _shuffled(place: int, size: int, key: int) -> int:
+def shuffled(place: int, size: int, key: int) -> int:
     """Where a random permutation of range(size), chosen by `key`, sends `place`, without storing the permutation.
 
     Four rounds of a balanced Feistel network (Luby and Rackoff 1988) permute the next power of four; a result outside
@@ -260,7 +260,7 @@ def _shuffled(place: int, size: int, key: int) -> int:
     while True:
         left, right = place >> half, place & mask
         for turn in range(4):
-            left, right = right, left ^ (_mix(key, turn, right) & mask)
+            left, right = right, left ^ (mix(key, turn, right) & mask)
         place = left << half | right
         if place < size:
             return place

@@ -1,4 +1,4 @@
-"""The loss of next-byte prediction, on held-out text and over the steps of a run."""
+"""The loss of predicting the next token: of a batch, on held-out text, and over the steps of a run."""
 
 from __future__ import annotations
 
@@ -35,43 +35,59 @@ def check_own_loss(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class NextByte:
-    """The loss of predicting each byte after the first, on this rank's part of the sequence, if they are cut."""
+class Batch:
+    """What a model is called with, and what it is to predict."""
+
+    inputs: torch.Tensor
+    """(B, T) int64."""
+    targets: torch.Tensor
+    """(B, T) int64: what follows each input; -100 where it does not count."""
+    positions: torch.Tensor | None = None
+    """(B, T) int64, restarting at each document of a packed row; None: every row is one."""
+
+    @property
+    def extra(self) -> dict[str, torch.Tensor]:
+        """What the model is given beside its inputs."""
+        return {} if self.positions is None else {"position_ids": self.positions}
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on `device`."""
+        positions = None if self.positions is None else self.positions.to(device)
+        return Batch(self.inputs.to(device), self.targets.to(device), positions)
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """The mean cross entropy of a batch's targets, on this rank's part of the sequence, if they are cut."""
 
     own: bool = False
     """As the model computes it: in chunks, where `parallelize` was told so."""
     mesh: DeviceMesh | None = None
     """With a ``cp`` axis, where sequences are cut: the model then returns logits of a part."""
 
-    def __call__(
-        self,
-        model: nn.Module,
-        tokens: torch.Tensor,
-        documents: torch.Tensor | None = None,
-        counted: float | None = None,
-    ) -> torch.Tensor:
-        """Nats per byte; its mean over the ranks is the loss of the batch.
+    def __call__(self, model: nn.Module, batch: Batch, counted: float | None = None) -> torch.Tensor:
+        """Nats per token; its mean over the ranks is the loss of the batch.
 
-        tokens, documents: (B, T + 1) int64. counted: targets that count in this microbatch of one rank, where documents
-        are packed: the average of all, so that every target of the step weighs the same.
+        counted: targets that count in this microbatch of one rank, where they are not all: the average over microbatches
+        and ranks, so that every target of the step weighs the same.
         """
-        target, extra = _targets(tokens, documents)
+        target = batch.targets
         if self.own:
+            extra: dict[str, Any] = dict(batch.extra)
             if counted is not None:
-                extra["num_items_in_batch"] = torch.tensor(counted, device=tokens.device)
-            loss: torch.Tensor = model(tokens[:, :-1], labels=target, shift_labels=target, **extra).loss
+                extra["num_items_in_batch"] = torch.tensor(counted, device=target.device)
+            loss: torch.Tensor = model(batch.inputs, labels=target, shift_labels=target, **extra).loss
             return loss
-        output = model(tokens[:, :-1], **extra)
+        output = model(batch.inputs, **batch.extra)
         if self.mesh is None and counted is None:
             return _cross_entropy(output, target, "mean")
         counted = target.numel() if counted is None else counted
         return _cross_entropy(output, self._part(target), "sum") * self._ranks / counted
 
-    def each(self, model: nn.Module, tokens: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+    def each(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Of every target of this rank's part, (B, T / ranks); 0 where it does not count. In evaluation."""
-        target, extra = _targets(tokens, documents)
-        losses = _cross_entropy(model(tokens[:, :-1], **extra), self._part(target), "none")
-        return losses.view(len(tokens), -1)
+        losses = _cross_entropy(model(batch.inputs, **batch.extra), self._part(batch.targets), "none")
+        return losses.view(len(batch.inputs), -1)
 
     @property
     def _ranks(self) -> int:
@@ -98,14 +114,15 @@ def piped_batch(tokens: torch.Tensor, rows: int | None = None) -> dict[str, torc
     return {"input_ids": tokens[:, :-1], "labels": target, "shift_labels": target}
 
 
-def _targets(tokens: torch.Tensor, documents: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Targets (B, T), -100 for a document's first byte, and what else the model is to be given."""
+def next_byte(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> Batch:
+    """Predict each byte after the first; tokens, documents: (B, T + 1) int64. A document's first byte does not count."""
     target = tokens[:, 1:].contiguous()
     if documents is None:
-        return target, {}
+        return Batch(tokens[:, :-1], target)
     starts = documents[:, 1:] != documents[:, :-1]
     first = torch.ones_like(starts[:, :1])
-    return target.masked_fill(starts, -100), {"position_ids": since_start(torch.cat([first, starts[:, :-1]], 1))}
+    positions = since_start(torch.cat([first, starts[:, :-1]], 1))
+    return Batch(tokens[:, :-1], target.masked_fill(starts, -100), positions)
 
 
 def count_targets(documents: torch.Tensor) -> int:
@@ -120,7 +137,7 @@ def _cross_entropy(output: Any, target: torch.Tensor, reduction: str) -> torch.T
 
 
 def planned_loss(output: Any) -> torch.Tensor:
-    """The loss of `NextByte` for what the model returned, with targets of the right shape: what a budget counts."""
+    """The loss of `MeanLoss` for what the model returned, with targets of the right shape: what a budget counts."""
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return _cross_entropy(output, torch.zeros(logits.shape[:-1], dtype=torch.long), "mean")
 
@@ -173,7 +190,7 @@ class HeldOut:
         """Byte-unigram entropy of what is to be predicted, nats: a model that ignores context gets no lower loss."""
         return unigram_entropy(self._read(self._starts)[:, 1:])
 
-    def loss(self, model: nn.Module | Pipeline, ranks: Ranks, size: int, next_byte: NextByte) -> float:
+    def loss(self, model: nn.Module | Pipeline, ranks: Ranks, size: int, mean: MeanLoss) -> float:
         """Mean loss over all samples, nats per byte, `size` samples at a time on each rank. A collective."""
         rounds = math.ceil(len(self._starts) / (size * ranks.data_ranks))
         total = torch.zeros((), dtype=torch.float64)
@@ -185,11 +202,11 @@ class HeldOut:
                 # A rank without samples left runs the forward too (FSDP2's ranks gather together) and counts nothing.
                 padded = starts + self._starts[:1] * (size - len(starts))
                 if isinstance(model, Pipeline):
-                    mean = model.eval_step(**piped_batch(self._read(padded).to(ranks.device), len(starts)))
-                    total += mean.double().cpu() * len(starts) * self._seq_len
+                    piped = model.eval_step(**piped_batch(self._read(padded).to(ranks.device), len(starts)))
+                    total += piped.double().cpu() * len(starts) * self._seq_len
                     continue
                 documents = self._documents(padded).to(ranks.device) if self._pack else None
-                losses = next_byte.each(model, self._read(padded).to(ranks.device), documents)
+                losses = mean.each(model, next_byte(self._read(padded).to(ranks.device), documents))
                 total += losses[: len(starts)].double().sum().cpu()
         model.train()
         counted = count_targets(self._documents(self._starts)) if self._pack else len(self._starts) * self._seq_len

@@ -16,19 +16,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.distributed import get_model_state
 from nemo_like.log import warn_once
-from nemo_like.recipes.job_options import Options
+from nemo_like.recipes.run_options import RunOptions
 
 # Another of these makes another run: the checkpoint's weights or place in the data would mean nothing.
 _SAME = ("seq_len", "batch_size", "seed", "pack")
 # These may change on purpose (train longer, with another rate); the change is said.
-_MAY_CHANGE = ("steps", "lr", "schedule", "warmup_steps", "lr_floor", "weight_decay", "beta1", "beta2", "clip", "dtype")
+_MAY_CHANGE = (
+    "steps",
+    "lr",
+    "schedule",
+    "warmup_steps",
+    "lr_floor",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "clip",
+    "precision",
+)
 
 
-def make_optimizer(model: nn.Module, options: Options) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, options: RunOptions) -> torch.optim.AdamW:
     """AdamW over what trains; weight decay on matrices only, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise ValueError(f"Model {options.model!r} has no parameter that trains: every requires_grad is False.")
+        raise ValueError("The model has no parameter that trains: every requires_grad is False.")
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
@@ -60,7 +71,7 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {"model": weights, "optimizer": moments}
 
 
-def about_run(options: Options, text: str, model: nn.Module) -> dict[str, Any]:
+def about_run(options: Any, text: str, model: nn.Module) -> dict[str, Any]:
     """The facts that go beside a checkpoint's tensors; `text` is the training text's fingerprint."""
     shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(get_model_state(model).items())]
     return {

@@ -12,25 +12,25 @@ from typing import Any
 import torch
 
 from nemo_like import __version__
+from nemo_like.recipes.job import TrainingJob
 from nemo_like.recipes.progress import memory_kind
-from nemo_like.recipes.trainer import Trainer
 
 
-def summarise(trainer: Trainer, peak_bytes: list[int]) -> dict[str, Any]:
-    """The run as JSON values. Losses are nats per byte; `peak_bytes` has one number per rank."""
+def summarise(job: TrainingJob, peak_bytes: list[int]) -> dict[str, Any]:
+    """The run as JSON values. Losses are nats per token (or byte); `peak_bytes` has one number per rank."""
     return {
-        "losses": trainer.log.losses,
-        "first_step": trainer.first_step,
-        "eval_losses": trainer.eval_losses,
-        "unigram_entropy": trainer.unigram_entropy,
+        "losses": job.log.losses,
+        "first_step": job.first_step,
+        "eval_losses": job.eval_losses,
+        **job.facts(),
         "peak_bytes": peak_bytes,
-        "peak_bytes_are": memory_kind(trainer.ranks.device),
-        "tokens_per_second": trainer.tokens_per_second,
-        "ac": trainer.options.ac,
-        "strategy": trainer.strategy,
-        "world_size": trainer.ranks.world_size,
-        "interrupted": bool(trainer.interrupted),
-        "options": dataclasses.asdict(trainer.options),
+        "peak_bytes_are": memory_kind(job.ranks.device),
+        "tokens_per_second": job.tokens_per_second,
+        "ac": job.options.ac,
+        "strategy": job.strategy,
+        "world_size": job.ranks.world_size,
+        "interrupted": bool(job.interrupted),
+        "options": dataclasses.asdict(job.options),
         "versions": versions(),
     }
 
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
     """What the run ran on."""
     found = {"nemo_like": __version__, "python": platform.python_version()}
     found |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    for name in ("transformers", "numpy"):
+    for name in ("transformers", "tokenizers", "peft", "numpy"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

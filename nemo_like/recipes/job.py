@@ -1,0 +1,269 @@
+"""What every training job does: steps, their order, reports, evaluations, checkpoints, and how it ends.
+
+A job says what it trains and on what: it fills the fields below while it is made, calls `_begin`, and overrides
+`_train`, `_evaluate` and `_introduce`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from nemo_like.distributed.accumulate import set_gradient_sync
+from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.interrupt import Interrupt
+from nemo_like.recipes.job_checkpoint import CheckpointStore
+from nemo_like.recipes.loss import DivergedError, LossLog
+from nemo_like.recipes.progress import Progress
+from nemo_like.recipes.run_options import RunOptions
+from nemo_like.recipes.run_state import check_same_run, gather_state
+from nemo_like.recipes.schedule import Schedule
+
+
+class TrainingJob:
+    """One run: built on every rank from the same options, then `run`."""
+
+    options: RunOptions
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    about: dict[str, Any]
+    """The facts that a resumed run must share, see `run_state`."""
+
+    def __init__(self, options: RunOptions, ranks: Ranks):
+        _check_ranks(options, ranks)
+        self.options = options
+        self.ranks = ranks
+        self.schedule = Schedule(options.schedule, options.lr, options.warmup_steps, options.steps, options.lr_floor)
+        self.step = 0
+        """Steps done since step 0 of the first run."""
+        self.store: CheckpointStore | None = None
+        self.eval_losses: list[dict[str, float]] = []
+        self.interrupted = 0
+        """The signal that ended the run early, or 0."""
+        self._clock = _Clock()
+
+    # ------------------------------------------------------------------------------------------- what a job overrides
+
+    def _train(self, step: int) -> torch.Tensor:
+        """Forward and backward of one step on this rank; its mean loss, 0-dim, whose mean over the ranks is the step's."""
+        raise NotImplementedError
+
+    def _evaluate(self) -> float | None:
+        """The loss on held-out samples, the same on every rank; None where nothing is held out. A collective."""
+        raise NotImplementedError
+
+    def _introduce(self, progress: Progress) -> None:
+        """Say what is about to run."""
+        raise NotImplementedError
+
+    def _step_tokens(self, step: int) -> int:
+        """Tokens that a step trains on, over all ranks."""
+        raise NotImplementedError
+
+    def _clip(self, most: float) -> torch.Tensor:
+        """Clip the gradients to the norm `most`; the norm before, 0-dim. A collective."""
+        return clip_grad_norm_(self.model, most)
+
+    def _after_step(self, progress: Progress, *, report: bool, loss: float | None) -> None:
+        """After the step numbered ``self.step - 1`` and its report and evaluation, and before its checkpoint."""
+
+    def _is_worth_saving(self) -> bool:
+        """Whether the evaluation just made asks for a checkpoint of this step."""
+        return False
+
+    unit = "token"
+    """What losses are per."""
+
+    # --------------------------------------------------------------------------------------------------- what is shared
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that took effect: one rank is always ``single``."""
+        return self.options.strategy if self.ranks.world_size > 1 else "single"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Trained tokens per second over all ranks, without the first step, evaluations and checkpoints."""
+        return self._clock.tokens_per_second
+
+    def facts(self) -> dict[str, Any]:
+        """What the summary says of this kind of job beside what it says of every one; JSON values."""
+        return {}
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds, the tensors themselves."""
+        return gather_state(self.model, self.optimizer)
+
+    def _begin(self) -> None:
+        """With everything built: go on from a checkpoint where that was asked for. A collective.
+
+        Raises:
+            ValueError: a checkpoint of another run, or one where none was expected, or the other way round.
+            CheckpointError: there are checkpoints to resume from, and none can be read.
+        """
+        options = self.options
+        if options.checkpoint_dir is not None:
+            background = not options.sync_save
+            self.store = CheckpointStore(options.checkpoint_dir, self.ranks, keep=options.keep, background=background)
+            self._resume(self.store)
+        self.first_step = self.step
+        self.log = LossLog(self.ranks, self.first_step)
+
+    def _resume(self, store: CheckpointStore) -> None:
+        options = self.options
+        if options.resume == "no":
+            newest = self.ranks.largest(max(store.steps(), default=-1))
+            if newest >= 0:
+                raise ValueError(
+                    f"--checkpoint-dir {str(store.folder)!r} has checkpoints up to step {newest} already. Go on from "
+                    "them with --resume, or give another folder."
+                )
+            return
+        state = self._state()
+        step = store.load(state, self._check_checkpoint)
+        if step is None:
+            if options.resume == "must":
+                raise ValueError(
+                    f"--resume finds no checkpoint in {str(store.folder)!r}. Check --checkpoint-dir, or write "
+                    "--resume=auto to start anew where there is none."
+                )
+            return
+        self.step = step
+
+    def _check_checkpoint(self, about: Any) -> None:
+        check_same_run(about, self.about)
+
+    # ------------------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Train to the last step, or until a signal asks to stop; then the last checkpoint is complete on disk.
+
+        Raises:
+            DivergedError: the loss is not finite; on every rank, after the last sound checkpoint is complete.
+        """
+        options = self.options
+        progress = Progress(self.step, options.steps, self.ranks.device, plain=options.plain)
+        with progress, Interrupt() as stop:
+            self._introduce(progress)
+            if self.step:
+                left = "" if self.step < options.steps else f"; --steps is {options.steps}, so nothing is left to train"
+                progress.say(f"resumed after step {self.step}{left}")
+            try:
+                while self.step < options.steps and not self.interrupted:
+                    self._advance(progress, stop)
+            except DivergedError:  # raised on every rank, so all of them are here
+                if self.store is not None:
+                    self.store.wait()
+                raise
+            if self.store is not None:
+                self.store.wait()
+            if self.interrupted:
+                saved = "" if self.store is None else f"; the checkpoint of step {self.step} is complete"
+                progress.say(f"Stopped by {signal.Signals(self.interrupted).name} after step {self.step}{saved}.")
+
+    def _advance(self, progress: Progress, stop: Interrupt) -> None:
+        """One step and what follows it: report, evaluation, checkpoint."""
+        options = self.options
+        start = time.perf_counter()
+        self._train_step(self.step)
+        self.step += 1
+        first, last = self.step == self.first_step + 1, self.step == options.steps
+        if not last:
+            self.interrupted = self.ranks.largest(stop.requested)  # all ranks stop after the same step
+        report = last or self.step % options.log_every == 0
+        evaluate = last or (options.eval_every > 0 and self.step % options.eval_every == 0)
+        save = last or self.step % options.save_every == 0
+        if first or report or save or self.interrupted:
+            # After the first step, which is not timed, so that none of its work is left for the second; before a save,
+            # because a diverged state must not become the newest checkpoint.
+            self.log.read()
+        self._clock.add(time.perf_counter() - start, self._step_tokens(self.step - 1), first=first)
+        if report:
+            rate = self.schedule.at(self.step - 1)
+            progress.step(self.step, self.log.losses[-1], rate, self.tokens_per_second)
+        loss = self._evaluate() if evaluate and not self.interrupted else None
+        if loss is not None:
+            self.eval_losses.append({"step": self.step, "loss": loss})
+            progress.say(f"step {self.step}: held-out loss {loss:.4f} nats per {self.unit}")
+            save |= self._is_worth_saving()
+        self._after_step(progress, report=report, loss=loss)
+        if self.store is not None and (save or self.interrupted):
+            self.log.read()
+            self.store.save(self.step, self._state(), self.about)
+
+    def _train_step(self, step: int) -> None:
+        # Seeded per step: the random numbers of a step depend on nothing before it, so no state has to be saved.
+        seed_all(self.options.seed, step + 1, self.ranks.data_rank)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.at(step)
+        loss = self._train(step)
+        norm = self._clip(self.options.clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.log.add(loss, norm)
+
+
+class _Clock:
+    """Tokens per second. The first step allocates and compiles; it is left out unless it is the only one."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+        self._only_first = False
+
+    def add(self, seconds: float, tokens: int, *, first: bool) -> None:
+        if self._only_first:
+            self._tokens, self._seconds = 0, 0.0
+        self._only_first = first
+        self._tokens += tokens
+        self._seconds += seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+
+def _check_ranks(options: RunOptions, ranks: Ranks) -> None:
+    if options.strategy == "single" and ranks.world_size > 1:
+        raise ValueError(
+            f"--strategy is 'single', and {ranks.world_size} ranks were started, which would train a model each. "
+            "Start one process, or use --strategy fsdp2 or ddp."
+        )
+    if options.batch_size % (options.grad_accum * ranks.data_ranks):
+        raise ValueError(
+            f"--batch-size is {options.batch_size}, samples per step over all ranks; it must be divisible by "
+            f"--grad-accum times the ranks that read different data: {options.grad_accum} * {ranks.data_ranks}."
+        )
+
+
+def seed_all(seed: int, step: int = 0, data_rank: int = 0) -> None:
+    """Seed every generator that a model may draw from. Ranks that share a sample (tensor parallel) draw alike."""
+    mixed = (seed * 1_000_003 + step) * 1_000_003 + data_rank
+    torch.manual_seed(mixed % 2**63)
+    random.seed(mixed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(mixed % 2**32)
+
+
+@contextlib.contextmanager
+def synced_only_if(model: nn.Module, sync: bool) -> Iterator[None]:
+    """Reduce gradients over ranks in this backward only where `sync`; else add them up locally, unsharded."""
+    if isinstance(model, DistributedDataParallel) and not sync:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        set_gradient_sync(model, sync)
+    yield
