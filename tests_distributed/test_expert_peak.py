@@ -16,6 +16,8 @@ from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 MODES = ("none", "full", "selective")
+BUDGETS = ("60%", "30%")
+"""One that keeps the exchanged rows, and one that sends them again."""
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 
 
@@ -34,13 +36,13 @@ def _model() -> nn.Module:
     return model
 
 
-def _peaks(rank: int, world_size: int) -> list[tuple[str, int, int]]:
+def _peaks(rank: int, world_size: int, asked: tuple[str, ...]) -> list[tuple[str, int, int]]:
     ids = tokens(2, 64, seed=rank)
     sample = {"input_ids": ids, "labels": ids}
     setup = Setup(shard_ranks=world_size, ep=2, imbalance=2.0)
     planner = Planner(_model(), sample, device=resolve_device("cpu"), setup=setup)
     found = []
-    for ac in MODES:
+    for ac in asked:
         peak = (
             planner.peak(planner.uniform(ac)).total if ac in MODES else planner.plan(MemoryBudget.parse(ac)).peak_bytes
         )
@@ -64,12 +66,12 @@ def _peaks(rank: int, world_size: int) -> list[tuple[str, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_fullest_rank_peaks_as_planned(ranks: int) -> None:
-    for rank, rows in enumerate(run_ranks(ranks, _peaks, timeout=300)):
+@pytest.mark.parametrize(("ranks", "asked"), [(2, MODES), (4, MODES), (2, BUDGETS)])
+def test_the_fullest_rank_peaks_as_planned(ranks: int, asked: tuple[str, ...]) -> None:
+    for rank, rows in enumerate(run_ranks(ranks, _peaks, asked, timeout=300)):
         for ac, planned, measured in rows:
             if rank % 2:  # its experts get no token
                 assert measured < planned, (rank, ac)
             else:
                 # A plan that exchanges again in replay peaks up to 1.8 % higher; the cause is not known yet.
-                assert abs(planned / measured - 1) <= (0.01 if ac in MODES else 0.02), (rank, ac, planned, measured)
+                assert abs(planned / measured - 1) <= (0.02 if ac == "30%" else 0.01), (rank, ac, planned, measured)

@@ -19,6 +19,8 @@ from nemo_like.options import (
     StepSpec,
     dtype_word,
 )
+from nemo_like.planning.balanced import balanced_peak
+from nemo_like.planning.expert_twin import planned_imbalance
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.plan_search import Reach
 from nemo_like.planning.planner import BudgetError, Planner, Setup
@@ -83,6 +85,8 @@ class PlanReport:
     """How far the device goes; None: not looked for."""
     tokens: int | None = None
     """Of one rank in one microbatch; None: it takes no text."""
+    balanced: int | None = None
+    """Bytes that the recommended row peaks at where every rank's experts get as many tokens; None: it is planned so."""
     padding: int = 0
     """Bytes of parameters, gradients and optimizer state on a rank that are padding: the ranks do not divide a weight."""
 
@@ -156,8 +160,17 @@ def make_report(
     best = min(fitting, key=lambda row: (row.plan.step_time, row.plan.peak_bytes)) if fitting else None
     return PlanReport(
         tuple(rows), best, limit, planner.setup, planner.device.name, problem, dp_replicate, special, tuple(unmet),
-        _gain(planner, limit), None if reach is None else reach(limit), tokens, _padding(planner),
+        _gain(planner, limit), None if reach is None else reach(limit), tokens, _balanced(planner, best), _padding(planner),
     )  # fmt: skip
+
+
+def _balanced(planner: Planner, best: PlanRow | None) -> int | None:
+    if best is None or planner.setup.ep == 1:
+        return None
+    mode = best.name in MODES
+    choices = planner.uniform(best.name) if mode else planner.choose(MemoryBudget.parse(best.name), best.name)[0]
+    peak = balanced_peak(planner, choices)
+    return None if peak is None else peak.total
 
 
 def _padding(planner: Planner) -> int:
@@ -272,6 +285,17 @@ def breakdown(plan: Plan) -> str:
     return "\n".join(f"  {size / 2**30:9.3f} GiB  {name}" for name, size in parts)
 
 
+def routing(report: PlanReport) -> str:
+    """Both peaks of the recommended row, by how its tokens are spread; empty where it counts with balanced routers."""
+    if report.balanced is None or report.best is None:
+        return ""
+    peak = report.best.plan.peak_bytes / 2**30
+    return (
+        f"Where the fullest rank's experts get {planned_imbalance(report.setup):g} times their share of the tokens: "
+        f"{peak:.2f} GiB; where all get as many: {report.balanced / 2**30:.2f} GiB."
+    )
+
+
 def as_json(report: PlanReport) -> dict[str, Any]:
     """The report in JSON values; all bytes, seconds and shares as in `Plan`."""
     return {
@@ -283,6 +307,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "call": report.call(report.best) if report.best else None,
         "problem": report.problem or None,
         "unmet": list(report.unmet),
+        "balanced_peak_bytes": report.balanced,
         "padding_bytes": report.padding,
         "tokens": report.tokens,
         "largest_batch": report.reach.largest_batch if report.reach else None,

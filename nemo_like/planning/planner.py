@@ -102,6 +102,10 @@ class Planner:
         skip: bool | None = None, host: bool = False, host_memory: int = HOST_MEMORY, measure: bool = False,
     ) -> None:  # fmt: skip
         """Trace `model`; see `plan_for` for the arguments."""
+        self._again = lambda other: Planner(
+            model, sample_input, device=device, setup=other, layers=layers, skip=skip, host=host,
+            host_memory=host_memory, measure=measure,
+        )  # fmt: skip
         self.device, self.setup, self.host_memory = device, setup, host_memory
         dtype, lower = setup.precision.dtypes["param_dtype"], None
         if setup.fsdp is None:
@@ -212,7 +216,7 @@ class Planner:
         for k, record in enumerate(problem.records):
             word = decide(record.op, record.nth) if record.op in tracked else Decision.RECOMPUTE
             words.append("save" if word is Decision.SAVE and k < problem.reachable else "recompute")
-        return _as_choice(problem, tuple(words), "selective")
+        return as_choice(problem, tuple(words), "selective")
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -256,7 +260,7 @@ class Planner:
                 f"({str(error).splitlines()[0]}); it replays them instead."
             )
             words = tuple("recompute" if word == "skip" else word for word in choice.decisions)
-            return _as_choice(self.problems[kind], words, choice.label)
+            return as_choice(self.problems[kind], words, choice.label)
 
     def outer(self, accumulate: bool = False) -> OuterMemory:
         """The model around its layers; `accumulate`: where backward adds to gradients that are there."""
@@ -279,6 +283,10 @@ class Planner:
         made = outer_memory(self.model, self.layers, self.traced, self.setup.step, loss, device=self.device)
         other.outers = {False: made}
         return None if made.whole_logits else other
+
+    def again(self, setup: Setup) -> Planner:
+        """A planner for the same model and sample under another `setup`, traced anew."""
+        return self._again(setup)
 
     def on_ranks(self, ranks: int) -> Planner:
         """This planner for another number of ranks to shard over (two or more), with nothing traced again."""
@@ -637,7 +645,8 @@ def _can_skip() -> bool:
     return True
 
 
-def _as_choice(problem: BlockProblem, words: tuple[str, ...], label: str) -> Choice:
+def as_choice(problem: BlockProblem, words: tuple[str, ...], label: str) -> Choice:
+    """The choice that does this with each op: ``save``, ``skip`` or ``recompute``."""
     keep = sum(1 << k for k, word in enumerate(words) if word == "save")
     skip = sum(1 << k for k, word in enumerate(words) if word == "skip")
     return replace(problem.choice(solver.Point(0, 0.0, keep, skip)), label=label)

@@ -8,8 +8,11 @@ import torch
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision
+from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.expert_twin import expert_twin, planned_table
+from nemo_like.planning.plan_advice import advice
+from nemo_like.planning.plan_report import as_json, make_report
 from nemo_like.planning.planner import Planner, Setup
 from nemo_like.planning.sharding import sharding_of
 from tests.models.expert_families import NAMES, build, tokens
@@ -53,6 +56,22 @@ def test_rows_grow_with_imbalance() -> None:
     balanced, default, worst = (_planner(i).held(_planner(i).uniform("none")) for i in (1.0, None, 2.0))
     assert balanced < default < worst
     assert default - balanced == pytest.approx(worst - default, rel=0.01)
+
+
+@pytest.mark.parametrize("ac", ["full", "60%"])
+def test_a_report_has_the_peak_of_balanced_routers_too(ac: str) -> None:
+    planner, even = _planner(2.0), _planner(1.0)
+    choices = planner.uniform(ac) if ac == "full" else planner.choose(MemoryBudget.parse(ac), ac)[0]
+    peak = balanced_peak(planner, choices)
+    assert peak is not None and peak.total < planner.peak(choices).total
+    if ac == "full":
+        assert peak == even.peak(even.uniform("full"))
+        assert balanced_peak(even, even.uniform("full")) is None
+        return
+    report = make_report(planner, ["50%"])
+    assert report.best is not None and report.balanced is not None
+    assert as_json(report)["balanced_peak_bytes"] == report.balanced < report.best.plan.peak_bytes
+    assert "2 times their share of the tokens" in advice(report, "batch")
 
 
 def test_the_table_of_a_plan_adds_up() -> None:
