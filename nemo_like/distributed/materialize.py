@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed import launch
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
-from nemo_like.distributed.sources import CheckpointUnreadableError, Source, check_names, open_source
+from nemo_like.distributed.sources import CheckpointUnreadableError, LayeredSource, Source, check_names, open_source
 from nemo_like.torch_compat import ActivationWrapper, wrapped_module
 
 InitFn = Callable[[nn.Module], Any]
@@ -27,7 +27,7 @@ def materialize(
     init_fn: InitFn | None = None,
     *,
     state_dict: Mapping[str, Tensor] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | LayeredSource | None = None,
     device: torch.device | str | None = None,
     strict: bool = True,
     seed: int | None = None,
@@ -42,7 +42,7 @@ def materialize(
       the Hugging Face model around it, else ``reset_parameters``.
     - `state_dict`: whole tensors under the bare model's names, the same on every rank.
     - `checkpoint`: a folder of `torch.distributed.checkpoint` (each rank reads the bytes of its shards), a folder or
-      file of safetensors, or a file of ``torch.save``.
+      file of safetensors, or a file of ``torch.save``; or a `LayeredSource` of several.
 
     Buffers that no state dict has (rotary frequencies, masks) are computed again on the CPU, where an eager build
     makes them, by `init_fn` or else by the initializer as above. Tied parameters stay tied.

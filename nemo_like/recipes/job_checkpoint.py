@@ -55,6 +55,8 @@ class CheckpointStore:
         self._background = background
         self._writing: Future[None] | None = None
         self._writing_step = -1
+        self.best: int | None = None
+        """A step whose checkpoint is kept beside the newest ones; None: no such."""
         # DCP's writer thread runs collectives beside the training's own, so it needs a group of its own.
         self._group = None if ranks.control is None else dist.new_group(backend="gloo")
         if self._group is None:  # DCP warns at each call that there is one process; here that is meant
@@ -134,6 +136,18 @@ class CheckpointStore:
                     f"Writing the checkpoint of step {self._writing_step} to {self.folder} failed: "
                     f"{_first_line(error)}. Checkpoints before it are untouched."
                 ) from error
+
+    def load_step(self, step: int, state: dict[str, Any]) -> None:
+        """Fill `state`'s tensors in place from the checkpoint of `step`.
+
+        Raises:
+            CheckpointError: it is not there, or damaged.
+        """
+        _, problem = self._attempt(self._read_manifest, step)
+        if problem is None:
+            _, problem = self._attempt(self._read, step, state)
+        if problem is not None:
+            raise CheckpointError(f"Checkpoint {self.path(step)} cannot be read: {problem}.")
 
     def load(self, state: dict[str, Any], check: Callable[[Mapping[str, Any]], None]) -> int | None:
         """Fill `state`'s tensors in place from the newest usable checkpoint; its step, or None where there is none.
@@ -238,7 +252,7 @@ class CheckpointStore:
         _sync_folder(target)
         target.rename(self.path(step))
         _sync_folder(self.folder)
-        for old in self.steps()[self._keep :]:
+        for old in [step for step in self.steps()[self._keep :] if step != self.best]:
             # Renamed first: a run killed while deleting leaves nothing that looks complete.
             doomed = self.path(old).rename(self.folder / f"{_DELETING}{old:08d}")
             shutil.rmtree(doomed)

@@ -49,8 +49,10 @@ def make_optimizer(model: nn.Module, options: RunOptions) -> torch.optim.AdamW:
     )
 
 
-def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, frozen: bool = True) -> dict[str, Any]:
     """Weights, buffers and optimizer state by the bare model's names; the tensors themselves, so a load fills them in.
+
+    frozen: with the weights that do not train.
 
     Moments that the optimizer has not made yet are made here, as zeros: that is how AdamW would begin.
     """
@@ -68,6 +70,9 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             kept["exp_avg"] = torch.zeros_like(parameter)
             kept["exp_avg_sq"] = torch.zeros_like(parameter)
         moments[name] = dict(kept)
+    if not frozen:
+        still = {name for name, parameter in _bare(model).named_parameters() if not parameter.requires_grad}
+        weights = {name: tensor for name, tensor in weights.items() if name not in still}
     return {"model": weights, "optimizer": moments}
 
 

@@ -1,0 +1,104 @@
+"""What the fine-tuning job can be told beside what every job can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_like.options import parse_dtype
+from nemo_like.recipes.run_options import RunOptions, flag, option, parse_command_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(RunOptions):
+    """The job's options. Each is a command-line option of the same name, ``_`` written as ``-``.
+
+    Raises:
+        ValueError: a value is wrong; the message has the option, the value, the reason and what is accepted.
+    """
+
+    model: str = option("", "folder of a Hugging Face model: config.json, safetensors and a tokenizer")
+    data: str = option(
+        "",
+        "JSONL file, or folder of them, whose lines have messages, or prompt and completion, or text; Parquet, or a "
+        "folder that datasets saved, with the extra 'finetune'",
+    )
+    output: str = option(
+        "finetuned", "folder for the result, the log and, unless --checkpoint-dir says where, checkpoints"
+    )
+    tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
+    trust_remote_code: bool = option(False, "run Python code that is in the model's folder", bool)
+    skip_bad: bool = option(False, "leave out lines that cannot be used, and say how many", bool)
+    pack: bool = option(
+        False,
+        "fill each row of --seq-len tokens with several samples, apart from each other in attention and loss",
+        bool,
+    )
+    eval_data: str | None = option(
+        None, "held-out samples (default: up to --eval-samples, and at most a tenth, of --data)"
+    )
+    export: str = option("last", "which weights are the result: last | best (of the evaluations)")
+    lora: bool = option(False, "train adapters beside frozen weights (peft)", bool)
+    lora_rank: int = option(16, "rank of the adapters", int)
+    lora_alpha: float = option(32.0, "the adapters' output is scaled by this over the rank", float)
+    lora_dropout: float = option(0.0, "dropout before the adapters", float)
+    lora_targets: str = option(
+        "all-linear", "which linears get adapters: all-linear (but the head), or names' ends with commas"
+    )
+    train: str | None = option(
+        None, "train the parameters whose names match this glob (several with commas), and freeze the others"
+    )
+    merge: bool = option(False, "with --lora: write the whole model with the adapters added to its weights, too", bool)
+    epochs: float = option(1.0, "passes over the data, where --steps is 0", float)
+
+    # Other defaults than pretraining's.
+    steps: int = option(0, "steps of the whole run, those before a resume included; 0: as many as --epochs take", int)
+    precision: str = option(
+        "bfloat16",
+        "dtype to compute in, and of frozen weights: float32 | bfloat16; what trains, and gradient sums, stay float32",
+    )
+    loss: str = option("chunked", "model | chunked: head and loss of a few tokens at a time, never the whole logits")
+    seq_len: int = option(1024, "longest sample, in tokens; what is longer is cut at its end", int)
+    lr: float = option(2e-4, "peak learning rate of AdamW; a tenth of it is usual without --lora", float)
+    warmup_steps: int = option(10, "steps of linear warm-up", int)
+    weight_decay: float = option(0.0, "AdamW's weight decay, on parameters with two dims or more", float)
+
+    @property
+    def choices(self) -> Mapping[str, Sequence[str]]:
+        return {**super().choices, "export": ("last", "best")}
+
+    @property
+    def least(self) -> Mapping[str, float]:
+        return {**super().least, "steps": 0, "lora_rank": 1, "lora_alpha": 0, "lora_dropout": 0, "epochs": 0}
+
+    def __post_init__(self) -> None:
+        for name in ("model", "data"):
+            if not getattr(self, name):
+                raise ValueError(f"{flag(name)} is needed: --model DIR --data FILE.jsonl.")
+        super().__post_init__()
+        if self.checkpoint_dir is None:
+            object.__setattr__(self, "checkpoint_dir", str(Path(self.output) / "checkpoints"))
+        if self.steps == 0 and self.epochs == 0:
+            raise ValueError("--steps and --epochs are both 0: nothing would be trained.")
+        if self.lora and self.train is not None:
+            raise ValueError(
+                "--train names parameters of the model, and --lora freezes all of them. Give one of the two."
+            )
+        if self.merge and not self.lora:
+            raise ValueError("--merge adds adapters to the weights, and without --lora there are none.")
+        if self.lora_dropout >= 1:
+            raise ValueError(f"--lora-dropout is {self.lora_dropout}; it must be less than 1.")
+        if self.export == "best" and self.eval_samples == 0:
+            raise ValueError("--export best takes the best of the evaluations, and --eval-samples 0 makes none.")
+        parse_dtype("--precision", self.precision)
+
+
+def parse_finetune_options(arguments: Sequence[str] | None = None) -> FinetuneOptions:
+    """The options on the command line; a wrong one ends the process with code 2 and one line that says why."""
+    return parse_command_line(
+        FinetuneOptions,
+        "python -m nemo_like.recipes.finetune",
+        "Fine-tune a Hugging Face model on samples: on one device, or on many with torchrun.",
+        arguments,
+    )

@@ -1,0 +1,274 @@
+"""Fine-tuning: which samples, what trains, and what is left at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.options import FSDP2, Precision, StepSpec, parse_dtype
+from nemo_like.parallelizer import parallelize
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
+from nemo_like.recipes.finetune_options import FinetuneOptions
+from nemo_like.recipes.job import TrainingJob, seed_all, synced_only_if
+from nemo_like.recipes.loss import MeanLoss, check_own_loss, planned_loss
+from nemo_like.recipes.progress import Progress
+from nemo_like.recipes.result import merge_adapter, save_adapter, save_model
+from nemo_like.recipes.run_state import about_run, gather_state, make_optimizer
+from nemo_like.recipes.sample_data import SampleSet, TrainingRows, hold_out, look_through
+from nemo_like.recipes.sample_files import open_samples
+from nemo_like.recipes.tuned_model import build_on_meta, fill, find_model, folder_fingerprint
+
+
+class FineTuner(TrainingJob):
+    """One run: built on every rank from the same options, then `run`.
+
+    Raises (every rank alike):
+        ValueError: an option does not fit the data, the model or the number of ranks.
+        CheckpointError: there are checkpoints to resume from, and none can be read.
+        CheckpointUnreadableError: the model's files are damaged.
+    """
+
+    options: FinetuneOptions
+
+    def __init__(self, options: FinetuneOptions, ranks: Ranks):
+        with ranks.together("looking at the folders"):
+            check_output(options)
+            self.source = find_model(options)
+            self.tokenizer = load_tokenizer(
+                options.tokenizer or options.model, trust_remote_code=options.trust_remote_code
+            )
+            check_vocabulary(self.tokenizer, self.source.vocab_size, options.model)
+        self.rows, self.held_out = _samples(options, self.tokenizer, ranks)
+        if options.steps == 0:
+            steps = math.ceil(options.epochs * self.rows.order.rows_per_epoch / options.batch_size)
+            options = dataclasses.replace(options, steps=max(1, steps))
+        super().__init__(options, ranks)
+        with ranks.together("building the model"):
+            self.model = build_on_meta(self.source, options)
+            if options.loss == "chunked":
+                check_own_loss(self.model)
+        counts = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        self.trained, self.parameters = sum(counts), sum(p.numel() for p in self.model.parameters())
+        self.model = _parallelize(self.model, options, ranks, self.rows)
+        self.optimizer = make_optimizer(self.model, options)
+        self.about = about_run(options, self.rows.fingerprint, self.model)
+        self.about |= {"base": folder_fingerprint(options.model), "trained": self.trained}
+        self._loss = MeanLoss(options.loss == "chunked")
+        self._begin()
+        self._try_largest_step()
+
+    # ------------------------------------------------------------------------------------------------------- the steps
+
+    def _train(self, step: int) -> torch.Tensor:
+        options, ranks = self.options, self.ranks
+        total = torch.zeros((), device=ranks.device)
+        parts = options.passes * ranks.data_ranks
+        counted = self.rows.targets(step) / parts
+        for micro in range(options.passes):
+            batch = self.rows.batch(step, micro * ranks.data_ranks + ranks.data_rank, parts).to(ranks.device)
+            with synced_only_if(self.model, micro == options.passes - 1):
+                # Divided by the average count of a part, so that every target of the step weighs the same.
+                loss = self._loss(self.model, batch, counted) / options.passes
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _try_largest_step(self) -> None:
+        """Forward and backward of a batch as large as any of the run, so that memory runs out now rather than in hours.
+
+        Weights stay as they are. The optimizer's moments are there already, where checkpoints are written.
+        """
+        seed_all(self.options.seed)
+        size = self.options.batch_size // (self.options.passes * self.ranks.data_ranks)
+        batch = self.rows.largest(size).to(self.ranks.device)
+        counted = float((batch.targets != -100).sum())
+        for micro in range(min(2, self.options.passes)):  # the second one finds gradients of the first
+            with synced_only_if(self.model, micro == min(2, self.options.passes) - 1):
+                self._loss(self.model, batch, counted).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.largest_step = tuple(batch.inputs.shape)
+
+    def _step_tokens(self, step: int) -> int:
+        return self.rows.tokens(step)
+
+    def _evaluate(self) -> float | None:
+        if self.held_out is None:
+            return None
+        size = self.options.batch_size // (self.options.passes * self.ranks.data_ranks)
+        return mean_loss(self.model, self.held_out, self.ranks, size, self._loss)
+
+    def _is_worth_saving(self) -> bool:
+        best = min(self.eval_losses, key=lambda found: found["loss"])
+        known = self.about.get("best")
+        if best is not self.eval_losses[-1] or (known is not None and known["loss"] <= best["loss"]):
+            return False
+        self.about["best"] = dict(best)
+        if self.store is not None:
+            self.store.best = int(best["step"])
+        return True
+
+    # ----------------------------------------------------------------------------------------- beginning and checkpoints
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "trained_parameters": self.trained,
+            "parameters": self.parameters,
+            "samples": len(self.rows.samples),
+            "skipped_samples": self.rows.samples.skipped,
+            "largest_step": self.largest_step,
+            "best": self.about.get("best"),
+        }
+
+    def _introduce(self, progress: Progress) -> None:
+        options, samples = self.options, self.rows.samples
+        progress.say(
+            f"{options.model}: {self.trained:,} of {self.parameters:,} parameters train, {self.strategy} on "
+            f"{self.ranks.world_size} rank(s), ac={options.ac}, {options.precision}"
+        )
+        held_out = 0 if self.held_out is None else len(self.held_out)
+        packed = f" in {self.rows.order.rows_per_epoch:,} rows" if options.pack else ""
+        progress.say(f"data: {len(samples):,} samples to train on{packed}, {held_out} held out; {options.steps} steps")
+        rows, width = self.largest_step
+        progress.say(f"the largest step of a rank, {rows} x {width} tokens, fits")
+
+    def _state(self) -> dict[str, Any]:
+        return gather_state(self.model, self.optimizer, frozen=False)
+
+    def _check_checkpoint(self, about: Any) -> None:
+        super()._check_checkpoint(about)
+        if about.get("base") != self.about["base"] or about.get("trained") != self.about["trained"]:
+            raise ValueError(
+                "--resume: the checkpoint's run had other weights in --model, or trained other parameters of it. Give the "
+                "same again, or start anew with another --checkpoint-dir."
+            )
+        if about.get("best") is not None:
+            self.about["best"] = dict(about["best"])
+
+    def _resume(self, store: Any) -> None:
+        super()._resume(store)
+        if self.about.get("best") is not None:
+            store.best = int(self.about["best"]["step"])
+
+    # ------------------------------------------------------------------------------------------------------- the result
+
+    def save_result(self) -> None:
+        """Write what was trained to ``--output``. A collective."""
+        options, ranks = self.options, self.ranks
+        output = Path(options.output)
+        best = self.about.get("best")
+        if options.export == "best" and best is not None and best["step"] != self.step and self.store is not None:
+            self.store.load_step(int(best["step"]), self._state())
+        if options.lora:
+            save_adapter(self.model, output / "adapter", ranks)
+            if options.merge:
+                merge_adapter(options.model, output / "adapter", output / "model", ranks, self.tokenizer)
+            return
+        stored = getattr(self.source.config, "dtype", None)
+        save_model(self.model, output / "model", ranks, self.tokenizer, stored)
+
+
+def check_output(options: FinetuneOptions) -> None:
+    """Make the folder ``--output``.
+
+    Raises:
+        ValueError: it cannot be written to, or has a result already, which would be lost.
+    """
+    output = Path(options.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / ".writable"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--output is {options.output!r}, where nothing can be written: {error}.") from error
+    for name in ("adapter", "model"):
+        if (output / name).exists() and options.resume == "no":
+            raise ValueError(f"--output {options.output!r} has a result already ({name}). Give another folder.")
+
+
+def mean_loss(model: nn.Module, samples: SampleSet, ranks: Ranks, size: int, mean: MeanLoss) -> float:
+    """Mean loss of the samples' answers, nats per token, `size` samples at a time on each rank. A collective."""
+    by_length = sorted(range(len(samples)), key=lambda i: (samples.lengths[i], i))
+    rounds = math.ceil(len(samples) / (size * ranks.data_ranks))
+    total = torch.zeros((), dtype=torch.float64)
+    model.eval()
+    with torch.no_grad():
+        for turn in range(rounds):
+            first = (turn * ranks.data_ranks + ranks.data_rank) * size
+            mine: Sequence[int] = by_length[first : first + size]
+            # A rank without samples left runs the forward too (FSDP2's ranks gather together) and counts nothing.
+            losses = mean.each(model, samples.batch([[i] for i in mine or by_length[:1]]).to(ranks.device))
+            total += losses.double().sum().cpu() if mine else 0.0
+    model.train()
+    return float(ranks.sum(total)) / sum(samples.targets)
+
+
+def _samples(options: FinetuneOptions, tokenizer: Any, ranks: Ranks) -> tuple[TrainingRows, SampleSet | None]:
+    encoder = Encoder(tokenizer, options.seq_len)
+
+    def read(flag: str, data: str) -> SampleSet:
+        with ranks.together(f"opening {flag}"):
+            files = open_samples(flag, data)
+        return look_through(flag, files, encoder, ranks, skip_bad=options.skip_bad)
+
+    samples = read("--data", options.data)
+    with ranks.together("holding samples out"):
+        if options.eval_data is None:
+            samples, held_out = hold_out(samples, options.eval_samples)
+    if options.eval_data is not None:
+        held_out = read("--eval-data", options.eval_data)
+        held_out = held_out.subset(range(min(len(held_out), options.eval_samples))) if options.eval_samples else None
+    with ranks.together("ordering the samples"):
+        rows = TrainingRows(
+            samples, batch_size=options.batch_size, seq_len=options.seq_len, seed=options.seed, packed=options.pack
+        )
+    return rows, held_out
+
+
+def _parallelize(model: nn.Module, options: FinetuneOptions, ranks: Ranks, rows: TrainingRows) -> nn.Module:
+    size = options.batch_size // (options.passes * ranks.data_ranks)
+    replicated = options.strategy == "ddp" and ranks.world_size > 1
+    if replicated:
+        fill(model, options)  # DDP starts from weights
+    width = options.seq_len if options.pack else max(rows.samples.lengths)
+    made: nn.Module = parallelize(
+        model,
+        FSDP2(cpu_offload=options.cpu_offload) if options.strategy == "fsdp2" else options.strategy,
+        options.ac,
+        ac_scope=options.scopes,
+        loss=options.loss,
+        compile=False if options.compile == "none" else options.compile,
+        precision=Precision(parse_dtype("--precision", options.precision)),
+        dp_replicate=options.dp_replicate,
+        offload=None if options.offload == "none" else options.offload,
+        sample_input=_planned_input(size, width, options.loss),
+        step=StepSpec(
+            microbatches=options.grad_accum,
+            sync="last",
+            keeps_output=False,
+            loss_fn=planned_loss if options.loss == "model" else None,
+        ),
+        device=ranks.device,
+    )
+    if not replicated:
+        fill(made, options)
+    return made
+
+
+def _planned_input(rows: int, width: int, loss: str) -> Any:
+    """The shapes of a microbatch, as the model is called with it."""
+    ids = torch.zeros(rows, width, dtype=torch.int64)
+    return ids if loss == "model" else {"input_ids": ids, "labels": ids, "shift_labels": ids}
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records of a run's ``log.jsonl``."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

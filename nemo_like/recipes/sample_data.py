@@ -1,0 +1,199 @@
+"""The samples of a fine-tuning run: looked through once before training, then read and encoded step by step.
+
+The look through every sample, which the ranks share, finds what is broken before anything heavy starts, and leaves 16 bytes
+a sample in memory: how long it is, and how many of its tokens count. That is enough to say which samples stand in which
+row, which step is the largest, and by what a step's loss is divided.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_like.log import say_once, warn_once
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.data import mix
+from nemo_like.recipes.encode import Encoded, Encoder, check_form
+from nemo_like.recipes.loss import Batch
+from nemo_like.recipes.sample_files import BadSampleError, SampleFiles
+from nemo_like.recipes.sample_order import SampleOrder
+
+HELD_OUT_SHARE = 0.1
+"""At most this share of the samples is held out of the training data."""
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """The usable samples of some files."""
+
+    files: SampleFiles
+    encoder: Encoder
+    index: list[int]
+    """The number in `files` of each."""
+    lengths: list[int]
+    """Tokens that the model reads of each."""
+    targets: list[int]
+    """Tokens of each that count."""
+    skipped: int = 0
+    """How many could not be used."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def encoded(self, sample: int) -> Encoded:
+        """The sample's tokens, read from disk."""
+        found = self.files.read(self.index[sample])
+        if found is None:
+            raise RuntimeError(f"{self.files.where(self.index[sample])} changed in mid-run; keep the data unchanged.")
+        return self.encoder.encode(found)
+
+    def subset(self, chosen: Sequence[int]) -> SampleSet:
+        """Only the samples with these numbers."""
+        index, lengths, targets = ([found[i] for i in chosen] for found in (self.index, self.lengths, self.targets))
+        return SampleSet(self.files, self.encoder, index, lengths, targets, self.skipped)
+
+    def batch(self, rows: Sequence[Sequence[int]], width: int | None = None, pad: int = 0) -> Batch:
+        """Rows of samples as a batch, each filled up to `width` tokens (default: the longest row)."""
+        width = max(sum(self.lengths[i] for i in row) for row in rows) if width is None else width
+        inputs = torch.full((len(rows), width), pad, dtype=torch.int64)
+        targets = torch.full((len(rows), width), _IGNORED, dtype=torch.int64)
+        positions = torch.arange(width).repeat(len(rows), 1)
+        for number, row in enumerate(rows):
+            at = 0
+            for sample in row:
+                found = self.encoded(sample)
+                tokens, end = torch.tensor(found.tokens), at + found.inputs
+                inputs[number, at:end] = tokens[:-1]
+                targets[number, at:end] = tokens[1:].masked_fill(~torch.tensor(found.counts[1:]), _IGNORED)
+                positions[number, at:end] = torch.arange(found.inputs)
+                at = end
+            positions[number, at:] = torch.arange(width - at)
+        packed = any(len(row) > 1 for row in rows)
+        # What fills a row up stands after everything that counts, where causal attention never looks.
+        return Batch(inputs, targets, positions if packed else None)
+
+
+def look_through(flag: str, files: SampleFiles, encoder: Encoder, ranks: Ranks, *, skip_bad: bool) -> SampleSet:
+    """Every sample of `files`, encoded once, each by one rank. A collective.
+
+    Raises:
+        ValueError: there is none; or one cannot be used and `skip_bad` is False, with file, line and reason.
+    """
+    if not ranks.same(int(files.fingerprint[:15], 16)):
+        raise ValueError(
+            f"The ranks see different data: {flag} differs between hosts. Give all of them the same files."
+        )
+    lengths = torch.zeros(len(files), dtype=torch.int64)
+    targets, cut, bad = lengths.clone(), 0, lengths.clone()
+    with ranks.together(f"looking through the samples of {flag}"):
+        form_checked = False
+        for number in range(ranks.rank, len(files), ranks.world_size):
+            try:
+                sample = files.read(number)
+                if sample is None:
+                    continue
+                if not form_checked:
+                    check_form(encoder, sample)
+                    form_checked = True
+                found = encoder.encode(sample)
+            except BadSampleError as error:
+                if not skip_bad:
+                    raise ValueError(
+                        f"{files.where(number)}: {error}. Mend it, or leave such samples out with --skip-bad."
+                    ) from error
+                bad[number] = 1
+                continue
+            lengths[number], targets[number] = found.inputs, found.targets
+            cut += found.cut
+    lengths, targets, bad = ranks.sum(lengths), ranks.sum(targets), ranks.sum(bad)
+    index = lengths.nonzero().flatten()
+    skipped, cut = int(bad.sum()), int(ranks.sum(torch.tensor(cut)))
+    if skipped:
+        first = int(bad.nonzero()[0])
+        warn_once(
+            f"{flag}: {skipped} of {len(files)} samples are left out; the first is {_reason(files, encoder, first)}."
+        )
+    if not len(index):
+        raise ValueError(
+            f"{flag} has no sample that can be used: {'every one is broken' if skipped else 'it is empty'}."
+        )
+    if cut:
+        say_once(f"{flag}: {cut} of {len(index)} samples are longer than --seq-len and are cut at their end.")
+    return SampleSet(files, encoder, index.tolist(), lengths[index].tolist(), targets[index].tolist(), skipped)
+
+
+def hold_out(samples: SampleSet, most: int) -> tuple[SampleSet, SampleSet | None]:
+    """What is trained on, and up to `most` samples that are not: the same for every seed and number of ranks.
+
+    Raises:
+        ValueError: there are too few to hold one out.
+    """
+    if most == 0:
+        return samples, None
+    count = min(most, int(len(samples) * HELD_OUT_SHARE))
+    if count == 0:
+        raise ValueError(
+            f"--data has {len(samples)} sample(s), and a tenth of them is held out for evaluation, which is none. "
+            "Give more, or samples to evaluate on with --eval-data, or --eval-samples 0."
+        )
+    by_hash = sorted(range(len(samples)), key=lambda i: (mix(samples.index[i], 7), i))
+    held_out = set(by_hash[:count])
+    return samples.subset([i for i in range(len(samples)) if i not in held_out]), samples.subset(sorted(held_out))
+
+
+class TrainingRows:
+    """The batches of a run.
+
+    Raises:
+        ValueError: there are fewer rows than one batch has.
+    """
+
+    def __init__(self, samples: SampleSet, *, batch_size: int, seq_len: int, seed: int, packed: bool):
+        self.samples = samples
+        self._width = seq_len if packed else None
+        self.order = SampleOrder(samples.lengths, batch_size, seed, self._width)
+        rows = self.order.rows_per_epoch
+        if rows < batch_size:
+            raise ValueError(
+                f"--data has {len(samples)} samples to train on, {rows} row(s): fewer than --batch-size {batch_size}. "
+                "Give more data or a smaller batch."
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the samples that are trained on."""
+        text = f"{self.samples.files.fingerprint} {self.samples.index} {self.samples.lengths} {self.samples.targets}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def batch(self, step: int, part: int, parts: int) -> Batch:
+        """Part `part` of `parts` equal ones of the global batch of `step`."""
+        rows = self.order.rows(step)
+        size = len(rows) // parts
+        return self.samples.batch(rows[part * size : (part + 1) * size], self._width)
+
+    def targets(self, step: int) -> int:
+        """Tokens that count in the global batch of `step`."""
+        return sum(self.samples.targets[i] for row in self.order.rows(step) for i in row)
+
+    def tokens(self, step: int) -> int:
+        """Tokens that the model reads in the global batch of `step`, without what fills rows up."""
+        return sum(self.samples.lengths[i] for row in self.order.rows(step) for i in row)
+
+    def largest(self, rows: int) -> Batch:
+        """A batch of `rows` rows, no smaller than any of the run: the longest samples, or packed rows."""
+        lengths = self.samples.lengths
+        longest = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+        return self.samples.batch([[longest[i % len(longest)]] for i in range(rows)], self._width)
+
+
+def _reason(files: SampleFiles, encoder: Encoder, number: int) -> str:
+    try:
+        sample = files.read(number)
+        encoder.encode(sample or {})
+    except BadSampleError as error:
+        return f"{files.where(number)}: {error}"
+    return files.where(number)

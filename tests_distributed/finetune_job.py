@@ -1,0 +1,78 @@
+"""What the tests of fine-tuning share: a small model's folder, with a tokenizer of its own, and a run of the job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_like.recipes.finetune import main
+from tests_distributed.spawn import run_ranks
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT = [f"what is {i} and {j}? {i + j}, of course." for i in range(12) for j in range(12)]
+
+
+def make_model(folder: Path, *, vocab: int = 300, extra_vocab: int = 0, **config: Any) -> Path:
+    """A folder with a tiny Llama (random weights from a seed) and a BPE tokenizer that was trained on `TEXT`."""
+    import torch
+    import transformers
+
+    tokenizer = make_tokenizer(vocab)
+    values = {
+        "vocab_size": len(tokenizer) + extra_vocab, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False,
+    } | config  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+def make_tokenizer(vocab: int) -> Any:
+    import tokenizers
+    import transformers
+
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|eos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=special, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    bpe.train_from_iterator(TEXT, trainer)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|eos|>", pad_token="<|eos|>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def questions(count: int = 40) -> list[dict[str, Any]]:
+    """Samples of several lengths, as prompt and completion."""
+    texts = (TEXT[i * 7 % len(TEXT)] for i in range(count))
+    return [
+        {"prompt": text.split("?")[0] + "?", "completion": text.split("?")[1] + " Yes." * (i % 3)}
+        for i, text in enumerate(texts)
+    ]
+
+
+def write_lines(path: Path, samples: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
+    return path
+
+
+def run_main(rank: int, world_size: int, arguments: list[str]) -> int:
+    """The job on one rank; its exit code."""
+    return main(arguments)
+
+
+def run_finetune(world_size: int, arguments: list[str], summary: Path) -> dict[str, Any]:
+    """The job on all ranks, which must end well; what it wrote to `summary`."""
+    codes = run_ranks(world_size, run_main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
+    assert codes == [0] * world_size
+    found: dict[str, Any] = json.loads(summary.read_text())
+    return found
