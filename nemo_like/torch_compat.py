@@ -564,19 +564,21 @@ def _put(module: nn.Module, name: str, own: Any) -> None:
 
 @contextlib.contextmanager
 def answering_calls(module: nn.Module, answer: Callable[..., Any] | None) -> Iterator[None]:
-    """Within it, calling `module` calls `answer` instead, without any hook; None: the module itself again.
+    """Within it, calling `module` calls `answer` instead, without any hook; None: the module itself again, uncompiled.
 
     Seen in 2.11, 2.13 and 2.15.
     """
-    name = "_call_impl"
+    name, compiled = "_call_impl", "_compiled_call_impl"  # the second, if there is one, is called instead of the first
     if not callable(getattr(nn.Module, name, None)):
         raise RuntimeError(f"This torch has no nn.Module.{name}, which calls are answered through; use {RELEASES}.")
-    before = module.__dict__.get(name)
+    before, graph = module.__dict__.get(name), module.__dict__.get(compiled)
     _put(module, name, answer)
+    _put(module, compiled, None)
     try:
         yield
     finally:
         _put(module, name, before)
+        _put(module, compiled, graph)
 
 
 _tracing_context: Callable[[], Any] | None = _private(torch, "_guards.TracingContext.try_get")

@@ -12,7 +12,6 @@ or, without a class of your own, ``Trainer(model, args, callbacks=[Checkpointing
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from nemo_like.distributed.context_parallel import apply_context_parallel, check
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
 from nemo_like.extras import require
+from nemo_like.integrations.accelerate import accelerate_settings
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss, ContextParallel
 from nemo_like.parallelizer import apply_activation_checkpointing
@@ -71,11 +71,7 @@ def refuse_two_kinds_of_checkpointing(args: Any) -> None:
             "fsdp_config['activation_checkpointing'] and ac= both checkpoint the model: it would be replayed twice. "
             "Remove it from fsdp_config, or set ac='none'."
         )
-    # `accelerate launch` hands its config file on in the environment.
-    told = [
-        os.environ.get(name, "").strip().lower() for name in ("ACCELERATE_USE_FSDP", "FSDP_ACTIVATION_CHECKPOINTING")
-    ]
-    if all(value in ("1", "true", "yes", "y", "on", "t") for value in told):
+    if accelerate_settings().checkpoints:
         raise ValueError(
             "accelerate's config (fsdp_activation_checkpointing: true) and ac= both checkpoint the model: two wrappers "
             "would nest, and what ac= keeps would have no effect. Set fsdp_activation_checkpointing: false, or ac='none'."
@@ -90,10 +86,14 @@ def refuse_a_loss_of_whole_logits(args: Any) -> None:
             f"label_smoothing_factor={smoothing} makes the trainer compute the loss itself, from whole logits, which "
             "loss='chunked' is to avoid. Set label_smoothing_factor=0, or loss='model'."
         )
+    whole = "compiles the whole model, which then computes its loss from whole logits, which loss='chunked' is to avoid"
     if getattr(args, "torch_compile", False):
+        raise ValueError(f"torch_compile=True {whole}. Set torch_compile=False, or loss='model'.")
+    told = accelerate_settings()
+    if told.compiles_model:
         raise ValueError(
-            "torch_compile=True compiles the whole model, which then computes its loss from whole logits, which "
-            "loss='chunked' is to avoid. Set torch_compile=False, or loss='model'."
+            f"accelerate's config (dynamo_backend: {told.compiler}) {whole}. Add dynamo_use_regional_compilation: true, "
+            "set dynamo_backend: 'NO', or loss='model'."
         )
 
 
@@ -113,8 +113,9 @@ def checkpoint_for_trainer(
     if ac is None or ac is False or (isinstance(ac, str) and ac.strip().lower() == "none"):
         return model if in_chunks is None else chunk_model_loss(model, in_chunks)
     refuse_two_kinds_of_checkpointing(args)
-    compiled = bool(getattr(args, "torch_compile", False))
-    autocast = "bf16" if getattr(args, "bf16", False) else "fp16" if getattr(args, "fp16", False) else None
+    told = accelerate_settings()
+    compiled = bool(getattr(args, "torch_compile", False)) or told.compiler is not None
+    autocast = "bf16" if getattr(args, "bf16", False) else "fp16" if getattr(args, "fp16", False) else told.precision
     return apply_activation_checkpointing(
         model, ac, scope, compiled, loss=loss, sample_input=sample_input, autocast=autocast
     )

@@ -239,17 +239,27 @@ def test_two_kinds_of_checkpointing_are_refused(tmp_path: Path) -> None:
         Trainer(model=model, args=_arguments(tmp_path, ac="full"), train_dataset=Rows())
 
 
-def test_accelerates_own_config_beside_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_like.integrations.transformers import refuse_two_kinds_of_checkpointing
+def test_a_budget_is_planned_under_the_precision_of_accelerates_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
+    from accelerate.state import AcceleratorState
 
-    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    refuse_two_kinds_of_checkpointing(_arguments(tmp_path))  # without FSDP, accelerate does not read it
-    arguments = _arguments(tmp_path)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="fsdp_activation_checkpointing: true"):
-        refuse_two_kinds_of_checkpointing(arguments)
-    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "false")
-    refuse_two_kinds_of_checkpointing(arguments)
+    def policies(folder: str, **settings: Any) -> list[Any]:
+        AcceleratorState._reset_state()
+        trainer = Trainer(
+            model=decoders.build("llama"),
+            args=_arguments(tmp_path / folder, ac="60%", **settings),
+            train_dataset=Rows(),
+        )
+        return [module.policy for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
+
+    float32, bf16 = policies("float32"), policies("bf16", bf16=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # what `accelerate launch` makes of mixed_precision: bf16
+    try:
+        assert policies("config") == bf16 != float32
+    finally:
+        AcceleratorState._reset_state()
 
 
 def test_a_model_that_checkpoints_as_timms_do_is_refused() -> None:

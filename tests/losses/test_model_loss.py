@@ -248,6 +248,18 @@ def test_lora_on_the_head(said):
     assert said() == []
 
 
+def test_a_compiled_head_is_not_called_with_all_tokens(said):
+    model, batch = llama()
+    theirs = outcome(model, batch)
+    model.lm_head.compile(backend="aot_eager")
+    ours = outcome(chunk_model_loss(model, ChunkedLoss(TOKENS)), batch)
+    same(ours, theirs)
+    assert ours[0].logits is None and said() == []
+    model.eval()
+    assert torch.equal(model(**batch).logits, model.lm_head(model.model(batch["input_ids"])[0]))
+    assert model.lm_head._compiled_call_impl is not None
+
+
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(ValueError, match="needs the output head of Sequential"):
         chunk_model_loss(nn.Sequential(nn.Linear(3, 4)), ChunkedLoss())
