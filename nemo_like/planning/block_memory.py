@@ -14,6 +14,7 @@ from nemo_like.planning.capture import Kind
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.recorded_events import BlockEvents
 from nemo_like.tensors import map_tensors, tensors_in
 
 
@@ -36,6 +37,8 @@ class BlockMemory:
     """Gradients of its parameters that its backward made, at its end: none where it added to those that were there."""
     trained: frozenset[str]
     """The parameters that get a gradient, by their names in the block."""
+    events: BlockEvents = BlockEvents()
+    """What it allocates and frees, in order."""
 
 
 def block_memory(
@@ -81,6 +84,7 @@ def block_memory(
                 out = run_region(call, args, kwargs, policy=policy, name="planned block")
         forward_peak, after = meter.lap(), meter.live
         made = tensors_in(out)
+        outputs = tuple(map(meter.number, made))
         known = {id(t.untyped_storage()) for t in (*replaced.values(), *state.values())}
         own = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in made}
         output = sum(size for key, size in own.items() if key not in known)
@@ -89,19 +93,30 @@ def block_memory(
         }
         roots = list(at.values())
         if not roots:
-            return BlockMemory(forward_peak, after - output, 0, 0, 0, 0, frozenset())
-        given = sum(t.numel() * t.element_size() for t in roots)
+            del out, made
+            events = BlockEvents(tuple(meter.log), (), outputs)
+            return BlockMemory(forward_peak, after - output, 0, 0, 0, 0, frozenset(), events)
+        given, given_to = sum(t.numel() * t.element_size() for t in roots), len(roots)
         # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
         gradients = _OutputGradients.apply([(layouts or {}).get(i) for i in at], *roots)
         del out, roots, made, at
         meter.lap()
+        begun = len(meter.log)
         gradients.backward(torch.empty_like(gradients))
         backward_peak = meter.lap()
-        input_grad = sum(t.grad.untyped_storage().nbytes() for t in replaced.values() if t.grad is not None)
+        to_inputs = [t.grad for t in replaced.values() if t.grad is not None]
+        input_grad = sum(grad.untyped_storage().nbytes() for grad in to_inputs)
         grads = {name: t.grad for name, t in state.items() if t.grad is not None}
         param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in grads.values())
-    return BlockMemory(forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads))
+        backward = tuple(meter.log[begun:])
+        events = BlockEvents(
+            tuple(meter.log[:begun]), backward, outputs, tuple(n for n, size in backward if size)[:given_to],
+            tuple(map(meter.number, to_inputs)), tuple(map(meter.number, grads.values())),
+        )  # fmt: skip
+    return BlockMemory(
+        forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads), events
+    )
 
 
 def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.Tensor]:

@@ -28,21 +28,27 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        self._seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self.log: list[tuple[int, int]] = []
+        """Storages in the order in which they were made and freed: (its number from 1 on, its bytes; 0: freed)."""
+        self._made = 0
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for tensor in known:
-            self._seen[tensor.untyped_storage()] = True
+            self._seen[tensor.untyped_storage()] = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for tensor in tree_flatten((args, kwargs))[0]:
             if isinstance(tensor, torch.Tensor):
-                self._seen.setdefault(tensor.untyped_storage(), True)  # made outside: not ours to count
+                self._seen.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
         out = func(*args, **(kwargs or {}))
         for tensor in tree_flatten(out)[0]:
             if isinstance(tensor, torch.Tensor):
                 self.count(tensor)
-        self.peak = max(self.peak, self.live + scratch_bytes(func, args, kwargs or {}, out))
+        scratch = scratch_bytes(func, args, kwargs or {}, out)
+        if scratch:
+            self.peak = max(self.peak, self.live + scratch)
+            self.log += [(self._next(), scratch), (self._made, 0)]
         return out
 
     def count(self, tensor: torch.Tensor) -> None:
@@ -51,13 +57,25 @@ class LiveBytes(TorchDispatchMode):
         if tensor.is_meta or storage in self._seen:
             return
         size = storage.nbytes()
-        self._seen[storage] = True
+        number = self._seen[storage] = self._next()
+        if not size:
+            return
+        self.log.append((number, size))
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._freed, size).atexit = False
+        weakref.finalize(storage, self._freed, number, size).atexit = False
 
-    def _freed(self, size: int) -> None:
+    def number(self, tensor: torch.Tensor) -> int:
+        """Of the storage of `tensor`, in `log`; 0: it was made outside."""
+        return self._seen.get(tensor.untyped_storage(), 0)
+
+    def _next(self) -> int:
+        self._made += 1
+        return self._made
+
+    def _freed(self, number: int, size: int) -> None:
         self.live -= size
+        self.log.append((number, 0))
 
     def lap(self) -> int:
         """The peak since the last lap."""

@@ -26,6 +26,7 @@ from nemo_like.planning.fake import cache_off
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.recorded import record_again
+from nemo_like.planning.recorded_events import BackwardCall, ForwardCall, OuterEvents
 from nemo_like.planning.step_time import OpSeconds
 from nemo_like.tensors import map_tensors, tensors_in
 
@@ -74,6 +75,8 @@ class OuterMemory:
     """Whether the head made its gradients in forward, so that its backward begins with that of the loss."""
     seconds: float = 0.0
     """Its forward and backward by the device's roofline; 0 where no device was given."""
+    events: OuterEvents = OuterEvents()
+    """What it allocates and frees, in order."""
 
     def counted_once(self, inputs: Sequence[int]) -> OuterMemory:
         """The same without what layers hold too; `inputs`: how much each call holds of its inputs, bytes."""
@@ -149,6 +152,8 @@ def outer_memory(
     used: list[set[int]] = [set() for _ in traced.kinds]
     layouts: list[dict[int, tuple[int, ...]]] = [{} for _ in traced.kinds]
     inputs: list[list[weakref.ref[Any]]] = []
+    calls: list[ForwardCall] = []
+    backs: list[BackwardCall] = []
 
     def twice(calls: int) -> tuple[tuple[int, int], ...]:
         """Which inputs of the first `calls` layer calls are alive, though stand-ins hold none."""
@@ -165,9 +170,11 @@ def outer_memory(
             forward.append(Stretch(meter.lap(), meter.live, twice(len(forward))))
             own = [t for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at]
             inputs.append([weakref.ref(s) for s in {id(s): s for s in map(torch.Tensor.untyped_storage, own)}.values()])
+            numbers, at = tuple(dict.fromkeys(map(meter.number, own))), len(meter.log)
             del own
-            lap = functools.partial(_lap, meter, backward, twice, len(forward))
+            lap = functools.partial(_lap, meter, backward, backs, twice, len(forward))
             output, records = _stand_in(kind, args, kwargs, lap, used[number], layouts[number])
+            calls.append(ForwardCall(at, len(meter.log), numbers))
             record_again(bare(layer.module), records)
             return output
 
@@ -182,23 +189,25 @@ def outer_memory(
     ):  # fmt: skip
         with traced.run.casting():
             output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
-        head = Stretch(meter.lap(), meter.live, twice(len(forward)))
+        head, forward_end = Stretch(meter.lap(), meter.live, twice(len(forward))), len(meter.log)
         loss = loss_of(output, step.loss_fn)
         own_loss = any(loss is t for t in tensors_in(output))
         if not step.keeps_output:
             del output
         loss.backward()
-        tail = Stretch(meter.lap(), meter.live)
+        tail, backward_end = Stretch(meter.lap(), meter.live), len(meter.log)
         output = None
         kept = tail.left - meter.live
     grads = {name: t.grad.untyped_storage().nbytes() for name, t in state.items() if t.grad is not None}
+    numbers = {name: meter.number(t.grad) for name, t in state.items() if t.grad is not None}
+    events = OuterEvents(tuple(meter.log), tuple(calls), forward_end, tuple(backs), backward_end, numbers)
     if len(backward) != len(forward):  # layers without gradients: a frozen tower has no backward
         backward = backward + [Stretch(tail.peak, tail.left)] * (len(forward) - len(backward))
     whole = tuple(whole_logits)
     return OuterMemory(
         tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads,
         tuple(map(frozenset, used)), tuple(layouts), kept, whole, own_loss, chunks is not None and not whole,
-        0.0 if timer is None else timer.seconds,
+        0.0 if timer is None else timer.seconds, events,
     )  # fmt: skip
 
 
@@ -208,16 +217,22 @@ def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t for name, t in state.items() if not (id(t) in seen or seen.add(id(t)))}  # type: ignore[func-returns-value]
 
 
-def _lap(meter: LiveBytes, laps: list[Stretch], twice: Callable[[int], tuple], calls: int) -> None:
+def _lap(
+    meter: LiveBytes, laps: list[Stretch], backs: list[BackwardCall], twice: Callable[[int], tuple], calls: int,
+    grads: Sequence[torch.Tensor | None],
+) -> Callable[[], None]:  # fmt: skip
+    """The backward of a stand-in begins; what is returned is to be called when it has made its gradients."""
     laps.append(Stretch(meter.lap(), meter.live, twice(calls)))
+    at, numbers = len(meter.log), tuple(meter.number(grad) for grad in grads if grad is not None)
+    return lambda: backs.append(BackwardCall(calls - 1, at, len(meter.log), numbers))
 
 
 @dataclass
 class _StubCall:
     """One call of a stand-in."""
 
-    lap: Callable[[], None]
-    """To be called when its backward begins."""
+    lap: Callable[[Sequence[torch.Tensor | None]], Callable[[], None]]
+    """To be called when its backward begins, with its gradients; what it returns, when that has made others."""
     used: set[int]
     layouts: dict[int, tuple[int, ...]]
     """Strides of the gradients that it gets, where they are not in rows."""
@@ -238,7 +253,7 @@ class _StubLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call = ctx.call
-        call.lap()
+        done = call.lap(grads)
         call.used.update(place for place, grad in zip(call.places, grads) if grad is not None)
         call.layouts.update(
             (place, grad.stride())
@@ -247,6 +262,7 @@ class _StubLayer(torch.autograd.Function):
         )
         call.held.clear()
         made = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
+        done()
         return None, None, *made
 
 
@@ -254,7 +270,7 @@ def _stand_in(
     kind: Kind,
     args: tuple,
     kwargs: dict[str, Any],
-    lap: Callable[[], None],
+    lap: Callable[[Sequence[torch.Tensor | None]], Callable[[], None]],
     used: set[int],
     layouts: dict[int, tuple[int, ...]],
 ) -> tuple[Any, Any]:

@@ -21,10 +21,10 @@ from nemo_like.options import (
 )
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.expert_twin import planned_imbalance
+from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.plan_search import Reach
 from nemo_like.planning.planner import BudgetError, Planner, Setup
-from nemo_like.planning.sharding import optimizer_bytes
 
 MODES = ("none", "full", "selective")
 _MARKS = {"none": "none", "full": "full", "selective": "selective (every second matmul)"}
@@ -175,7 +175,7 @@ def _balanced(planner: Planner, best: PlanRow | None) -> int | None:
 
 def _padding(planner: Planner) -> int:
     sharding, step = planner.sharding, planner.setup.step
-    state, _ = optimizer_bytes(sharding.trained, step.optimizer, foreach=False)
+    state = optimizer_memory(sharding.trained, step.optimizer, foreach=False).state
     share = state / sum(sharding.trained) if sharding.trained else 0
     return int(sharding.padding * (2 + share)) if sharding.trained else sharding.padding
 

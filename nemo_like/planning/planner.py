@@ -35,6 +35,7 @@ from nemo_like.options import (
     StepSpec,
     parse_bytes,
 )
+from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
@@ -43,19 +44,21 @@ from nemo_like.planning.devices import Device, device_at_hand, resolve_device
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
+from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan import BudgetError, LayerPlan, Plan, gib, layer_signature
+from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.sharding import (
     Sharding,
     axis,
     local_twin,
-    optimizer_bytes,
     same_on_all_ranks,
     shard_ranks,
     sharding_of,
 )
 from nemo_like.planning.stack import ChoiceGroup, Stack
+from nemo_like.planning.step_events import LayerEvents
 from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
 from nemo_like.tensors import describe, tensors_in
 
@@ -361,6 +364,30 @@ class Planner:
             for call, moved in zip(self.traced.calls, self.moved(choices))
         ]
 
+    def reserved(self, choices: Sequence[Choice], config: AllocatorConfig | None = None) -> Reserved | None:
+        """What CUDA's caching allocator reserves for such steps; None: it does not (the CPU), or it is not known what
+        waits in host memory when (``offload=``)."""
+        if self.device.cuda is None or self.setup.offload.mode != "none":
+            return None
+        return replay(self, choices, config)
+
+    @property
+    def foreach(self) -> bool:
+        """Whether torch's optimizers step all parameters together where nobody says."""
+        return self.setup.fsdp is None and self.device.kind == "cuda"
+
+    def layer_events(self, choices: Sequence[Choice], accumulates: bool) -> list[LayerEvents]:
+        """What each layer call allocates and frees; `accumulates`: backward adds to gradients that are there."""
+        sharding = self.sharding
+        units = dict(zip(sharding.modules, sharding.units))
+        made = []
+        for call, choice in zip(self.traced.calls, choices):
+            trace, module = self.problems[call.kind].trace, id(call.module)
+            inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
+            events = self.memory(call.kind, choice, accumulates).events
+            made.append(LayerEvents(events, units.get(module), sharding.experts.get(module), inputs))
+        return made
+
     def _peak_in(self, choices: Sequence[Choice], micro: Microbatch) -> Peak:
         sharding, setup = self.sharding, self.setup
         units = dict(zip(sharding.modules, sharding.units))
@@ -378,10 +405,10 @@ class Planner:
         names = {name: id(p) for name, p in self.model.named_parameters()}
         grads = {} if micro.accumulates else self.outer().param_grads
         tail = sum(size for name, size in grads.items() if names.get(name) in sharding.tail_params)
-        foreach = setup.fsdp is None and self.device.kind == "cuda"
+        memory = optimizer_memory(sharding.trained, setup.step.optimizer, foreach=self.foreach)
         return step_peak(
             layers, self.outer(micro.accumulates), sharding,
-            optimizer=optimizer_bytes(sharding.trained, setup.step.optimizer, foreach=foreach),
+            optimizer=(memory.state, memory.step),
             tail_grads=tail, root_grads=sum(grads.values()) - tail, micro=micro, offload=setup.offload,
         )  # fmt: skip
 

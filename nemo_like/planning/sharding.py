@@ -49,6 +49,10 @@ class UnitBytes:
     """Freed after forward."""
     shard_gathered: int = 0
     """Its shard in the dtype of forward: as much as what is gathered where one rank holds all of it."""
+    each_shard: tuple[int, ...] = ()
+    """`shard` by parameter."""
+    each_gathered: tuple[int, ...] = ()
+    """`gathered` by parameter."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,8 @@ def _unit(
         whole_grad=sum(p.numel() * (reduce_dtype or param_dtype or p.dtype).itemsize for _, p in trained),
         reshard=reshard,
         shard_gathered=sum(n * size for n, size in compute),
+        each_shard=tuple(stored),
+        each_gathered=tuple(n * size * ranks for n, size in compute),
     )
 
 
@@ -189,32 +195,6 @@ def _padded(param: torch.Tensor, ranks: int) -> int:
     if param.dim() == 0:
         return param.numel() * ranks
     return param.numel() if shard_dim(param, ranks) else padded_rows(param, ranks) * math.prod(param.shape[1:])
-
-
-def optimizer_bytes(trained: Sequence[int], name: str, *, foreach: bool) -> tuple[int, int]:
-    """State and step temporaries of an optimizer on one rank, bytes.
-
-    A loop over parameters holds two temporaries of one parameter, and, from the second on, the last one of the
-    parameter before; a ``foreach`` step one of all parameters; a fused one none. 8-bit states: one byte each and a
-    float32 scale per 256 values (Dettmers et al., arXiv 2110.02861).
-
-    Args:
-        trained: bytes of each parameter on this rank, in the optimizer's order.
-        name: one of `nemo_like.options.OPTIMIZERS`.
-        foreach: whether torch steps with ``foreach`` where nobody says: whole parameters on CUDA.
-    """
-    total = sum(trained)
-    loop = max((before + 2 * size for before, size in zip((0, *trained), trained)), default=0)
-    if name == "adamw":
-        name = "adamw-foreach" if foreach else "adamw-loop"
-    return {
-        "adamw-loop": (2 * total, loop),
-        "adamw-foreach": (2 * total, total),
-        "adamw-fused": (2 * total, 0),
-        "adamw-8bit": (total // 2 + total // 128, 0),
-        "sgd": (0, 0),
-        "sgd-momentum": (total, 0),
-    }[name]
 
 
 T = TypeVar("T")

@@ -1,0 +1,148 @@
+"""What the caching allocator reserves for a training step: the step's allocations, replayed.
+
+`peak_bytes` counts what tensors take. A GPU runs out of what the allocator has *reserved*: whole segments, of which free
+pieces may fit nothing that is asked for, and those of one stream serve no other. Several steps are replayed, from the
+first one on, in which the optimizer's state comes into being, until one reserves nothing more.
+
+Nobody has compared these bytes with ``torch.cuda.memory_reserved`` on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.planning.allocator_model import CachingAllocator
+from nemo_like.planning.block import Choice
+from nemo_like.planning.optimizers import optimizer_memory
+from nemo_like.planning.step_events import Events, Pass, StepEvents
+
+if TYPE_CHECKING:
+    from nemo_like.planning.memory_blocks import MemoryBlock
+    from nemo_like.planning.planner import Planner
+
+MOST_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes of one rank."""
+
+    reserved: int
+    """Most that the allocator reserves, as ``torch.cuda.max_memory_reserved`` would say."""
+    allocated: int
+    """Most in blocks that are in use, rounded as the allocator rounds them."""
+    tensors: int
+    """Most in tensors: `Peak.total`, if the replay and the planner's arithmetic agree."""
+    workspaces: int
+    """Of `reserved`, what libraries take for themselves."""
+
+
+def replay(planner: Planner, choices: Sequence[Choice], config: AllocatorConfig | None = None) -> Reserved:
+    """Replay the step of `planner` under `choices` through the allocator.
+
+    Args:
+        planner: of a CUDA device.
+        choices: one for each layer call.
+        config: the allocator's settings; None: torch's defaults.
+    """
+    allocator = CachingAllocator(config)
+    live: dict[int, MemoryBlock] = {}
+    steps = _Steps(planner, choices)
+    sizes: dict[int, int] = {}
+    tensors = now = 0
+    workspaces = _workspaces(planner.device.cuda)
+    for size in workspaces:
+        allocator.allocate(size)
+    for number in range(MOST_STEPS):
+        before = allocator.reserved
+        steps.step(first=number == 0)
+        for storage, size, stream in steps.events.log:
+            if size:
+                live[storage] = allocator.allocate(size, stream)
+                sizes[storage] = size
+                now += size
+                tensors = max(tensors, now)
+            else:
+                allocator.free(live.pop(storage))
+                now -= sizes.pop(storage)
+        steps.events.log.clear()
+        if number > 1 and allocator.reserved == before:
+            break
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, tensors, sum(workspaces))
+
+
+class _Steps:
+    """The events of a planner's steps, one after the other."""
+
+    def __init__(self, planner: Planner, choices: Sequence[Choice]) -> None:
+        self.planner, setup = planner, planner.setup
+        self.events, sharding = Events(), planner.sharding
+        names = {id(p): name for name, p in planner.model.named_parameters(remove_duplicate=False)}
+        self.writer = StepEvents(
+            self.events, sharding, frozenset(names[p] for p in sharding.tail_params if p in names),
+            in_chunks=planner.outer().in_chunks,
+        )  # fmt: skip
+        self.passes = {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=True))}
+        self.passes |= {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=False))}
+        self.optimizer = optimizer_memory(sharding.trained, setup.step.optimizer, foreach=planner.foreach)
+        for unit in sharding.all:
+            for size in unit.each_shard:
+                self.events.make(size)
+        self.events.make(sharding.replicated)
+        if setup.ddp:
+            for unit in sharding.all:
+                self.events.make(unit.grad)
+
+    def step(self, *, first: bool) -> None:
+        """All microbatches, and the optimizer."""
+        writer, planner = self.writer, self.planner
+        for turn in self._turns(first=first):
+            writer.run(turn, self.passes[turn], planner.outer(turn.accumulates).events)
+        if first:
+            for sizes in self.optimizer.states:
+                for size in sizes:
+                    self.events.make(size)
+        self._temporaries()
+        if planner.setup.step.zero_grad == "free":
+            writer.zero_grad()
+
+    def _temporaries(self) -> None:
+        events = self.events
+        before = 0
+        for sizes in self.optimizer.loop:
+            made = [events.make(size) for size in sizes]
+            events.drop(before)
+            events.drop_all(made[:-1])
+            before = made[-1]
+        events.drop(before)
+        events.drop_all([events.make(size) for size in self.optimizer.together])
+
+    def _turns(self, *, first: bool) -> list[Pass]:
+        """The microbatches of a step. After the third they repeat."""
+        step, setup = self.planner.setup.step, self.planner.setup
+        count = min(step.microbatches, 3)
+        stays = step.zero_grad == "zero" and not first
+        if not self.writer.on:
+            if setup.ddp:
+                return [Pass(accumulates=True)] * count
+            return [Pass(accumulates=stays or number > 0) for number in range(count)]
+        if step.sync == "every" or count == 1:
+            return [Pass(adds=stays or number > 0) for number in range(count)]
+        cast = setup.precision.dtypes["param_dtype"] is not None
+        before = [
+            Pass(accumulates=number > 0 and not cast, reduces=False, adds=number > 0) for number in range(count - 1)
+        ]
+        return [*before, Pass(accumulates=not cast, adds=stays)]
+
+
+def _workspaces(capability: tuple[int, int] | None) -> tuple[int, int]:
+    """Of cuBLAS, bytes: one for each thread that multiplies, forward's and autograd's.
+
+    ``parseChosenWorkspaceSize`` of ``aten/src/ATen/cuda/CublasHandlePool.cpp``: 32 MiB on compute capability 9.0, else
+    8 MiB and 128 KiB. They are taken from the caching allocator and kept.
+    """
+    size = 32 << 20 if capability == (9, 0) else (8 << 20) + (128 << 10)
+    return size, size
