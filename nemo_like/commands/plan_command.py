@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from nemo_like.options import (
     parse_bytes,
     parse_dtype,
 )
+from nemo_like.options.allocator import AllocatorConfig
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.model_inputs import ModelInput
@@ -87,6 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host memory of one rank for that, or for --offload (default: %(default)s)",
     )
     add("--offload", help="none | boundary | saved | all: what waits in host memory, as parallelize(offload=) moves it")
+    add(
+        "--alloc-conf", help="settings of CUDA's caching allocator, as in PYTORCH_ALLOC_CONF (default: that variable's)"
+    )
     add("--no-search", action="store_true", help="do not look for the largest micro-batch and the least number of GPUs")
     add("--measure", action="store_true", help="time the ops on the device at hand instead of the GPU's table")
     add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
@@ -121,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
             imbalance=args.imbalance,
             loss=ChunkedLoss.of(args.loss),
             offload=OffloadConfig.of(args.offload),
+            allocator=_allocator(args.alloc_conf),
         )
         host_memory = parse_bytes(args.host_memory)
 
@@ -187,6 +193,11 @@ def _say(
         "step, tokens/s: of one GPU;\nboth predicted, by the roofline of this GPU's sourced rates, for the operators that "
         f"run on {planner.device.kind}, without communication.\n"
     )
+    if any(row.plan.reserved_bytes is not None for row in result.rows):
+        print(
+            "reserved: GiB per rank that CUDA's caching allocator takes for these tensors and for cuBLAS, by a model of it "
+            "that was not compared\nwith a GPU. Where memory is short, it gives free segments back before it fails.\n"
+        )
     if result.best is not None:
         print(
             f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{plan_report.breakdown(result.best.plan)}\n"
@@ -197,6 +208,14 @@ def _say(
             "  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json"
         )
     print(f"\nPlanned in {seconds:.1f} s.")
+
+
+def _allocator(said: str | None) -> AllocatorConfig:
+    """What a job that is started here would read."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return AllocatorConfig.parse(
+        next((os.environ[name] for name in names if name in os.environ), "") if said is None else said
+    )
 
 
 def _precision(args: argparse.Namespace) -> Precision:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class BlockMemory:
     """Gradients of its parameters that its backward made, at its end: none where it added to those that were there."""
     trained: frozenset[str]
     """The parameters that get a gradient, by their names in the block."""
-    events: BlockEvents = BlockEvents()
+    events: BlockEvents = field(default_factory=BlockEvents)
     """What it allocates and frees, in order."""
 
 

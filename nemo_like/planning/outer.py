@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class OuterMemory:
     """Whether the head made its gradients in forward, so that its backward begins with that of the loss."""
     seconds: float = 0.0
     """Its forward and backward by the device's roofline; 0 where no device was given."""
-    events: OuterEvents = OuterEvents()
+    events: OuterEvents = field(default_factory=OuterEvents)
     """What it allocates and frees, in order."""
 
     def counted_once(self, inputs: Sequence[int]) -> OuterMemory:

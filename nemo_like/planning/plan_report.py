@@ -252,17 +252,22 @@ def _gib(size: int) -> str:
 
 def table(report: PlanReport) -> str:
     """The rows as text: bytes in GiB, times relative to a step without checkpointing and in milliseconds."""
-    head = ("ac=", "held", "host", "peak", "at", "replay", "step", "ms", "tokens/s", "fits")
+    head = ("ac=", "held", "host", "peak", "reserved", "at", "replay", "step", "ms", "tokens/s", "fits")
     lines: list[tuple[str, ...]] = [head]
     for row in report.rows:
         plan, speed = row.plan, report.tokens_per_second(row)
+        reserved = "" if plan.reserved_bytes is None else f"{plan.reserved_bytes / 2**30:.2f}"
         lines.append((
             row.name, f"{plan.held_bytes / 2**30:.2f}", f"{row.host_bytes / 2**30:.2f}", f"{plan.peak_bytes / 2**30:.2f}",
-            plan.peak_at, f"{plan.replay_share:.3f}", f"{plan.step_time:.3f}", _three_digits(1000 * plan.step_seconds),
-            "" if speed is None else _three_digits(speed), "yes" if row.fits else "no",
+            reserved, plan.peak_at, f"{plan.replay_share:.3f}", f"{plan.step_time:.3f}",
+            _three_digits(1000 * plan.step_seconds), "" if speed is None else _three_digits(speed),
+            "yes" if row.fits else "no",
         ))  # fmt: skip
     # Nobody asked for host memory; no text goes in.
-    empty = {"host": all(line[2] == "0.00" for line in lines[1:]), "tokens/s": report.tokens is None}
+    empty = {
+        "host": all(line[2] == "0.00" for line in lines[1:]), "reserved": not any(line[4] for line in lines[1:]),
+        "tokens/s": report.tokens is None,
+    }  # fmt: skip
     kept = [i for i, name in enumerate(head) if not empty.get(name)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     left = ("ac=", "at", "fits")
@@ -308,6 +313,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "problem": report.problem or None,
         "unmet": list(report.unmet),
         "balanced_peak_bytes": report.balanced,
+        "reserved_compared_with_gpu": False,
         "padding_bytes": report.padding,
         "tokens": report.tokens,
         "largest_batch": report.reach.largest_batch if report.reach else None,
@@ -320,7 +326,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "rows": [
             {
                 "ac": row.name, "held_bytes": row.plan.held_bytes,
-                "host_bytes": row.host_bytes, "peak_bytes": row.plan.peak_bytes,
+                "host_bytes": row.host_bytes, "peak_bytes": row.plan.peak_bytes, "reserved_bytes": row.plan.reserved_bytes,
                 "predicted_step_seconds": row.plan.step_seconds,
                 "predicted_tokens_per_second": report.tokens_per_second(row),
                 "peak_at": row.plan.peak_at, "peak": dict(row.plan.peak), "replay_flops": row.plan.replay_flops,

@@ -95,6 +95,8 @@ class Setup:
     """What waits in host memory between forward and backward."""
     loss: ChunkedLoss | None = None
     """The chunks that the model's loss is computed in; None: as the model does."""
+    allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
+    """The settings of CUDA's caching allocator, which decide what it reserves."""
 
 
 class Planner:
@@ -364,12 +366,11 @@ class Planner:
             for call, moved in zip(self.traced.calls, self.moved(choices))
         ]
 
-    def reserved(self, choices: Sequence[Choice], config: AllocatorConfig | None = None) -> Reserved | None:
-        """What CUDA's caching allocator reserves for such steps; None: it does not (the CPU), or it is not known what
-        waits in host memory when (``offload=``)."""
-        if self.device.cuda is None or self.setup.offload.mode != "none":
-            return None
-        return replay(self, choices, config)
+    def reserved(self, choices: Sequence[Choice]) -> Reserved | None:
+        """What CUDA's caching allocator reserves for such steps; None: another one runs (the CPU's), or it is not known
+        when what waits in host memory is there (``offload=``, ``host=``)."""
+        elsewhere = self.setup.offload.mode != "none" or any(choice.host_bytes for choice in choices)
+        return None if self.device.cuda is None or elsewhere else replay(self, choices, self.setup.allocator)
 
     @property
     def foreach(self) -> bool:
@@ -405,10 +406,10 @@ class Planner:
         names = {name: id(p) for name, p in self.model.named_parameters()}
         grads = {} if micro.accumulates else self.outer().param_grads
         tail = sum(size for name, size in grads.items() if names.get(name) in sharding.tail_params)
-        memory = optimizer_memory(sharding.trained, setup.step.optimizer, foreach=self.foreach)
+        optimizer = optimizer_memory(sharding.trained, setup.step.optimizer, foreach=self.foreach)
         return step_peak(
             layers, self.outer(micro.accumulates), sharding,
-            optimizer=(memory.state, memory.step),
+            optimizer=(optimizer.state, optimizer.step),
             tail_grads=tail, root_grads=sum(grads.values()) - tail, micro=micro, offload=setup.offload,
         )  # fmt: skip
 
@@ -540,6 +541,7 @@ class Planner:
                 (choice.replay_seconds + waits) * times, rows,
             )  # fmt: skip
         calls = [self.problems[call.kind] for call in self.traced.calls]
+        reserved = self.reserved(choices)
         return Plan(
             model=type(self.whole).__name__,
             device=self.device.name,
@@ -558,6 +560,7 @@ class Planner:
             peak=peak.parts,
             peak_at=peak.at,
             step=self._step(),
+            reserved_bytes=None if reserved is None else reserved.reserved,
         )
 
     def _step(self) -> dict[str, Any]:
