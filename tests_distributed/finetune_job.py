@@ -65,6 +65,21 @@ def write_lines(path: Path, samples: list[Any]) -> Path:
     return path
 
 
+def read_samples(path: Path, tokenizer: Any, seq_len: int = 64, skip_bad: bool = False) -> Any:
+    """The usable samples of a file, looked through by this process alone."""
+    import torch
+
+    from nemo_like.recipes.agree import Ranks
+    from nemo_like.recipes.encode import Encoder
+    from nemo_like.recipes.sample_data import look_through
+    from nemo_like.recipes.sample_files import open_samples
+
+    alone = Ranks(0, 1, torch.device("cpu"))
+    return look_through(
+        "--data", open_samples("--data", str(path)), Encoder(tokenizer, seq_len), alone, skip_bad=skip_bad
+    )
+
+
 def run_main(rank: int, world_size: int, arguments: list[str]) -> int:
     """The job on one rank; its exit code."""
     return main(arguments)

@@ -10,26 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
-from nemo_like.recipes.sample_data import SampleSet, TrainingRows, hold_out, look_through
+from nemo_like.recipes.sample_data import TrainingRows, hold_out
 from nemo_like.recipes.sample_files import open_samples
 from nemo_like.recipes.sample_order import SampleOrder, pack
-from tests_distributed.finetune_job import make_tokenizer, questions, write_lines
+from tests_distributed.finetune_job import make_tokenizer, questions, read_samples, write_lines
 
 pytest.importorskip("transformers")
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return make_tokenizer(300)
-
-
-def _read(path: Path, tokenizer: Any, seq_len: int = 64, **more: Any) -> SampleSet:
-    return look_through(
-        "--data", open_samples("--data", str(path)), Encoder(tokenizer, seq_len), ALONE, **{"skip_bad": False} | more
-    )
 
 
 def _answer(tokenizer: Any, sample: dict[str, Any], seq_len: int = 64) -> tuple[str, str]:
@@ -76,9 +68,9 @@ def test_a_broken_line_is_named_and_may_be_skipped(
     good = json.dumps({"text": "a good one"})
     path.write_bytes("\n".join([good, "", line, good]).encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 3: {BROKEN[line]}.*--skip-bad"):
-        _read(path, tokenizer)
+        read_samples(path, tokenizer)
     with caplog.at_level("WARNING", "nemo_like"):
-        found = _read(path, tokenizer, skip_bad=True)
+        found = read_samples(path, tokenizer, skip_bad=True)
     assert (found.index, found.skipped) == ([0, 3], 1)
     assert re.search(rf"1 of 4 samples are left out; the first is .*, line 3: {BROKEN[line]}", caplog.text)
 
@@ -87,7 +79,7 @@ def test_nothing_usable(tokenizer: Any, tmp_path: Path) -> None:
     for text, reason in (("", "it is empty"), ("\n\n", "it is empty"), ("{}\n", "every one is broken")):
         (tmp_path / "data.jsonl").write_text(text)
         with pytest.raises(ValueError, match=f"--data has no sample that can be used: {reason}"):
-            _read(tmp_path / "data.jsonl", tokenizer, skip_bad=True)
+            read_samples(tmp_path / "data.jsonl", tokenizer, skip_bad=True)
     with pytest.raises(ValueError, match="nothing exists there"):
         open_samples("--data", str(tmp_path / "nowhere"))
     (tmp_path / "folder").mkdir()
@@ -106,13 +98,13 @@ def test_tokenizers_that_do_not_fit(tokenizer: Any, tmp_path: Path) -> None:
     bare = make_tokenizer(300)
     bare.chat_template = None
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        _read(path, bare, skip_bad=True)
+        read_samples(path, bare, skip_bad=True)
     bare.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(ValueError, match=r"line 1: the chat template writes what stands before message 2 otherwise"):
-        _read(path, bare)
+        read_samples(path, bare)
     bare.chat_template = "{{ raise_exception('no roles here') }}"
     with pytest.raises(ValueError, match=r"line 1: the chat template refuses it: no roles here"):
-        _read(path, bare)
+        read_samples(path, bare)
 
 
 def test_order_uses_every_sample_once_an_epoch_and_none_twice() -> None:
@@ -145,7 +137,7 @@ def test_packing_fills_rows() -> None:
 
 
 def test_packed_rows_are_their_samples(tokenizer: Any, tmp_path: Path) -> None:
-    samples = _read(write_lines(tmp_path / "data.jsonl", questions(12)), tokenizer)
+    samples = read_samples(write_lines(tmp_path / "data.jsonl", questions(12)), tokenizer)
     rows = TrainingRows(samples, batch_size=2, seq_len=64, seed=0, packed=True)
     batch = rows.batch(0, 0, 1)
     assert batch.inputs.shape == batch.targets.shape == (2, 64) and batch.positions is not None
@@ -166,7 +158,7 @@ def test_packed_rows_are_their_samples(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_held_out_samples_do_not_depend_on_the_seed_and_are_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
-    samples = _read(write_lines(tmp_path / "data.jsonl", questions(40)), tokenizer)
+    samples = read_samples(write_lines(tmp_path / "data.jsonl", questions(40)), tokenizer)
     train, held_out = hold_out(samples, 64)
     assert held_out is not None and len(held_out) == 4
     assert sorted(train.index + held_out.index) == samples.index
@@ -176,7 +168,7 @@ def test_held_out_samples_do_not_depend_on_the_seed_and_are_not_trained_on(token
 
 
 def test_the_largest_step_is_no_smaller_than_any(tokenizer: Any, tmp_path: Path) -> None:
-    samples = _read(write_lines(tmp_path / "data.jsonl", questions(12)), tokenizer)
+    samples = read_samples(write_lines(tmp_path / "data.jsonl", questions(12)), tokenizer)
     rows = TrainingRows(samples, batch_size=4, seq_len=64, seed=0, packed=False)
     largest = rows.largest(2).inputs.shape
     assert largest == (2, max(samples.lengths))
@@ -192,13 +184,13 @@ def test_folders_and_parquet(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "lines" / "notes.txt").write_text("not a sample")
     files = open_samples("--data", str(tmp_path / "lines"))
     assert len(files) == 5 and files.where(3) == f"{tmp_path}/lines/deep/a.jsonl, line 1"
-    wanted = _read(tmp_path / "lines", tokenizer)
+    wanted = read_samples(tmp_path / "lines", tokenizer)
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list(questions(3) + questions(2))
     rows.save_to_disk(str(tmp_path / "saved"))
     rows.to_parquet(str(tmp_path / "data.parquet"))
     for path in ("saved", "data.parquet"):
-        found = _read(tmp_path / path, tokenizer)
+        found = read_samples(tmp_path / path, tokenizer)
         assert (found.lengths, found.targets) == (wanted.lengths, wanted.targets)
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(ValueError, match="several splits: give the folder of one, train"):
