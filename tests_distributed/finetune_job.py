@@ -80,14 +80,13 @@ def read_samples(path: Path, tokenizer: Any, seq_len: int = 64, skip_bad: bool =
     )
 
 
-def run_main(rank: int, world_size: int, arguments: list[str]) -> int:
-    """The job on one rank; its exit code."""
-    return main(arguments)
+def _must_end_well(rank: int, world_size: int, arguments: list[str]) -> None:
+    code = main(arguments)
+    assert code == 0, f"rank {rank} ended with code {code}"
 
 
 def run_finetune(world_size: int, arguments: list[str], summary: Path) -> dict[str, Any]:
     """The job on all ranks, which must end well; what it wrote to `summary`."""
-    codes = run_ranks(world_size, run_main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
-    assert codes == [0] * world_size
+    run_ranks(world_size, _must_end_well, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
     found: dict[str, Any] = json.loads(summary.read_text())
     return found

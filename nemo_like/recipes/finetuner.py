@@ -42,7 +42,7 @@ class FineTuner(TrainingJob):
 
     def __init__(self, options: FinetuneOptions, ranks: Ranks):
         with ranks.together("looking at the folders"):
-            check_output(options)
+            check_output(options, ranks.rank)
             self.source = find_model(options)
             self.tokenizer = load_tokenizer(
                 options.tokenizer or options.model, trust_remote_code=options.trust_remote_code
@@ -206,7 +206,7 @@ class FineTuner(TrainingJob):
         save_model(self.model, output / "model", ranks, self.tokenizer, stored)
 
 
-def check_output(options: FinetuneOptions) -> None:
+def check_output(options: FinetuneOptions, rank: int) -> None:
     """Make the folder ``--output``.
 
     Raises:
@@ -215,7 +215,7 @@ def check_output(options: FinetuneOptions) -> None:
     output = Path(options.output)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        probe = output / ".writable"
+        probe = output / f".writable-{rank}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
