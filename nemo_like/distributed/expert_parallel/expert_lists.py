@@ -69,7 +69,7 @@ class StackedExperts(nn.Module):
             self.register_parameter(own, nn.Parameter(whole, parameter.requires_grad))
         # Not registered: its weights are stand-ins. In a tuple, which `nn.Module` does not look into.
         self._one = (copy.deepcopy(members[0]).to("meta"),)
-        self._pass: _Pass | None = None
+        self._pass: _BlockPass | None = None
 
     def train(self, mode: bool = True) -> StackedExperts:
         self._one[0].train(mode)
@@ -107,7 +107,7 @@ class StackedExperts(nn.Module):
         if isinstance(key, slice):
             return [self[number] for number in range(len(self))[key]]
         number = self.keys_in_order.index(key) if self.by_key else range(len(self))[int(key)]
-        return _Handle(self, number)
+        return _ExpertHandle(self, number)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.keys_in_order) if self.by_key else (self[number] for number in range(len(self)))
@@ -119,13 +119,13 @@ class StackedExperts(nn.Module):
         return self.keys_in_order
 
     def values(self) -> list[Any]:
-        return [_Handle(self, number) for number in range(len(self))]
+        return [_ExpertHandle(self, number) for number in range(len(self))]
 
     def items(self) -> list[tuple[str, Any]]:
         return list(zip(self.keys_in_order, self.values()))
 
 
-class _Handle:
+class _ExpertHandle:
     """One expert of a stack."""
 
     def __init__(self, stack: StackedExperts, number: int) -> None:
@@ -148,7 +148,7 @@ class _Handle:
         )
 
 
-class _Pass:
+class _BlockPass:
     """The calls of one forward of a block: asked first, answered when all are known."""
 
     def __init__(self) -> None:
@@ -179,10 +179,10 @@ class BlockOfList:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack, block = self._stack, self._block
-        others = {name: _Once(child) for name, child in block._modules.items() if child not in (None, stack)}
+        others = {name: _AnsweredOnce(child) for name, child in block._modules.items() if child not in (None, stack)}
         before, buffers = _random(), {name: (b, b.clone()) for name, b in block._buffers.items() if b is not None}
         registered: dict[str, Any] = dict(block._modules)
-        stack._pass = _Pass()
+        stack._pass = _BlockPass()
         try:
             block._modules.update(others)  # type: ignore[arg-type]
             self._own(*args, **kwargs)
@@ -225,7 +225,7 @@ def _tied(out: Any, zero: Tensor) -> Any:
     raise NotImplementedError(f"A block with a list of experts that ep splits gives a {type(out).__name__}: use ep=1.")
 
 
-class _Once:
+class _AnsweredOnce:
     """A module of the block, which computes in the first pass, and answers with the same in the second."""
 
     def __init__(self, module: Any) -> None:
