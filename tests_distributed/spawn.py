@@ -70,8 +70,6 @@ PRELOAD = (
     "torch.optim",
     "nemo_like",
     "transformers.models.llama.modeling_llama",
-    "peft",
-    "nemo_like.recipes.finetune",
 )
 
 

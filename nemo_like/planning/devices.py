@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -36,6 +36,19 @@ class Device:
     sources: Mapping[str, str]
     capability: tuple[int, int] = (8, 0)
     """CUDA compute capability, by which attention kernels are chosen; of no meaning where `kind` is not ``"cuda"``."""
+    peak_flops: float = 0.0
+    """FLOP/s in 16 bits by the data sheet: what a share of (MFU) is of. 0: unknown."""
+    nvlink: float = 20e9
+    """Bytes per second that a collective reaches between devices of one host, one direction of one device."""
+    network: float = 10e9
+    """The same between hosts."""
+    gpus_per_host: int = 8
+    hop_seconds: float = 1e-5
+    """Latency of one step of a collective."""
+    launch_seconds: float = 0.0
+    """The least that one kernel takes, with its launch."""
+    processors: int = 0
+    """Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted."""
 
     @property
     def cuda(self) -> tuple[int, int] | None:
@@ -114,7 +127,20 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         kind="cpu" if name == "cpu" else "cuda",
         sources=dict(entry.get("sources", {})),
         capability=tuple(entry.get("capability", (8, 0))),
+        peak_flops=peak["half"],
+        **{name: make(entry[name_there]) for name, (name_there, make) in _OPTIONAL.items() if name_there in entry},
     )
+
+
+_OPTIONAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "nvlink": ("nvlink_gbps", lambda value: value * 1e9),
+    "network": ("network_gbps", lambda value: value * 1e9),
+    "gpus_per_host": ("gpus_per_host", int),
+    "hop_seconds": ("hop_us", lambda value: value * 1e-6),
+    "launch_seconds": ("launch_us", lambda value: value * 1e-6),
+    "processors": ("processors", int),
+}
+"""Field of `Device`: its key in the table, and how to read it. An entry may leave these out."""
 
 
 _FIELDS = (

@@ -191,17 +191,20 @@ class Planner:
     @cached_property
     def stack(self) -> Stack:
         """Layers that may make the same choices (of one kind, and all in scope or none), and their best mixes."""
+        return Stack(self.choice_groups(lambda kind: self.frontiers[kind]))
+
+    def choice_groups(self, choices: Callable[[int], tuple[Choice, ...]]) -> tuple[ChoiceGroup, ...]:
+        """The layers by what they may choose; `choices`: of a kind in scope, ascending in held bytes."""
         groups: dict[tuple[int, bool], dict[int, list[int]]] = {}
         for position, call in enumerate(self.traced.calls):
             group = groups.setdefault((call.kind, call.fqn in self.chosen), {})
             group.setdefault(id(call.module), []).append(position)
-        return Stack(tuple(
+        return tuple(
             ChoiceGroup(
-                kind, self.frontiers[kind] if chosen else (self.problems[kind].none(),),
-                tuple(map(tuple, group.values())),
+                kind, choices(kind) if chosen else (self.problems[kind].none(),), tuple(map(tuple, group.values()))
             )
             for (kind, chosen), group in groups.items()
-        ))  # fmt: skip
+        )
 
     def uniform(self, mode: str) -> list[Choice]:
         """``none``, ``full`` or ``selective`` for every layer."""

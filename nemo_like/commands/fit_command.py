@@ -1,0 +1,107 @@
+"""``nemo-like fit``: which configuration of a training job is the fastest that fits? No GPU, no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_like.options import OPTIMIZERS, SCHEDULES, StepSpec, parse_dtype
+
+HELP = "find the fastest configuration that fits on a number of GPUs, without one"
+_SIZES = {
+    "dp_replicate": "replicas of the sharded model", "dp_shard": "ranks that parameters are sharded over",
+    "tp": "tensor-parallel ranks", "cp": "ranks that share a sequence", "ep": "ranks that experts are split over",
+    "pp": "pipeline ranks", "micro_batch": "sequences per rank and microbatch", "grad_accum": "microbatches per step",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    from nemo_like.planning.devices import known_devices
+
+    add = parser.add_argument
+    add("--model", required=True, help="a preset (llama3-8b, ...), a config.json, or module:function")
+    add("--gpus", type=int, required=True, help="how many there are")
+    add("--gpu", default="h100-80gb", help=f"{' | '.join(known_devices())}, or a JSON file (default: %(default)s)")
+    add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
+    add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
+    add("--memory", help="what a step may take on each GPU (default: its memory less a tenth)")
+    add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
+    add("--precision", help="what to compute in (default: bf16 on CUDA)")
+    add("--optimizer", help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer})")
+    add("--imbalance", type=float, help="rows of the fullest rank's experts, as a multiple of a balanced router's")
+    add("--count", type=int, default=10, help="configurations to print (default: %(default)s)")
+    for name, meaning in _SIZES.items():
+        add(f"--{name.replace('_', '-')}", type=int, nargs="+", help=f"pinned: {meaning}; several values: any of them")
+    add("--schedule", nargs="+", help=f"pinned: {' | '.join(SCHEDULES)}")
+    add("--ac", nargs="+", help="pinned: none | full | selective | plan (the best for the memory)")
+    add("--loss", nargs="+", help="pinned: model | chunked")
+    add("--offload", nargs="+", help="pinned: none | boundary")
+    add("--reshard-after-forward", choices=("yes", "no"), help="pinned: free gathered layers after forward")
+    add("--explain", type=int, metavar="N", help="say where each GiB and each millisecond of the N-th comes from")
+    add("--json", metavar="PATH", help="write everything here ('-': standard output)")
+    add("--plot", metavar="PATH", help="write a picture here: bytes by part of the best")
+    add("--save", metavar="PATH", help="write the best one's plan here, where it has one")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search and report. Returns 0; 1 where nothing fits."""
+    from nemo_like.planning.fit import fit, report
+
+    pins: dict[str, Any] = {name: getattr(args, name) for name in (*_SIZES, "schedule", "ac", "loss", "offload")}
+    if args.reshard_after_forward:
+        pins["reshard_after_forward"] = args.reshard_after_forward == "yes"
+    if args.count < 1:
+        raise ValueError(f"--count is {args.count}; it must be >= 1.")
+    if args.explain is not None and not 1 <= args.explain <= args.count:
+        raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
+    found = fit(
+        args.model, gpus=args.gpus, gpu=args.gpu, seq_len=args.seq_len, global_batch=args.global_batch, memory=args.memory,
+        precision=args.precision, optimizer=args.optimizer, imbalance=args.imbalance,
+        dtype=parse_dtype("--dtype", args.dtype), count=args.count, **pins,
+    )  # fmt: skip
+    if args.json != "-":
+        _say(found, args.explain)
+    if args.json:
+        text = json.dumps(found.as_json(), indent=1) + "\n"
+        if args.json == "-":
+            sys.stdout.write(text)
+        else:
+            Path(args.json).write_text(text, encoding="utf-8")
+    if not found.candidates:
+        print(f"nemo-like fit: {found.problem}", file=sys.stderr)
+        return 1
+    if args.plot:
+        report.plot(found, args.plot)
+    if args.save and found.best.plan is not None:
+        found.best.plan.save(args.save)
+    return 0
+
+
+def _say(found: Any, explain: int | None) -> None:
+    from nemo_like.planning.fit import report
+
+    question = found.question
+    batch = "" if question.global_batch is None else f", {question.global_batch} sequences per step"
+    print(
+        f"{found.model}: {found.parameters / 1e9:.2f} B parameters on {question.gpus} x {question.device.name}, sequences "
+        f"of {question.seq_len} tokens{batch}, {question.step.optimizer}; a step may take "
+        f"{question.limit / 2**30:.2f} GiB.\n"
+    )
+    if found.candidates:
+        print(report.table(found))
+        print(f"\nThe first one:\n{report.explanation(found.best)}\n")
+        print(f"  {found.best.call()}\n  {report.recipe(found, found.best)}")
+        if explain is not None and explain > len(found.candidates):
+            print(f"\nThere is no line {explain}: {len(found.candidates)} configurations were found.")
+        elif explain is not None and explain > 1:
+            print(f"\nNumber {explain}:\n{report.explanation(found.candidates[explain - 1])}")
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found.rejected.items(), key=lambda r: -r[1]))
+    print(
+        f"\nLooked at {found.searched['looked_at']:.0f} configurations of {found.searched['layouts']:.0f} layouts in "
+        f"{found.searched['seconds']:.1f} s, {found.searched['shapes']:.0f} shapes traced. Others: {reasons or 'none'}."
+    )
+    print("Bytes are predicted, allocated ones; seconds go by the rates of the device's table. No GPU was compared.")

@@ -1,0 +1,205 @@
+"""`fit`: from a model and a number of GPUs to a report of the best configurations."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.layers import find_layers
+from nemo_like.models import resolve_model
+from nemo_like.options import MemoryBudget, Precision, StepSpec, parse_bytes
+from nemo_like.planning.devices import Device, device_at_hand, resolve_device
+from nemo_like.planning.fit.candidate import Candidate
+from nemo_like.planning.fit.layouts import Room, layouts
+from nemo_like.planning.fit.question import Question, read_pins
+from nemo_like.planning.fit.search import Search
+from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
+from nemo_like.planning.sharding import local_twin, same_on_all_ranks
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """The best configurations, and what became of the others."""
+
+    question: Question
+    model: str
+    """How the caller named it, or its class."""
+    parameters: int
+    candidates: tuple[Candidate, ...]
+    """Those that fit, fastest first."""
+    rejected: Mapping[str, int]
+    """Combinations that are not among them, by reason."""
+    nearest: Candidate | None
+    """Where nothing fits: what needs least."""
+    searched: Mapping[str, float] = field(default_factory=dict)
+    """``layouts``, ``shapes`` traced, configurations ``looked_at``, and ``seconds`` that the search took."""
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits.
+
+        Raises:
+            ValueError: nothing fits; the message has what needs least.
+        """
+        if not self.candidates:
+            raise ValueError(self.problem)
+        return self.candidates[0]
+
+    @property
+    def problem(self) -> str:
+        """Why nothing fits; empty where something does."""
+        if self.candidates:
+            return ""
+        limit, near = self.question.limit, self.nearest
+        if near is None:
+            why = ", ".join(f"{name} ({count})" for name, count in self.rejected.items())
+            return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
+        return (
+            f"Nothing fits in {limit / 2**30:.2f} GiB on each of {self.question.gpus} x {self.question.device.name}: what "
+            f"needs least takes {near.peak_bytes / 2**30:.2f} GiB ({near.call()})."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """In JSON values."""
+        question = self.question
+        return {
+            "model": self.model, "parameters": self.parameters, "gpus": question.gpus, "gpu": question.device.name,
+            "seq_len": question.seq_len, "global_batch": question.global_batch, "limit_bytes": question.limit,
+            "candidates": [candidate.as_json() for candidate in self.candidates],
+            "rejected": dict(self.rejected), "problem": self.problem or None,
+            "nearest": None if self.nearest is None else self.nearest.as_json(), "searched": dict(self.searched),
+        }  # fmt: skip
+
+
+def fit(
+    model: nn.Module | str, *, gpus: int, gpu: str | Device | None = None, seq_len: int = 4096,
+    global_batch: int | None = None, memory: int | str | None = None, precision: Any = None,
+    optimizer: str | None = None, step: StepSpec | None = None, imbalance: float | None = None,
+    dtype: Any = None, sample: Callable[[int], Any] | None = None, count: int = 10, **pins: Any,
+) -> FitReport:  # fmt: skip
+    """The fastest configurations of a training step that fit on `gpus` devices. Runs no kernel, needs no GPU.
+
+    Args:
+        model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
+        gpus: how many devices.
+        gpu: a name of `nemo_like.planning.devices.known_devices`, a file, or a `Device`. Default: the one at hand.
+        seq_len: tokens per sequence; the longest, where they differ.
+        global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
+        memory: bytes of each device that a step may take (``"70GiB"``). Default: its memory less a tenth.
+        precision: as for `nemo_like.parallelize`. Default: ``"bf16"`` on CUDA, else nothing is cast.
+        optimizer, step: the training loop, as for `nemo_like.parallelize`; how many microbatches is what is looked for.
+        imbalance: how unevenly tokens come to split experts, see `nemo_like.options.ExpertParallel`.
+        dtype: of the parameters where `model` is a name. Default: float32.
+        sample: makes the input of one microbatch of so many sequences. Default: token ids, and the same as labels.
+        count: how many configurations to report.
+        pins: what is decided already: one value, or a list of allowed ones, of ``dp_replicate, dp_shard, tp, cp, ep, pp,
+            schedule, micro_batch, grad_accum, ac`` (``none``, ``full``, ``selective``, ``plan``), ``loss``, ``offload``
+            (``none``, ``boundary``), ``reshard_after_forward``.
+
+    Where a process group is up, rank 0 searches and the others receive its report.
+
+    Raises:
+        ValueError: GPUs that the pins do not divide, an unknown device or pin, pins that contradict each other, a model
+            without repeated layers. TypeError: a value of the wrong kind.
+    """
+    device = device_at_hand() if gpu is None else resolve_device(gpu)
+    cast = ("bf16" if device.kind == "cuda" else None) if precision is None else precision
+    if cast == "fp32":
+        cast = None
+    question = Question(
+        gpus=gpus, device=device, seq_len=seq_len, global_batch=global_batch, limit=_limit(device, memory),
+        precision=Precision.of(cast), step=StepSpec.of(step, optimizer), imbalance=imbalance, pins=read_pins(pins),
+    )  # fmt: skip
+    return same_on_all_ranks(lambda: _searched(model, question, dtype, sample, count))
+
+
+def _limit(device: Device, memory: int | str | None) -> int:
+    if memory is None:
+        return int(device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0))
+    size = parse_bytes(memory) if isinstance(memory, str) else memory
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"memory is {memory!r}; it must be a number of bytes >= 1, or a string like '70GiB'.")
+    return size
+
+
+def _searched(
+    model: nn.Module | str, question: Question, dtype: Any, sample: Callable[[int], Any] | None, count: int
+) -> FitReport:
+    start = time.perf_counter()
+    name = model if isinstance(model, str) else type(model).__name__
+    if isinstance(model, str):
+        model = resolve_model(model).build("meta", dtype)
+    search, rejected, spread = make_search(model, question, sample)
+    found = search.run(count)
+    return FitReport(
+        question, name, sum(p.numel() for p in model.parameters()), tuple(found.best),
+        dict(rejected + found.rejected), None if found.best else found.nearest,
+        {
+            "layouts": spread, "shapes": found.traced, "looked_at": found.looked_at,
+            "seconds": round(time.perf_counter() - start, 2),
+        },
+    )  # fmt: skip
+
+
+def make_search(
+    model: nn.Module, question: Question, sample: Callable[[int], Any] | None = None
+) -> tuple[Search, Counter[str], int]:
+    """The search, combinations that are out before it begins, and how many layouts there are."""
+    make = sample or _tokens(model, question.seq_len)
+    found, rejected = layouts(_room(model, question))
+
+    decisions: dict[Any, list[tuple[str, ...]]] = {}
+
+    def trace(key: ShapeKey) -> TracedShape:
+        return TracedShape(model, key, question, make, decisions)
+
+    return Search(question, found, trace), rejected, len(found)
+
+
+def _room(model: nn.Module, question: Question) -> Room:
+    layers = find_layers(model)
+    experts = [found.count for found in find_experts(model, None)]
+    sizes = []
+    for size in range(1, min(question.gpus, question.device.gpus_per_host) + 1):
+        if question.device.gpus_per_host % size == 0 and question.gpus % size == 0 and _splits(model, size):
+            sizes.append(size)
+    return Room(
+        gpus=question.gpus, seq_len=question.seq_len, global_batch=question.global_batch, layers=len(layers),
+        gpus_per_host=question.device.gpus_per_host, experts=min(experts, default=0), tensor_sizes=tuple(sizes),
+        stages=False, pins=question.pins,
+    )  # fmt: skip
+
+
+def _splits(model: nn.Module, size: int) -> bool:
+    if size == 1:
+        return True
+    config: Any = getattr(model, "config", None)
+    if not getattr(config, "base_model_tp_plan", None):
+        return False
+    try:
+        local_twin(model, size)
+    except ValueError:
+        return False
+    return True
+
+
+def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(model).__name__} has no config, so its input is unknown. Give sample=, a function of the number of "
+            "sequences that returns what the model is called with."
+        )
+
+    def make(batch: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(batch, seq_len, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return make

@@ -1,0 +1,158 @@
+"""Every way to spread a step over the GPUs: sizes of the axes, micro-batch and accumulation. Pure numbers, no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SHORTEST_PART = 1024
+"""Tokens: sequences are not cut into shorter parts, unless somebody pins ``cp``."""
+MOST_TOKENS = 1 << 17
+"""Of one rank in one microbatch: more are not looked at, unless somebody pins ``micro_batch``."""
+MOST_CONTEXT, MOST_STAGES = 64, 32
+"""Ranks of ``cp`` and of ``pp`` that are looked at, unless somebody pins more."""
+SEARCHED_SCHEDULES = ("1f1b", "interleaved_1f1b")
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Who has what; the product of the first six, but for `ep`, is the number of GPUs."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    """Out of ``dp_shard x cp x tp``."""
+    pp: int = 1
+    schedule: str | None = None
+    micro_batch: int = 1
+    """Sequences of one rank (with `cp`: of one group) in one microbatch."""
+    grad_accum: int = 1
+    """Microbatches of a step; with `pp`, those of the pipeline."""
+
+    @property
+    def gpus(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that a parameter is sharded over."""
+        return self.dp_shard * self.cp
+
+    @property
+    def sequences(self) -> int:
+        """Of all ranks in one step."""
+        return self.dp_replicate * self.dp_shard * self.micro_batch * self.grad_accum
+
+
+@dataclass(frozen=True)
+class Room:
+    """What layouts have to keep to."""
+
+    gpus: int
+    seq_len: int
+    global_batch: int | None
+    """Sequences of a step over all GPUs; None: as many as fit, without accumulation."""
+    layers: int
+    gpus_per_host: int = 8
+    experts: int = 0
+    """Of one layer; 0: none, or not of a kind that is split."""
+    tensor_sizes: tuple[int, ...] = (1,)
+    """Sizes of ``tp`` that the model can have."""
+    stages: bool = True
+    """The model can be cut into stages."""
+    pins: Mapping[str, Collection[Any]] | None = None
+    """Allowed values by name of a field of `Layout`."""
+
+    def pinned(self, name: str) -> Collection[Any] | None:
+        return (self.pins or {}).get(name)
+
+
+def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
+    """All layouts in `room`, and how many combinations were left out, by reason."""
+    rejected: Counter[str] = Counter()
+    found: list[Layout] = []
+    for pp in _sizes(room, "pp", _powers(min(room.layers, MOST_STAGES) if room.stages else 1)):
+        for tp in _sizes(room, "tp", [t for t in room.tensor_sizes if t <= room.gpus_per_host]):
+            for cp in _sizes(room, "cp", _context_sizes(room)):
+                rest, left = divmod(room.gpus, pp * tp * cp)
+                if left or not rest:
+                    rejected["the axes do not divide the GPUs"] += 1
+                    continue
+                if pp > 1 and cp > 1:
+                    rejected["cp beside pp is not built"] += 1
+                    continue
+                for shape in _data_axes(room, rest, tp, cp):
+                    for batch in _batches(room, shape, pp, rejected):
+                        found += _with_schedule(room, Layout(*shape[:2], tp, cp, shape[2], pp, None, *batch), rejected)
+    return found, rejected
+
+
+def _sizes(room: Room, name: str, free: Collection[int]) -> list[int]:
+    pinned = room.pinned(name)
+    return sorted(free if pinned is None else pinned)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << n for n in range(max(1, most).bit_length()) if 1 << n <= max(1, most)]
+
+
+def _context_sizes(room: Room) -> list[int]:
+    return [c for c in _powers(min(room.gpus, MOST_CONTEXT)) if c == 1 or room.seq_len // c >= SHORTEST_PART]
+
+
+def _data_axes(room: Room, ranks: int, tp: int, cp: int) -> Iterator[tuple[int, int, int]]:
+    """(dp_replicate, dp_shard, ep) for so many ranks that see other data."""
+    for replicas in _sizes(room, "dp_replicate", [n for n in _powers(ranks) if ranks % n == 0]):
+        shards, left = divmod(ranks, replicas)
+        wanted = room.pinned("dp_shard")
+        if left or (wanted is not None and shards not in wanted):
+            continue
+        if replicas > 1 and shards * cp == 1 and room.pinned("dp_replicate") is None:
+            continue  # nothing is sharded: DDP, which has no place here
+        # Experts beside tensor parallelism can't be planned.
+        splits = [n for n in _powers(room.experts) if room.experts % n == 0] if room.experts and tp == 1 else [1]
+        for ep in _sizes(room, "ep", splits):
+            if (shards * cp * tp) % ep == 0:
+                yield replicas, shards, ep
+
+
+def _batches(room: Room, shape: tuple[int, int, int], pp: int, rejected: Counter[str]) -> Iterator[tuple[int, int]]:
+    """(micro_batch, grad_accum)."""
+    groups = shape[0] * shape[1]
+    micro, accum = room.pinned("micro_batch"), room.pinned("grad_accum")
+    most = max(1, MOST_TOKENS // room.seq_len)
+    if room.global_batch is None:
+        for batch in micro or _powers(most):
+            for turns in accum or ([1] if pp == 1 else [4 * pp]):
+                yield batch, turns
+        return
+    each, left = divmod(room.global_batch, groups)
+    if left or not each:
+        rejected["the global batch is not a multiple of the data-parallel ranks"] += 1
+        return
+    for batch in range(1, each + 1):
+        if each % batch or (micro is None and batch > most) or (micro is not None and batch not in micro):
+            continue
+        if accum is None or each // batch in accum:
+            yield batch, each // batch
+
+
+def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[Layout]:
+    if layout.pp == 1:
+        return [layout]
+    made = []
+    for word in room.pinned("schedule") or SEARCHED_SCHEDULES:
+        stages = layout.pp * (1 if word in ("gpipe", "1f1b") else 2)
+        if layout.grad_accum < layout.pp:
+            rejected["fewer microbatches than stages"] += 1
+        elif stages > room.layers:
+            rejected["more stages than layers"] += 1
+        elif word.startswith("interleaved") and layout.grad_accum % layout.pp:
+            rejected["the schedule's rounds do not divide the microbatches"] += 1
+        else:
+            made.append(Layout(**{**vars(layout), "schedule": word}))
+    return made

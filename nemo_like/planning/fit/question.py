@@ -1,0 +1,120 @@
+"""What `fit` was asked: the job, the device, and what is pinned; checked before anything is traced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_like.options import LOSSES, SCHEDULES, OffloadConfig, Precision, StepSpec, did_you_mean, normalise
+from nemo_like.planning.devices import Device
+
+MODES = ("none", "full", "selective", "plan")
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batch", "grad_accum")
+"""Pins that are whole numbers."""
+_WORDS: dict[str, tuple[str, ...]] = {
+    "ac": MODES, "loss": LOSSES, "offload": ("none", "boundary"), "schedule": SCHEDULES,
+}  # fmt: skip
+PINS = (*AXES, *_WORDS, "reshard_after_forward")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One job on one kind of device."""
+
+    gpus: int
+    device: Device
+    seq_len: int
+    limit: int
+    """Bytes that a step may take on each of them."""
+    global_batch: int | None = None
+    """Sequences of a step over all of them."""
+    precision: Precision = field(default_factory=Precision)
+    step: StepSpec = field(default_factory=StepSpec)
+    """The loop; how many microbatches it goes through is what `fit` looks for."""
+    imbalance: float | None = None
+    pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Allowed values by name out of `PINS`; what is not there is free."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1)):
+            value = getattr(self, name)
+            if value is None and name == "global_batch":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number >= {least}.")
+        if self.step.microbatches != 1:
+            raise ValueError(
+                f"step has microbatches={self.step.microbatches}, which fit looks for itself; pin grad_accum instead."
+            )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Pins that contradict each other or the number of GPUs."""
+        one = {name: self.pins[name][0] for name in AXES if len(self.pins.get(name, ())) == 1}
+        axes = [name for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp") if name in one]
+        product = math.prod(one[name] for name in axes)
+        said = " x ".join(f"{name} {one[name]}" for name in axes)
+        if axes and (self.gpus % product or (len(axes) == 5 and product != self.gpus)):
+            raise ValueError(
+                f"gpus is {self.gpus}, and {said} is {product}: it must divide them"
+                + (", and all five together be as many" if len(axes) == 5 else "")
+                + ". Leave one of them out, or change gpus."
+            )
+        shares = [name for name in ("dp_replicate", "dp_shard", "micro_batch", "grad_accum") if name in one]
+        sequences = math.prod(one[name] for name in shares)
+        if self.global_batch is not None and self.global_batch % sequences:
+            raise ValueError(
+                f"global_batch is {self.global_batch}, which is no multiple of "
+                f"{' x '.join(f'{name} {one[name]}' for name in shares)} = {sequences}. Change one of them."
+            )
+        if one.get("pp", 1) > 1 and one.get("cp", 1) > 1:
+            raise ValueError(f"cp is {one['cp']} beside pp {one['pp']}: parallelize has no such stages yet. Use one.")
+        if one.get("ep", 1) > 1 and one.get("tp", 1) > 1:
+            raise ValueError(f"ep is {one['ep']} beside tp {one['tp']}, which can't be planned. Leave one at 1.")
+        if "schedule" in self.pins and one.get("pp") == 1:
+            raise ValueError(f"schedule is {self.pins['schedule'][0]!r} and pp is 1: one stage has none. Drop one.")
+
+
+def read_pins(pins: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What callers pinned, as allowed values: one value means that one, a list any of its members, None nothing.
+
+    Raises:
+        ValueError: an unknown name, or a value that the name cannot have. TypeError: a value of the wrong kind.
+    """
+    read: dict[str, tuple[Any, ...]] = {}
+    for name, value in pins.items():
+        if name not in PINS:
+            raise ValueError(f"{name!r} can't be pinned; what can: {', '.join(PINS)}." + did_you_mean(name, PINS))
+        if value is None:
+            continue
+        several = isinstance(value, Collection) and not isinstance(value, str)
+        values = tuple(value) if several else (value,)
+        if not values:
+            raise ValueError(f"{name} is {value!r}; give at least one value, or leave it out.")
+        read[name] = tuple(_read(name, one) for one in values)
+    return read
+
+
+def _read(name: str, value: Any) -> Any:
+    if name in AXES:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}; it must be a whole number.")
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be >= 1.")
+        return value
+    if name == "reshard_after_forward":
+        if not isinstance(value, bool):
+            raise TypeError(f"reshard_after_forward is {value!r}; it must be True or False.")
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(_WORDS[name])}.")
+    word = normalise(value)
+    if name == "offload" and word == "none":
+        return OffloadConfig(word).mode
+    if word not in _WORDS[name]:
+        raise ValueError(
+            f"{name} is {value!r}; it must be one of {', '.join(_WORDS[name])}." + did_you_mean(word, _WORDS[name])
+        )
+    return word

@@ -1,0 +1,97 @@
+"""A fit's answers for people: the table of the best, bytes and seconds of one of them, and the picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nemo_like.extras import require
+from nemo_like.planning.fit.candidate import Candidate, precision_word
+from nemo_like.planning.fit.fitting import FitReport
+
+_HEAD = (
+    "#", "dp_replicate x dp_shard", "tp", "cp", "ep", "pp", "micro-batch x times", "ac", "loss", "offload", "reshard",
+    "peak GiB", "reserved", "ms", "tokens/s/GPU", "MFU",
+)  # fmt: skip
+
+
+def table(report: FitReport) -> str:
+    """The configurations as text, best first; axes that none of them uses are left out."""
+    lines = [_HEAD, *(_line(n, candidate) for n, candidate in enumerate(report.candidates, 1))]
+    bare = {"tp": "1", "cp": "1", "ep": "1", "pp": "1", "offload": "none", "reshard": "default", "reserved": ""}
+    kept = [i for i, name in enumerate(_HEAD) if any(line[i] != bare.get(name) for line in lines[1:])]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
+    return "\n".join("  ".join(line[i].rjust(widths[i]) for i in kept).rstrip() for line in lines)
+
+
+def _line(number: int, candidate: Candidate) -> tuple[str, ...]:
+    layout = candidate.layout
+    stages = str(layout.pp) if layout.pp == 1 else f"{layout.pp} {layout.schedule}"
+    reserved = "" if candidate.reserved is None else f"{candidate.reserved / 2**30:.2f}"
+    reshard = {None: "default", True: "yes", False: "no"}[candidate.reshard_after_forward]
+    return (
+        str(number), f"{layout.dp_replicate} x {layout.dp_shard}", str(layout.tp), str(layout.cp), str(layout.ep), stages,
+        f"{layout.micro_batch} x {layout.grad_accum}", candidate.ac, candidate.loss, candidate.offload, reshard,
+        f"{candidate.peak_bytes / 2**30:.2f}", reserved, f"{1000 * candidate.step_seconds:,.1f}",
+        f"{candidate.tokens_per_second_per_gpu:,.0f}", f"{candidate.mfu:.1%}",
+    )  # fmt: skip
+
+
+def explanation(candidate: Candidate) -> str:
+    """Where each GiB and each millisecond of one configuration comes from, largest first."""
+    lines = [f"Peak: {candidate.peak_bytes / 2**30:.3f} GiB, {candidate.peak.at}"]
+    for name, size in sorted(candidate.peak.parts.items(), key=lambda item: -item[1]):
+        lines.append(f"  {size / 2**30:10.3f} GiB  {name}")
+    lines.append(f"Step: {1000 * candidate.step_seconds:.2f} ms")
+    for name, seconds in sorted(candidate.seconds.parts.items(), key=lambda item: -item[1]):
+        lines.append(f"  {1000 * seconds:10.2f} ms   {name}")
+    return "\n".join(lines)
+
+
+def recipe(report: FitReport, candidate: Candidate) -> str:
+    """The command that trains so."""
+    layout = candidate.layout
+    said = {
+        "--model": report.model, "--seq-len": report.question.seq_len, "--batch-size": layout.micro_batch,
+        "--grad-accum": layout.grad_accum if layout.pp == 1 else 1, "--ac": candidate.ac,
+        "--precision": precision_word(candidate.precision),
+    }  # fmt: skip
+    axes = {"--dp-replicate": layout.dp_replicate, "--tp": layout.tp, "--cp": layout.cp, "--ep": layout.ep,
+            "--pp": layout.pp}  # fmt: skip
+    said |= {name: size for name, size in axes.items() if size > 1}
+    if layout.pp > 1:
+        said["--pp-schedule"] = layout.schedule or "1f1b"
+    if candidate.loss != "model":
+        said["--loss"] = candidate.loss
+    if candidate.offload != "none":
+        said["--offload"] = candidate.offload
+    hosts = -(-layout.gpus // report.question.device.gpus_per_host)
+    start = f"torchrun --nnodes {hosts} --nproc-per-node {min(layout.gpus, report.question.device.gpus_per_host)} -m "
+    begin = "python -m " if layout.gpus == 1 else start
+    return begin + "nemo_like.recipes.pretrain " + " ".join(f"{name} {value}" for name, value in said.items())
+
+
+def plot(report: FitReport, path: str | Path) -> None:
+    """Peak bytes by part of the configurations, as stacked bars beside the limit.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    matplotlib = require("matplotlib", "plot", "to draw the picture")
+    matplotlib.use("Agg")
+    pyplot = require("matplotlib.pyplot", "plot", "to draw the picture")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    names = sorted({name for candidate in report.candidates for name in candidate.peak.parts})
+    places = list(range(1, len(report.candidates) + 1))
+    below = [0.0] * len(places)
+    for name in names:
+        sizes = [candidate.peak.parts.get(name, 0) / 2**30 for candidate in report.candidates]
+        axes.bar(places, sizes, bottom=below, label=name)
+        below = [low + size for low, size in zip(below, sizes)]
+    axes.axhline(report.question.limit / 2**30, linestyle="--", color="grey", label="limit")
+    axes.set_xticks(places)
+    axes.set_xlabel(f"configuration, fastest first ({report.question.gpus} x {report.question.device.name})")
+    axes.set_ylabel("predicted peak per GPU, GiB")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

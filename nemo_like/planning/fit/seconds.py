@@ -1,0 +1,241 @@
+"""How long a step takes in seconds, by what takes it: kernels, collectives that nothing hides, bubble, optimizer.
+
+A kernel takes the longer of its FLOPs at the device's reachable rate and its bytes at the reachable bandwidth, and at
+least a launch. A matrix product fills the device's processors in whole waves of tiles, so that one of few tiles is slower.
+Backward is twice a forward, of attention two and a half times (five products for two). FSDP2 gathers a unit beside the one
+before it, and reduces its gradients beside the next one's backward: only what is longer than that computing counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.planning.block import BlockProblem, Choice
+from nemo_like.planning.block_trace import OpRecord
+from nemo_like.planning.devices import Device
+from nemo_like.planning.fit import network
+from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.network import RankGroup, group_of
+from nemo_like.planning.sharding import UnitBytes
+
+_TILE = (128, 256)
+"""Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and CUTLASS."""
+_ATTENTION_BACKWARD, _BACKWARD = 2.5, 2.0
+
+
+def kernel_seconds(op: OpRecord, device: Device) -> float:
+    """One kernel; 0 for a view and for what is sent (see `exchanged`)."""
+    known = facts(op.op)
+    if op.view or known.exchange or _sequence_op(op):
+        return 0.0
+    kind = "half" if op.half else "single"
+    speed = (device.attention_flops if known.attention else device.matmul_flops)[kind]
+    computing = op.flops / speed
+    if op.flops and not known.attention:
+        computing /= wave_share(op.shapes, device.processors)
+    return max(computing, op.moved / device.bandwidth, device.launch_seconds)
+
+
+def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
+    """How much of the device a matrix product with an output of that shape keeps busy: tiles in whole waves.
+
+    >>> round(wave_share([(8192, 4096)], 132), 3), wave_share([(128, 256)], 132) < 0.01
+    (0.97, True)
+    """
+    if not processors or not shapes or len(shapes[0]) < 2:
+        return 1.0
+    rows, columns = math.prod(shapes[0][:-1]), shapes[0][-1]
+    tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
+    return tiles / (-(-tiles // processors) * processors)
+
+
+def least_seconds(problem: BlockProblem, device: Device) -> float:
+    """Forward and backward of a block per call, as a bound for other numbers of tokens: a token's share of the kernels'
+    FLOPs and bytes is at least this in any shape with the same weights, since launches, part waves and the bytes of
+    weights, which are read once for all tokens, are left out. Attention over all keys of whole sequences has as many FLOPs
+    per token however the sequences are cut."""
+    total = 0.0
+    for op in problem.records:
+        known = facts(op.op)
+        if known.exchange or _sequence_op(op):
+            continue
+        kind = "half" if op.half else "single"
+        moved = 0 if known.attention else max(0, op.moved - problem.trace.param_bytes)
+        speed = (device.attention_flops if known.attention else device.matmul_flops)[kind]
+        back = _ATTENTION_BACKWARD if known.attention else _BACKWARD
+        least = max(op.flops / speed, moved / device.bandwidth)
+        total += least * ((1 + back) if problem.trace.saves_something else 1)
+    return total
+
+
+def _sequence_op(op: OpRecord) -> bool:
+    return op.op.namespace == "nemo_like" and facts(op.op).collective and not facts(op.op).exchange
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """One kind of layer in one local shape: seconds of its kernels, and bytes that it sends."""
+
+    kernels: tuple[float, ...]
+    """Of each of `BlockProblem.records`, forward."""
+    forward: float
+    backward: float
+    sequence_bytes: int
+    """Gathered over ``cp`` in a forward."""
+    expert_bytes: int
+    """Sent by all-to-all over ``ep`` in a forward."""
+    boundary_bytes: int
+    """Its input, the hidden states: what tensor parallelism sums up, twice in a forward."""
+
+    @classmethod
+    def of(cls, problem: BlockProblem, device: Device) -> BlockSeconds:
+        records = problem.records
+        kernels = tuple(kernel_seconds(op, device) for op in records)
+        back = sum(
+            s * (_ATTENTION_BACKWARD if facts(op.op).attention else _BACKWARD) for s, op in zip(kernels, records)
+        )
+        return cls(
+            kernels, sum(kernels), back if problem.trace.saves_something else 0.0,
+            sum(op.bytes for op in records if _sequence_op(op) and op.op.name() != "nemo_like::route"),
+            sum(op.moved // 2 for op in records if facts(op.op).exchange),
+            problem.trace.input_bytes,
+        )  # fmt: skip
+
+    def replay(self, choice: Choice, reachable: int) -> float:
+        """Kernels that backward runs again."""
+        return sum(
+            s
+            for k, (s, word) in enumerate(zip(self.kernels, choice.decisions))
+            if word == "recompute" and k < reachable
+        )
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """One optimizer step, in seconds by what takes them; their sum is the step."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Equal calls of layers in one step."""
+
+    count: int
+    block: BlockSeconds
+    replay: float
+    """Seconds of kernels."""
+    replays_exchanges: bool
+    """Collectives inside are run again: where nothing inside is kept."""
+    unit: UnitBytes | None
+    experts: UnitBytes | None = None
+    copies: float = 0.0
+    """Seconds of copies to the host that computing does not hide."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The groups of ranks of a layout on a device."""
+
+    device: Device
+    tensor: RankGroup
+    sequence: RankGroup
+    shards: RankGroup
+    replicas: RankGroup
+    experts: RankGroup
+    expert_shards: RankGroup
+
+    @classmethod
+    def of(cls, layout: Layout, device: Device) -> Links:
+        tp, cp, host = layout.tp, layout.cp, device.gpus_per_host
+        inner = layout.shard_ranks * tp
+        return cls(
+            device, group_of(tp, 1, host), group_of(cp, tp, host), group_of(layout.shard_ranks, tp, host),
+            group_of(layout.dp_replicate, inner, host), group_of(layout.ep, 1, host),
+            group_of(max(1, inner // layout.ep), layout.ep, host),
+        )  # fmt: skip
+
+
+def step_seconds(
+    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], links: Links, layout: Layout, *, outer: float,
+    optimizer: float, sync: str = "every", stages: int = 1, hidden_bytes: int = 0,
+) -> StepSeconds:  # fmt: skip
+    """A whole step.
+
+    Args:
+        runs: the layer calls of one rank (of its stages), grouped.
+        outside: FSDP2's units beside the layers: tail and root.
+        links: who is connected how.
+        layout: how many microbatches, and the bubble of a pipeline.
+        outer: seconds of one microbatch's embedding, head and loss, forward and backward.
+        optimizer: seconds of the optimizer's step.
+        sync: microbatches that reduce gradients: ``every`` or ``last``.
+        stages: stages of one rank of a pipeline.
+        hidden_bytes: what a stage hands to the next.
+    """
+    device, turns = links.device, layout.grad_accum
+    reduced = turns if sync == "every" else 1
+    parts = dict.fromkeys(
+        ("forward", "backward", "replay", "head and embedding", "tensor-parallel sums", "sequence gathers",
+         "expert exchanges", "parameter gathers", "gradient reductions", "host copies"), 0.0,
+    )  # fmt: skip
+    for run in runs:
+        block, n = run.block, run.count * turns
+        sums = network.reduce_seconds(block.boundary_bytes, links.tensor, device)
+        gathered = network.gather_seconds(block.sequence_bytes, links.sequence, device)
+        sent = network.exchange_seconds(block.expert_bytes, links.experts, device)
+        again = 1 if run.replays_exchanges else 0
+        parts["forward"] += n * block.forward
+        parts["backward"] += n * block.backward
+        parts["replay"] += n * run.replay
+        # Forward and backward sum up behind attention and FFN; replay stops before it has to behind the latter.
+        parts["tensor-parallel sums"] += n * sums * (4 + again)
+        parts["sequence gathers"] += n * gathered * (2 + again)
+        parts["expert exchanges"] += n * sent * (2 + again)
+        parts["host copies"] += n * run.copies
+        if run.unit is None:
+            continue
+        ahead = block.forward + 2 * sums + gathered + sent
+        behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
+        gather, reduce = _unit_seconds(run, links)
+        parts["parameter gathers"] += n * max(0.0, gather - ahead)
+        if run.unit.reshard:
+            parts["parameter gathers"] += n * max(0.0, gather - behind)
+            behind = max(0.0, behind - gather)
+        parts["gradient reductions"] += run.count * reduced * max(0.0, reduce - behind)
+    for unit in outside:
+        gather, reduce = _seconds_of(unit, links.shards, links)
+        parts["parameter gathers"] += gather  # of the first microbatch: tail and root stay gathered
+        parts["gradient reductions"] += reduced * reduce
+    parts["head and embedding"] = turns * outer
+    if layout.pp > 1:
+        work = sum(parts.values())
+        parts["pipeline bubble"] = work * (layout.pp - 1) / turns / stages
+        handed = network.send_seconds(hidden_bytes, links.device.gpus_per_host > layout.gpus // layout.pp, device)
+        parts["pipeline sends"] = 2 * handed * (turns * stages + layout.pp - 1)
+    parts["optimizer"] = optimizer
+    return StepSeconds({name: value for name, value in parts.items() if value})
+
+
+def _unit_seconds(run: LayerRun, links: Links) -> tuple[float, float]:
+    assert run.unit is not None
+    gather, reduce = _seconds_of(run.unit, links.shards, links)
+    if run.experts is not None:
+        more = _seconds_of(run.experts, links.expert_shards, links)
+        gather, reduce = gather + more[0], reduce + more[1]
+    return gather, reduce
+
+
+def _seconds_of(unit: UnitBytes, shards: RankGroup, links: Links) -> tuple[float, float]:
+    """To gather a unit, and to reduce its gradients, over replicas too."""
+    device = links.device
+    gather = network.gather_seconds(unit.gathered, shards, device)
+    reduce = network.gather_seconds(unit.reduce_input, shards, device)
+    return gather, reduce + network.reduce_seconds(unit.reduce_output, links.replicas, device)

@@ -1,0 +1,272 @@
+"""A model traced in one local shape (tensor, context and expert parallel sizes, micro-batch): all else is arithmetic."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from nemo_like.losses.model_loss import find_head
+from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig
+from nemo_like.planning import solver
+from nemo_like.planning.block import BlockProblem, Choice, best_of
+from nemo_like.planning.fit import network
+from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.question import Question
+from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
+from nemo_like.planning.optimizers import optimizer_memory
+from nemo_like.planning.peak import Peak
+from nemo_like.planning.plan import BudgetError, Plan
+from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.stack import Stack
+from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
+
+_KERNELS_PER_PARAMETER = 12
+"""Of an AdamW step that goes through its parameters one by one."""
+
+
+_MENU = 10
+"""Choices of one kind of layer that plans are mixed of while searching, beside all and nothing."""
+
+
+@dataclass(frozen=True)
+class ShapeKey:
+    """What makes one local shape; `whole`: nothing is sharded, so that autocast lowers dtypes."""
+
+    tp: int
+    cp: int
+    ep: int
+    micro_batch: int
+    whole: bool
+
+    @classmethod
+    def of(cls, layout: Layout) -> ShapeKey:
+        return cls(layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.gpus == 1)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What of a candidate changes no local shape."""
+
+    ac: str
+    """``none`` | ``full`` | ``selective`` | ``plan``."""
+    loss: str
+    offload: str
+    reshard: bool | None
+
+
+class TracedShape:
+    """One local shape of the model: seconds and bytes of any layout and variant that has it."""
+
+    def __init__(
+        self, model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any],
+        decisions: dict[Any, list[tuple[str, ...]]],
+    ) -> None:  # fmt: skip
+        """Trace it; raises ValueError where the model cannot have that shape. `decisions` are shared by all shapes."""
+        self.decisions = decisions
+        self.key, self.question, self.sample = key, question, sample(key.micro_batch)
+        own = model if key.cp == 1 else copy.deepcopy(model)  # a planner cuts the model that it traces for good
+        setup = Setup(
+            shard_ranks=1 if key.whole else 2 * key.ep, step=question.step, precision=question.precision,
+            fsdp=None if key.whole else FSDP2(), tp=key.tp, ep=key.ep, imbalance=question.imbalance,
+            cp=ContextParallel(key.cp),
+        )  # fmt: skip
+        self.base = Planner(own, self.sample, device=question.device, setup=setup)
+        self.blocks = [BlockSeconds.of(problem, question.device) for problem in self.base.problems]
+        self._least: dict[int, float] = {}
+        self._planners: dict[Any, Planner] = {}
+        self._peaks: dict[Any, Peak] = {}
+        self._plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
+
+    # --- planners -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def chunked(self) -> Planner | None:
+        """For a loss in chunks; None where the logits would be whole anyway."""
+        return self.base.with_chunks(ChunkedLoss())
+
+    def planner(self, layout: Layout, variant: Variant) -> Planner:
+        """This shape's planner, for so many ranks, so many microbatches and this variant; nothing is traced."""
+        key = (layout.shard_ranks, layout.grad_accum, variant.loss, variant.offload, variant.reshard)
+        if key not in self._planners:
+            base = self.base if variant.loss == "model" else self.chunked
+            assert base is not None, "variants with a loss in chunks are only asked for where there are chunks"
+            _ = base.trained  # traced once for all copies
+            made = copy.copy(base)
+            made.setup = replace(
+                base.setup, shard_ranks=layout.shard_ranks, step=replace(base.setup.step, microbatches=layout.grad_accum),
+                offload=OffloadConfig(variant.offload),
+                fsdp=None if base.setup.fsdp is None else FSDP2(reshard_after_forward=variant.reshard),
+            )  # fmt: skip
+            made.__dict__.pop("sharding", None)
+            self._planners[key] = made
+        return self._planners[key]
+
+    # --- choices --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def uniform(self) -> dict[str, list[Choice]]:
+        """The modes that need no budget."""
+        return {mode: self.base.uniform(mode) for mode in ("none", "full", "selective")}
+
+    @cached_property
+    def stack(self) -> Stack:
+        """All layers as one choice, with a few choices of each kind: the whole frontier is for the winner alone."""
+        return Stack(self.base.choice_groups(lambda kind: self.menu[kind]))
+
+    @cached_property
+    def menu(self) -> list[tuple[Choice, ...]]:
+        """A few choices of each kind, from least held to none: the best for that many bytes. Operators are the same in
+        shapes with the same weights, so that what one of them found the others use."""
+        made = []
+        for kind, problem in enumerate(self.base.problems):
+            key = (self.key.tp, self.key.ep, kind, tuple(str(record.op) for record in problem.records))
+            if key not in self.decisions:
+                self.decisions[key] = [choice.decisions for choice in _few(problem.frontier(skip=self.base.skip))]
+            choices = [_choice(problem, words) for words in self.decisions[key] if words]
+            made.append(best_of([problem.full(), *choices, problem.none()]))
+        return made
+
+    def least(self, layout: Layout, variant: Variant) -> tuple[list[Choice], int]:
+        """Choices that no fitting ones of this variant are faster than, and bytes that their peak is not below: what is
+        held when forward ends, parameters and optimizer state. Nothing runs for it."""
+        planner = self.planner(layout, variant)
+        sharding, optimizer = planner.sharding, planner.setup.step.optimizer
+        static = sharding.params + optimizer_memory(sharding.trained, optimizer, foreach=False).state
+
+        def bytes_of(choices: list[Choice]) -> int:
+            return static + sum(choice.held_bytes for choice in choices) - sum(planner.moved(choices))
+
+        if variant.ac != "plan":
+            return self.uniform[variant.ac], bytes_of(self.uniform[variant.ac])
+        mixes = self.stack.mixes
+        key = lambda mix: bytes_of(self.stack.assignment(mix))  # noqa: E731
+        index = max(0, bisect_right(mixes, self.question.limit, key=key) - 1)
+        choices = self.stack.assignment(mixes[index])
+        return choices, bytes_of(choices)
+
+    def planned(self, layout: Layout, variant: Variant) -> tuple[list[Choice], Peak] | None:
+        """The fastest mix of the menu within the limit, and its peak; None: there is none."""
+        key = (layout.shard_ranks, min(layout.grad_accum, 3), variant)
+        if key not in self._plans:
+            planner, mixes = self.planner(layout, variant), self.stack.mixes
+
+            def peak_of(mix: solver.Mix) -> Peak:
+                return planner.peak(planner.proved_all(self.stack.assignment(mix)))
+
+            fits = bisect_right(mixes, self.question.limit, key=lambda mix: peak_of(mix).total) - 1
+            if fits < 0:
+                self._plans[key] = None
+            else:
+                self._plans[key] = planner.proved_all(self.stack.assignment(mixes[fits])), peak_of(mixes[fits])
+        return self._plans[key]
+
+    def refined(self, layout: Layout, variant: Variant) -> tuple[list[Choice], Peak] | None:
+        """`planned` over the whole frontier; None: nothing fits."""
+        planner = self.planner(layout, variant)
+        try:
+            choices, _ = planner.choose(MemoryBudget(peak_bytes=self.question.limit), "")
+        except BudgetError:
+            return None
+        return choices, planner.peak(choices)
+
+    def peak(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> Peak:
+        """Of a whole step."""
+        key = (layout.shard_ranks, min(layout.grad_accum, 3), variant)
+        if key not in self._peaks:
+            self._peaks[key] = self.planner(layout, variant).peak(choices)
+        return self._peaks[key]
+
+    def plan(self, layout: Layout, variant: Variant, choices: Sequence[Choice], asked: str) -> Plan:
+        """Choices as what `nemo_like.parallelize` takes."""
+        return self.planner(layout, variant).describe(choices, asked)
+
+    def reserved(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> int | None:
+        """Bytes that CUDA's caching allocator reserves; None: not known."""
+        found = self.planner(layout, variant).reserved(choices)
+        return None if found is None else found.reserved
+
+    # --- seconds --------------------------------------------------------------------------------------------------
+
+    def seconds(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> StepSeconds:
+        """Of a whole step in this layout."""
+        planner, device = self.planner(layout, variant), self.question.device
+        sharding, step = planner.sharding, planner.setup.step
+        units = dict(zip(sharding.modules, sharding.units))
+        runs: Counter[tuple[Any, ...]] = Counter()
+        moved = planner.moved(choices)
+        for call, choice, moves in zip(planner.traced.calls, choices, moved):
+            runs[call.kind, choice, moves, units.get(id(call.module)), sharding.experts.get(id(call.module))] += 1
+        made = []
+        for (kind, choice, moves, unit, experts), count in runs.items():
+            block = self.blocks[kind]
+            replay = block.replay(choice, self.base.problems[kind].reachable)
+            copies = exposed_seconds(moves, block.forward, device)
+            full = choice.label == "full"
+            made.append(LayerRun(count, block, replay, full, unit, experts, copies))
+        outside = [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.world > 1 else []
+        loop = len(sharding.trained) * _KERNELS_PER_PARAMETER * device.launch_seconds
+        return step_seconds(
+            made, outside, Links.of(layout, device), layout, outer=planner.outer().seconds, sync=step.sync,
+            optimizer=max(loop, optimizer_seconds(sharding.trained, step.optimizer, device)),
+        )  # fmt: skip
+
+    def least_seconds_per_token(self) -> float:
+        """Of the layers and the head alone: their kernels without launches, part waves, and the bytes of weights."""
+        device, tokens = self.question.device, self.key.micro_batch * self.question.seq_len / self.key.cp
+        total = 0.0
+        for call in self.base.traced.calls:
+            problem = self.base.problems[call.kind]
+            if self._least.get(call.kind) is None:
+                self._least[call.kind] = least_seconds(problem, device)
+            total += self._least[call.kind]
+        head = 6.0 * self._head_weights() / device.matmul_flops["half"]
+        return total / tokens + head
+
+    def least_sent_per_token(self, key: ShapeKey) -> float:
+        """Of the same layers in the shape `key`: the sums of tensor parallelism, and the gathers of keys and values where
+        this shape, too, splits sequences."""
+        device, layout = self.question.device, Layout(1, 1, key.tp, key.cp, 1, 1, None, key.micro_batch, 1)
+        links, total = Links.of(layout, device), 0.0
+        sequences = key.micro_batch / self.key.micro_batch
+        tokens = key.micro_batch * self.question.seq_len / key.cp
+        for call in self.base.traced.calls:
+            block = self.blocks[call.kind]
+            hidden = block.boundary_bytes * sequences * self.key.cp / key.cp
+            total += 4 * network.reduce_seconds(int(hidden), links.tensor, device)
+            gathered = block.sequence_bytes * sequences if key.cp > 1 and self.key.cp > 1 else 0
+            total += 2 * network.gather_seconds(int(gathered), links.sequence, device)
+        return total / tokens
+
+    def _head_weights(self) -> int:
+        head = find_head(self.base.model)
+        return 0 if head is None else sum(p.numel() for p in head.parameters())
+
+    def flops(self) -> float:
+        """Of one microbatch on one rank: forward and backward of layers and head, nothing twice."""
+        tokens = self.key.micro_batch * self.question.seq_len / self.key.cp
+        # A twin under tp has the whole head; its layers are one rank's.
+        layers = sum(self.base.problems[call.kind].trace.flops for call in self.base.traced.calls)
+        return 3.0 * (layers + 2.0 * self._head_weights() * tokens / self.key.tp)
+
+
+def _few(choices: Sequence[Choice]) -> list[Choice]:
+    """`_MENU` of them, at even steps of held bytes."""
+    if len(choices) <= _MENU:
+        return list(choices)
+    low, high = choices[0].held_bytes, choices[-1].held_bytes
+    steps = (low + (high - low) * n // _MENU for n in range(1, _MENU + 1))
+    picked = {bisect_right(choices, step, key=lambda choice: choice.held_bytes) - 1 for step in steps}
+    return [choices[index] for index in sorted(picked)]
+
+
+def _choice(problem: BlockProblem, words: Sequence[str]) -> Choice:
+    keep = sum(1 << k for k, word in enumerate(words) if word == "save")
+    skip = sum(1 << k for k, word in enumerate(words) if word == "skip")
+    return problem.choice(solver.Point(0, 0.0, keep, skip))

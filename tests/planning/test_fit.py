@@ -1,0 +1,172 @@
+"""`fit`: the best configuration is found, runs, and takes what was predicted; wrong questions are refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from nemo_like import parallelize
+from nemo_like.cli import main
+from nemo_like.options import Precision
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.fit import fit
+from nemo_like.planning.fit.fitting import make_search
+from nemo_like.planning.fit.layouts import Layout, Room, layouts
+from nemo_like.planning.fit.question import Question, read_pins
+from tests_distributed.allocated import step_peak_bytes
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+KEYS = {
+    "dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "schedule", "micro_batch", "grad_accum", "ac", "loss", "offload",
+    "precision", "optimizer", "peak_bytes", "reserved_bytes", "parts", "step_seconds", "tokens_per_second_per_gpu", "mfu",
+    "fits", "call",
+}  # fmt: skip
+
+
+def _model(layers=3):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=48, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=512, max_position_embeddings=64, use_cache=False,
+        )
+    ).train()  # fmt: skip
+
+
+def _measured(model, candidate, seq_len=64):
+    """The peak of steps as the candidate has them."""
+    torch.manual_seed(0)
+    model = parallelize(model, device="cpu", **candidate.kwargs())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(512, (candidate.layout.micro_batch, seq_len))
+    kept = []
+
+    def step():
+        for _ in range(candidate.layout.grad_accum):
+            out = model(input_ids=ids, labels=ids)
+            kept[:] = [out]
+            out.loss.backward()
+        del out
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    return step_peak_bytes(model, optimizer, step, lambda: kept)
+
+
+FREE, PINNED = {"micro_batch": [4, 8], "offload": "none"}, {"loss": "model", "ac": "full", "micro_batch": 4}
+
+
+@pytest.mark.parametrize("pins", [FREE, PINNED])
+def test_the_best_runs_and_peaks_as_predicted(pins):
+    free = fit(_model(), gpus=1, gpu="cpu", seq_len=64, global_batch=8, ac="none", loss="model", micro_batch=8)
+    limit = free.best.peak_bytes * 6 // 10
+    report = fit(_model(), gpus=1, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins)
+    best = report.best
+    assert best.fits and best.peak_bytes <= limit and best.layout.sequences == 8
+    measured = _measured(_model(), best)
+    assert abs(best.peak_bytes - measured) <= 0.01 * measured
+
+
+def test_the_json_has_the_keys_of_the_contract(tmp_path, capsys):
+    out = tmp_path / "fit.json"
+    asked = "--model llama-tiny --gpus 2 --gpu cpu --seq-len 64 --global-batch 4 --offload none"
+    assert main(["fit", *asked.split(), "--json", str(out), "--explain", "1"]) == 0
+    said = json.loads(out.read_text())
+    assert said["candidates"] and all(entry.keys() >= KEYS for entry in said["candidates"])
+    best = said["candidates"][0]
+    assert best["fits"] and best["peak_bytes"] == sum(best["parts"].values())
+    assert best["step_seconds"] == pytest.approx(sum(best["seconds"].values()))
+    rates = [entry["tokens_per_second_per_gpu"] for entry in said["candidates"]]
+    assert rates == sorted(rates, reverse=True)
+    assert best["call"] in capsys.readouterr().out
+
+
+def test_an_impossible_wish_ends_with_1_and_says_what_needs_least(capsys):
+    asked = "--model llama3-70b --gpus 1 --gpu rtx-4090 --seq-len 512 --micro-batch 1 --offload none"
+    assert main(["fit", *asked.split()]) == 1
+    said = capsys.readouterr().err
+    assert "Nothing fits" in said and "rtx-4090" in said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "limit", "pins"),
+    [
+        (1, 4 << 20, {"micro_batch": [1, 4]}),
+        (2, 3 << 20, {"micro_batch": 4, "tp": [1, 2], "offload": "none"}),
+        (2, 1 << 40, {"micro_batch": [2, 8], "cp": [1, 2], "ac": ["none", "full"]}),
+        (2, 2 << 20, {"micro_batch": [1, 8], "cp": [1, 2], "ac": ["none", "full", "selective"], "loss": "chunked"}),
+    ],
+)
+def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
+    model = _model(2)
+    question = Question(
+        gpus=gpus, device=resolve_device("cpu"), seq_len=64, limit=limit, global_batch=8, pins=read_pins(pins)
+    )
+    everything = make_search(model, question)[0].brute_force(1)
+    search = make_search(model, question)[0]
+    found = search.run(1)
+    assert [c.layout for c in found.best] == [c.layout for c in everything.best]
+    if found.best:
+        assert found.best[0].step_seconds <= everything.best[0].step_seconds
+        assert found.best[0].tokens_per_second_per_gpu >= everything.best[0].tokens_per_second_per_gpu
+
+
+def test_layouts_are_all_those_that_use_every_gpu_and_the_global_batch():
+    room = Room(gpus=8, seq_len=64, global_batch=16, layers=4, tensor_sizes=(1, 2, 4, 8), stages=False)
+    found, rejected = layouts(room)
+    assert len(found) == len(set(found)) and all(layout.gpus == 8 for layout in found)
+    assert all(layout.sequences == 16 for layout in found)
+    assert Layout(1, 8, micro_batch=2) in found and Layout(2, 2, tp=2, micro_batch=4) in found
+    assert not any(layout.dp_replicate > 1 and layout.dp_shard == 1 for layout in found) and not rejected
+
+
+def test_layouts_of_stages_and_experts_keep_to_what_can_run():
+    room = Room(gpus=8, seq_len=4096, global_batch=16, layers=4, experts=4, tensor_sizes=(1, 2))
+    found, rejected = layouts(room)
+    assert all(layout.grad_accum >= layout.pp for layout in found if layout.pp > 1)
+    # Two stages on each of four ranks are more than four layers.
+    assert {layout.schedule for layout in found if layout.pp == 4} == {"1f1b"}
+    assert not any(layout.ep > 1 and layout.tp > 1 for layout in found)
+    assert rejected["cp beside pp is not built"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpus": 0}, "gpus is 0"),
+        ({"gpus": 8, "tp": 3}, "gpus is 8, and tp 3 is 3"),
+        ({"gpus": 8, "dp_shard": 2, "dp_replicate": 1, "tp": 2, "cp": 1, "pp": 1}, "all five together"),
+        ({"gpus": 8, "global_batch": 9, "dp_shard": 8}, "global_batch is 9"),
+        ({"gpus": 8, "gpu": "h1000"}, "h1000"),
+        ({"gpus": 8, "ep": 2, "tp": 2}, "ep is 2 beside tp 2"),
+        ({"gpus": 8, "cp": 2, "pp": 2}, "cp is 2 beside pp 2"),
+        ({"gpus": 8, "ac": "fulll"}, "Did you mean 'full'"),
+        ({"gpus": 8, "tpp": 2}, "Did you mean 'tp'"),
+        ({"gpus": 8, "memory": "40 apples"}, "40 apples"),
+        ({"gpus": 8, "memory": 0}, "memory is 0"),
+        ({"gpus": 8, "seq_len": 1}, "seq_len is 1"),
+        ({"gpus": 8, "schedule": "1f1b", "pp": 1}, "schedule is '1f1b' and pp is 1"),
+    ],
+)
+def test_wrong_questions_are_refused(asked, message):
+    with pytest.raises(ValueError, match=message):
+        fit(_model(), **({"gpu": "cpu"} | asked))
+
+
+def test_a_wrong_kind_of_value_is_refused():
+    with pytest.raises(TypeError, match="tp is '2'"):
+        fit(_model(), gpus=2, gpu="cpu", tp="2")
+
+
+def test_kwargs_and_the_printed_call_say_the_same():
+    report = fit(_model(), gpus=4, gpu="cpu", seq_len=64, precision="bf16", tp=2, ac="full", loss="chunked")
+    best = report.best
+    assert best.kwargs()["tp"] == 2 and best.kwargs()["precision"] == Precision("bf16")
+    assert "tp=2" in best.call() and "ac='full'" in best.call() and "precision='bf16'" in best.call()

@@ -1,0 +1,62 @@
+"""What `fit` recommends for several ranks runs on them, and peaks as predicted; all ranks get one report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_like import parallelize
+from nemo_like.planning.fit import fit
+from tests_distributed.allocated import step_peak_bytes
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+
+def _model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=48, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=512, max_position_embeddings=64, use_cache=False,
+        )
+    ).train()  # fmt: skip
+
+
+def _run(rank, world_size, limit, pins):
+    best = fit(_model(), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins).best
+    model = parallelize(_model(), device="cpu", **best.kwargs())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(512, (best.layout.micro_batch, 64))
+    kept = []
+
+    def step():
+        for _ in range(best.layout.grad_accum):
+            out = model(input_ids=ids, labels=ids)
+            kept[:] = [out]
+            out.loss.backward()
+        del out
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    return best.call(), best.peak_bytes, step_peak_bytes(model, optimizer, step, lambda: kept)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"ac": "plan", "micro_batch": 4, "offload": "none", "cp": 1, "tp": 1},
+        {"ac": "full", "cp": 2, "micro_batch": 4, "offload": "none", "loss": "model"},
+    ],
+)
+def test_the_best_for_two_ranks_runs_and_peaks_as_predicted(pins):
+    found = run_ranks(2, _run, 3 << 20, pins, timeout=280)
+    assert len({call for call, _, _ in found}) == 1
+    for call, predicted, measured in found:
+        assert predicted <= 3 << 20
+        assert abs(predicted - measured) <= 0.01 * measured, (call, predicted, measured)
