@@ -250,7 +250,7 @@ def parallelize(
     # Also for a stage without experts: making process groups takes every rank.
     expert_mesh = None if shard_mesh is None or expert.size == 1 else make_expert_mesh(shard_mesh, expert.size)
     if expert_mesh is not None:
-        split_experts(experts, expert_mesh)
+        experts = split_experts(model, experts, expert_mesh)
         specs = keep_routing(specs, [found.fqn for found in experts])
     apply_specs(model, specs, compile=backend is not None)
     if in_chunks is not None:

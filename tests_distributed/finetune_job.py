@@ -65,14 +65,28 @@ def write_lines(path: Path, samples: list[Any]) -> Path:
     return path
 
 
-def run_main(rank: int, world_size: int, arguments: list[str]) -> int:
-    """The job on one rank; its exit code."""
-    return main(arguments)
+def read_samples(path: Path, tokenizer: Any, seq_len: int = 64, skip_bad: bool = False) -> Any:
+    """The usable samples of a file, looked through by this process alone."""
+    import torch
+
+    from nemo_like.recipes.agree import Ranks
+    from nemo_like.recipes.encode import Encoder
+    from nemo_like.recipes.sample_data import look_through
+    from nemo_like.recipes.sample_files import open_samples
+
+    alone = Ranks(0, 1, torch.device("cpu"))
+    return look_through(
+        "--data", open_samples("--data", str(path)), Encoder(tokenizer, seq_len), alone, skip_bad=skip_bad
+    )
+
+
+def _must_end_well(rank: int, world_size: int, arguments: list[str]) -> None:
+    code = main(arguments)
+    assert code == 0, f"rank {rank} ended with code {code}"
 
 
 def run_finetune(world_size: int, arguments: list[str], summary: Path) -> dict[str, Any]:
     """The job on all ranks, which must end well; what it wrote to `summary`."""
-    codes = run_ranks(world_size, run_main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
-    assert codes == [0] * world_size
+    run_ranks(world_size, _must_end_well, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
     found: dict[str, Any] = json.loads(summary.read_text())
     return found

@@ -70,6 +70,8 @@ PRELOAD = (
     "torch.optim",
     "nemo_like",
     "transformers.models.llama.modeling_llama",
+    "peft",
+    "nemo_like.recipes.finetune",
 )
 
 

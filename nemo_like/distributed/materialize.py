@@ -14,8 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed import launch
+from nemo_like.distributed.expert_parallel.list_state import list_pieces
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
-from nemo_like.distributed.sources import CheckpointUnreadableError, LayeredSource, Source, check_names, open_source
+from nemo_like.distributed.sources import (
+    CheckpointUnreadableError,
+    LayeredSource,
+    ListedSource,
+    Source,
+    check_names,
+    open_source,
+)
 from nemo_like.torch_compat import ActivationWrapper, wrapped_module
 
 InitFn = Callable[[nn.Module], Any]
@@ -69,7 +77,11 @@ def materialize(
         compute = launch.local_device(_device_type(slots))
         place = torch.device("cpu") if hasattr(model, CPU_OFFLOAD_MARK) else compute
         chosen = state_dict if state_dict is not None else checkpoint
-        source = None if chosen is None else open_source(chosen)
+        pieces = list_pieces(model)
+        apart = {name for slot in slots for name in slot.names}.union(*pieces.values())
+        source = None if chosen is None else open_source(chosen, apart)
+        if source is not None and pieces:
+            source = ListedSource(source, pieces)
         if source is not None:
             check_names(slots, source, strict)
         left = {id(s.tensor) for s in slots if s.tensor.is_meta and not (source is not None and s.saved)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,7 +75,8 @@ class SafetensorsSource:
     Files have most mixtures of experts expert by expert (`fused_names`); here they have the names and shapes of the model.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, apart: Collection[str] = ()) -> None:
+        """apart: names that the model has as the files do, and that are not to be fused."""
         self.label = str(path)
         self._open = require("safetensors", "hf", "to read safetensors files").safe_open
         self._file_of: dict[str, Path] = {}
@@ -92,7 +93,7 @@ class SafetensorsSource:
                 for name in opened.keys():  # noqa: SIM118  (a safe_open is no mapping)
                     self._file_of[name] = file
                     shapes[name] = torch.Size(opened.get_slice(name).get_shape())
-        self._fused = fused_weights(shapes)
+        self._fused = fused_weights({name: shape for name, shape in shapes.items() if name not in apart})
         pieces = pieces_of(self._fused.values())
         self._stored = {in_the_model(name) if self._fused else name: name for name in shapes if name not in pieces}
         self.shapes = {name: shapes[stored] for name, stored in self._stored.items()}
@@ -181,8 +182,42 @@ class LayeredSource:
             source.fill(wanted)
 
 
-def open_source(checkpoint: Mapping[str, Any] | str | os.PathLike[str] | LayeredSource) -> Source:
+class ListedSource:
+    """Another source, which has experts one by one, for a model that has them stacked: each rank reads its own."""
+
+    def __init__(self, source: Source, pieces: Mapping[str, Sequence[str]]) -> None:
+        """pieces: name of a stack → the names of its experts' weights, in order."""
+        self.label, self._source = source.label, source
+        self._pieces = {name: own for name, own in pieces.items() if all(one in source.shapes for one in own)}
+        single = {one for own in self._pieces.values() for one in own}
+        self.shapes = {name: shape for name, shape in source.shapes.items() if name not in single}
+        for name, own in self._pieces.items():
+            self.shapes[name] = torch.Size((len(own), *source.shapes[own[0]]))
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._pieces:
+            return self._source.get(name)
+        return torch.stack([self._source.get(one) for one in self._pieces[name]])
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        self._source.fill({name: target for name, target in targets.items() if name not in self._pieces})
+        for name, target in targets.items():
+            if name not in self._pieces:
+                continue
+            rows = own_experts(target)
+            if rows is None:
+                copy_whole(target, self.get(name))
+            else:
+                assert isinstance(target, DTensor)
+                copy_own_experts(target, torch.stack([self._source.get(one) for one in self._pieces[name][rows]]))
+
+
+def open_source(
+    checkpoint: Mapping[str, Any] | str | os.PathLike[str] | LayeredSource, apart: Collection[str] = ()
+) -> Source:
     """A state dict, a path to a DCP folder, a folder or file of safetensors, or a file of ``torch.save``.
+
+    apart: names of experts' weights that the model has one by one, as the files of safetensors do.
 
     Raises:
         CheckpointUnreadableError: nothing is there, or what is there cannot be read.
@@ -199,11 +234,11 @@ def open_source(checkpoint: Mapping[str, Any] | str | os.PathLike[str] | Layered
             if (path / ".metadata").exists():
                 return DCPSource(path)
             if any(path.glob("*.safetensors")):
-                return SafetensorsSource(path)
+                return SafetensorsSource(path, apart)
             inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
             raise FileNotFoundError(f"it has neither .metadata nor *.safetensors, but {inside}")
         if path.suffix == ".safetensors":
-            return SafetensorsSource(path)
+            return SafetensorsSource(path, apart)
         return StateDictSource(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
     except ImportError:
         raise

@@ -23,7 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.distributed import launch
-from nemo_like.distributed.slots import Slot, copy_whole, find_slots, show_shards
+from nemo_like.distributed.expert_parallel.list_state import (
+    Pieces,
+    list_pieces,
+    optimizer_apart,
+    optimizer_together,
+    own_views,
+)
+from nemo_like.distributed.slots import Slot, bare_name, copy_whole, find_slots, show_shards
 from nemo_like.distributed.sources import StateDictSource, check_names
 
 
@@ -36,6 +43,7 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
             collective then. False: this rank's own tensors (DTensors where sharded), not copies.
     """
     state: dict[str, Tensor] = {}
+    pieces = list_pieces(model)
     for slot in _saved_slots(model):
         tensor = slot.tensor.detach()
         if full:
@@ -43,7 +51,11 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
             if launch.rank() != 0:
                 continue
             tensor = whole.to("cpu", copy=True)
-        state |= dict.fromkeys(slot.names, tensor)
+        if slot.name not in pieces:
+            state |= dict.fromkeys(slot.names, tensor)
+            continue
+        own = pieces[slot.name]  # on a rank without the others' experts, without their names
+        state |= {own[number]: view for number, view in own_views(tensor).items()}
     return state
 
 
@@ -59,7 +71,11 @@ def set_model_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bo
     Raises:
         ValueError: names missing or unknown, shapes different; nothing has been copied then.
     """
-    slots = _saved_slots(model)
+    pieces = list_pieces(model)
+    slots = [own for slot in _saved_slots(model) for own in _by_expert(slot, pieces)]
+    here = {name for slot in slots for name in slot.names}
+    elsewhere = {name for owned in pieces.values() for name in owned} - here
+    state = {name: value for name, value in state.items() if name not in elsewhere}
     source = StateDictSource(state)
     check_names(slots, source, strict)
     for slot in slots:
@@ -77,7 +93,8 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
     Args:
         full: whole copies in host memory, on rank 0 only. False: sharded as the parameters are.
     """
-    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=full, cpu_offload=full))
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+    return optimizer_apart(get_optimizer_state_dict(model, optimizer, options=options), list_pieces(model))
 
 
 def set_optimizer_state(
@@ -89,6 +106,11 @@ def set_optimizer_state(
         full: `state` is whole, on rank 0 (what the other ranks pass is not looked at). False: sharded as here.
     """
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full and launch.world_size() > 1)
+    pieces = list_pieces(model)
+    if pieces:
+        show_shards(model)
+        stacked = {bare_name(name): p for name, p in model.named_parameters() if bare_name(name) in pieces}
+        state = optimizer_together(state, pieces, stacked)
     set_optimizer_state_dict(model, optimizer, dict(state), options=options)
 
 
@@ -114,6 +136,13 @@ def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             "state_dict=state) on rank 0."
         )
     return save(*args, **kwargs)
+
+
+def _by_expert(slot: Slot, pieces: Pieces) -> list[Slot]:
+    """`slot`, or where it is a stack of experts one for each that this rank has some of."""
+    if slot.name not in pieces:
+        return [slot]
+    return [Slot(view, names=[pieces[slot.name][number]]) for number, view in own_views(slot.tensor.detach()).items()]
 
 
 def _saved_slots(model: nn.Module) -> list[Slot]:

@@ -13,6 +13,7 @@ or, without a class of your own, ``Trainer(model, args, callbacks=[Checkpointing
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
 from nemo_like.extras import require
 from nemo_like.integrations.accelerate import accelerate_settings
+from nemo_like.integrations.trl import takes_log_probs_in_chunks
+from nemo_like.log import say_once
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss, ContextParallel
 from nemo_like.parallelizer import apply_activation_checkpointing
@@ -110,6 +113,11 @@ def checkpoint_for_trainer(
     in_chunks = ChunkedLoss.of(loss)
     if in_chunks is not None:
         refuse_a_loss_of_whole_logits(args)
+        if takes_log_probs_in_chunks(model):
+            say_once(
+                "loss='chunked' was asked for; TRL's trainer takes log-probabilities in chunks already: left to it."
+            )
+            in_chunks, loss = None, "model"
     if ac is None or ac is False or (isinstance(ac, str) and ac.strip().lower() == "none"):
         return model if in_chunks is None else chunk_model_loss(model, in_chunks)
     refuse_two_kinds_of_checkpointing(args)
@@ -283,7 +291,8 @@ def first_batch(trainer: Any) -> dict[str, Any]:
     """One training batch of `trainer`, as the model gets it. Leaves the random states as they were.
 
     Raises:
-        ValueError: the training set is a stream, of which a sample would be lost.
+        ValueError: the training set is a stream, of which a sample would be lost; or its batches are not what the model
+            gets.
     """
     if isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
         raise ValueError(
@@ -294,4 +303,9 @@ def first_batch(trainer: Any) -> dict[str, Any]:
     with torch.random.fork_rng():
         batch = next(iter(trainer.get_train_dataloader()))
     random.setstate(python_state)
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"A memory budget needs what the model is called with, and a batch of {type(trainer).__name__} is a "
+            f"{type(batch).__name__}, of which it makes that later. Pass ac_sample_input= to the trainer."
+        )
     return dict(batch)

@@ -13,7 +13,7 @@ from nemo_like.options.words import did_you_mean, normalise, parse_dtype
 
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
-EXPERT_CALLS: tuple[str, ...] = ("routed", "every")
+EXPERT_CALLS: tuple[str, ...] = ("routed", "every", "each")
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,8 @@ class ExpertParallel:
     plan: Mapping[str, str] | None = None
     """Name pattern of the modules that hold experts, in weights of ``(experts, ..., ...)``, to how they are called:
     ``routed`` (tokens (N, D), chosen experts (N, k), their weights (N, k)) or ``every`` (rows of all experts one after the
-    other). None: the plan of the model's config, else by structure."""
+    other), or ``each`` (a list of modules, each called with its rows). None: the plan of the model's config, else by
+    structure."""
     imbalance: float | None = None
     """What a memory budget counts with: rows of the fullest rank's experts, as a multiple of those of a balanced router.
     From 1 (balanced) to `size` (one rank gets all rows); None: 1.5, since a new router is unbalanced."""
@@ -214,7 +215,9 @@ class ExpertParallel:
         if self.plan is None:
             return
         if not isinstance(self.plan, Mapping) or not self.plan:
-            raise TypeError(f"ExpertParallel.plan is {self.plan!r}; it must map name patterns to 'routed' or 'every'.")
+            raise TypeError(
+                f"ExpertParallel.plan is {self.plan!r}; it must map name patterns to 'routed', 'every' or 'each'."
+            )
         for pattern, call in self.plan.items():
             if call not in EXPERT_CALLS:
                 raise ValueError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.expert_parallel import Experts, find_experts
+from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
 from nemo_like.distributed.expert_parallel.split_experts import SplitExperts
 
@@ -51,6 +52,11 @@ def expert_twin(
     found = find_experts(model, plan)
     if not found:
         raise ValueError(f"ep is {ep}, and no experts were found in this {type(model).__name__}: use ep=1.")
+    if listed := next((experts.fqn for experts in found if experts.call == EACH), None):
+        raise ValueError(
+            f"ep is {ep}, and {listed!r} is a list of experts, whose block decides in Python how many rows each gets: no "
+            "plan can be made. Use a mode (ac='full', 'selective'), or stack the weights of the list."
+        )
     split = {id(experts.module): experts for experts in found}
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for module in model.modules():

@@ -96,6 +96,8 @@ class Encoder:
         """The conversation as text, and where in it the assistant's answers are."""
 
         def render(up_to: int, prompt: bool = False) -> str:
+            if not up_to:  # templates refuse an empty conversation
+                return ""
             return str(
                 self.tokenizer.apply_chat_template(
                     messages[:up_to], tokenize=False, add_generation_prompt=prompt, **tools

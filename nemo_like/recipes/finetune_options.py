@@ -52,6 +52,13 @@ class FinetuneOptions(RunOptions):
     merge: bool = option(False, "with --lora: write the whole model with the adapters added to its weights, too", bool)
     epochs: float = option(1.0, "passes over the data, where --steps is 0", float)
 
+    sample: str | None = option(None, "a prompt to continue every --sample-every steps, printed and logged")
+    sample_every: int = option(50, "steps between samples; 0: only after the last step", int)
+    sample_tokens: int = option(48, "most tokens of a sample", int)
+    tensorboard: bool = option(False, "log for TensorBoard, too, in --output", bool)
+    wandb: str | None = option(None, "log to this project of Weights & Biases, too")
+    plot: bool = option(False, "draw loss and memory at the end, to plot.png in --output", bool)
+
     # Other defaults than pretraining's.
     steps: int = option(0, "steps of the whole run, those before a resume included; 0: as many as --epochs take", int)
     precision: str = option(
@@ -70,15 +77,16 @@ class FinetuneOptions(RunOptions):
 
     @property
     def least(self) -> Mapping[str, float]:
-        return {**super().least, "steps": 0, "lora_rank": 1, "lora_alpha": 0, "lora_dropout": 0, "epochs": 0}
+        at_least_0 = ("steps", "epochs", "sample_every", "lora_alpha", "lora_dropout")
+        return {**super().least, **dict.fromkeys(at_least_0, 0), **dict.fromkeys(("lora_rank", "sample_tokens"), 1)}
 
     def __post_init__(self) -> None:
         for name in ("model", "data"):
             if not getattr(self, name):
                 raise ValueError(f"{flag(name)} is needed: --model DIR --data FILE.jsonl.")
-        super().__post_init__()
         if self.checkpoint_dir is None:
             object.__setattr__(self, "checkpoint_dir", str(Path(self.output) / "checkpoints"))
+        super().__post_init__()
         if self.steps == 0 and self.epochs == 0:
             raise ValueError("--steps and --epochs are both 0: nothing would be trained.")
         if self.lora and self.train is not None:

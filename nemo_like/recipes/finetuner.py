@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.extras import require
 from nemo_like.options import FSDP2, Precision, StepSpec, parse_dtype
 from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.agree import Ranks
@@ -19,8 +19,10 @@ from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
 from nemo_like.recipes.finetune_options import FinetuneOptions
 from nemo_like.recipes.job import TrainingJob, seed_all, synced_only_if
 from nemo_like.recipes.loss import MeanLoss, check_own_loss, planned_loss
-from nemo_like.recipes.progress import Progress
+from nemo_like.recipes.progress import Progress, memory
 from nemo_like.recipes.result import merge_adapter, save_adapter, save_model
+from nemo_like.recipes.run_log import RunLog, plot_log
+from nemo_like.recipes.run_options import config_text
 from nemo_like.recipes.run_state import about_run, gather_state, make_optimizer
 from nemo_like.recipes.sample_data import SampleSet, TrainingRows, hold_out, look_through
 from nemo_like.recipes.sample_files import open_samples
@@ -40,7 +42,7 @@ class FineTuner(TrainingJob):
 
     def __init__(self, options: FinetuneOptions, ranks: Ranks):
         with ranks.together("looking at the folders"):
-            check_output(options)
+            check_output(options, ranks.rank)
             self.source = find_model(options)
             self.tokenizer = load_tokenizer(
                 options.tokenizer or options.model, trust_remote_code=options.trust_remote_code
@@ -64,6 +66,16 @@ class FineTuner(TrainingJob):
         self._loss = MeanLoss(options.loss == "chunked")
         self._begin()
         self._try_largest_step()
+        self._logged = 0
+        with ranks.together("opening the log"):
+            self.run_log = RunLog(
+                Path(options.output), self.step, active=ranks.rank == 0, tensorboard=options.tensorboard,
+                wandb=options.wandb, options=dataclasses.asdict(options),
+            )  # fmt: skip
+            if options.plot:
+                require("matplotlib", "plot", "for --plot")
+            if ranks.rank == 0:
+                (Path(options.output) / "options.yaml").write_text(config_text(options), encoding="utf-8")
 
     # ------------------------------------------------------------------------------------------------------- the steps
 
@@ -115,6 +127,21 @@ class FineTuner(TrainingJob):
             self.store.best = int(best["step"])
         return True
 
+    def _after_step(self, progress: Progress, *, report: bool, loss: float | None) -> None:
+        options, step = self.options, self.step
+        for number, found in enumerate(self.log.losses[self._logged :], self.first_step + self._logged + 1):
+            self.run_log.add(number, loss=found, learning_rate=self.schedule.at(number - 1))
+        self._logged = len(self.log.losses)
+        if report:
+            self.run_log.add(step, tokens_per_second=self.tokens_per_second, **memory(self.ranks.device))
+        if loss is not None:
+            self.run_log.add(step, eval_loss=loss)
+        turn = step == options.steps or (options.sample_every > 0 and step % options.sample_every == 0)
+        if options.sample is not None and turn and not self.interrupted:
+            text = continue_prompt(self.model, self.tokenizer, options.sample, options.sample_tokens, self.ranks.device)
+            self.run_log.add(step, sample=text)
+            progress.say(f"step {step}: {options.sample!r} -> {text!r}")
+
     # ----------------------------------------------------------------------------------------- beginning and checkpoints
 
     def facts(self) -> dict[str, Any]:
@@ -138,6 +165,7 @@ class FineTuner(TrainingJob):
         progress.say(f"data: {len(samples):,} samples to train on{packed}, {held_out} held out; {options.steps} steps")
         rows, width = self.largest_step
         progress.say(f"the largest step of a rank, {rows} x {width} tokens, fits")
+        progress.say(f"options ({options.output}/options.yaml):\n{config_text(options).rstrip()}")
 
     def _state(self) -> dict[str, Any]:
         return gather_state(self.model, self.optimizer, frozen=False)
@@ -163,6 +191,9 @@ class FineTuner(TrainingJob):
         """Write what was trained to ``--output``. A collective."""
         options, ranks = self.options, self.ranks
         output = Path(options.output)
+        self.run_log.close()
+        if options.plot and ranks.rank == 0:
+            plot_log(self.run_log.path, output / "plot.png")
         best = self.about.get("best")
         if options.export == "best" and best is not None and best["step"] != self.step and self.store is not None:
             self.store.load_step(int(best["step"]), self._state())
@@ -175,7 +206,7 @@ class FineTuner(TrainingJob):
         save_model(self.model, output / "model", ranks, self.tokenizer, stored)
 
 
-def check_output(options: FinetuneOptions) -> None:
+def check_output(options: FinetuneOptions, rank: int) -> None:
     """Make the folder ``--output``.
 
     Raises:
@@ -184,7 +215,7 @@ def check_output(options: FinetuneOptions) -> None:
     output = Path(options.output)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        probe = output / ".writable"
+        probe = output / f".writable-{rank}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
@@ -209,6 +240,24 @@ def mean_loss(model: nn.Module, samples: SampleSet, ranks: Ranks, size: int, mea
             total += losses.double().sum().cpu() if mine else 0.0
     model.train()
     return float(ranks.sum(total)) / sum(samples.targets)
+
+
+@torch.no_grad()
+def continue_prompt(model: nn.Module, tokenizer: Any, prompt: str, most: int, device: torch.device) -> str:
+    """Up to `most` tokens after `prompt`, the likeliest each time. A collective where the model is sharded.
+
+    Without a cache of keys and values, by whole forwards: sharded models have no other way in but their own forward.
+    """
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
+    begin = ids.shape[1]
+    model.eval()
+    for _ in range(most):
+        token = model(ids).logits[:, -1:].argmax(-1)
+        if int(token) == tokenizer.eos_token_id:
+            break
+        ids = torch.cat([ids, token], 1)
+    model.train()
+    return str(tokenizer.decode(ids[0, begin:], skip_special_tokens=True))
 
 
 def _samples(options: FinetuneOptions, tokenizer: Any, ranks: Ranks) -> tuple[TrainingRows, SampleSet | None]:
@@ -267,8 +316,3 @@ def _planned_input(rows: int, width: int, loss: str) -> Any:
     """The shapes of a microbatch, as the model is called with it."""
     ids = torch.zeros(rows, width, dtype=torch.int64)
     return ids if loss == "model" else {"input_ids": ids, "labels": ids, "shift_labels": ids}
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a run's ``log.jsonl``."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -41,6 +41,14 @@ def memory_peak(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes
 
 
+def memory(device: torch.device) -> dict[str, int]:
+    """Bytes on this rank, for a log: in use, the most so far, and what the caching allocator has reserved at most."""
+    found = {"memory_bytes": memory_used(device), "peak_bytes": memory_peak(device)}
+    if device.type == "cuda":
+        found["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+    return found
+
+
 class Progress:
     """A context manager that shows steps, loss, speed and memory on rank 0, and nothing on the others."""
 

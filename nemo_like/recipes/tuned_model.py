@@ -86,6 +86,7 @@ def build_on_meta(source: ModelSource, options: FinetuneOptions) -> nn.Module:
 def _with_adapters(model: nn.Module, options: FinetuneOptions) -> nn.Module:
     peft = require("peft", "finetune", "for --lora")
     targets: Any = options.lora_targets
+    setattr(model, "name_or_path", options.model)  # noqa: B010 - peft writes it beside the adapters
     if targets != "all-linear":
         targets = [name.strip() for name in targets.split(",") if name.strip()]
     config = peft.LoraConfig(

@@ -9,15 +9,16 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts, check_list
 from nemo_like.module_tree import bare_modules, glob_to_regex
 
-ROUTED, EVERY = "routed", "every"
+ROUTED, EVERY, EACH = "routed", "every", "each"
 _DISPATCHED = "ep_dispatch_experts"  # what plans of transformers call a module that is called with the routing
 
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """One module that holds all experts of a layer in fused weights, (experts, ..., ...) each."""
+    """One module that holds all experts of a layer in fused weights, (experts, ..., ...) each, or a list of modules."""
 
     fqn: str
     module: nn.Module
@@ -25,7 +26,8 @@ class Experts:
     """Experts in all."""
     call: str
     """``routed``: called with tokens (N, D), chosen experts (N, k) and their weights (N, k), returns (N, D). ``every``:
-    called with the rows of every expert one after the other, (experts * N, D), returns as many (Llama 4)."""
+    called with the rows of every expert one after the other, (experts * N, D), returns as many (Llama 4). ``each``: a list
+    of modules, each called with its rows."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -40,7 +42,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
         model: with or without wrappers; on any device.
         plan: name pattern (``*`` within one dotted segment) of modules to how they are called (`Experts.call`). None:
             the expert plan of the model's transformers config; without one, modules are found by structure: fused weights
-            of three dimensions, and no weight of their own that is not fused.
+            of three dimensions, and no weight of their own that is not fused; and lists of modules called ``experts``.
 
     Raises:
         ValueError: a pattern of the caller's that matches nothing, or a module without fused weights.
@@ -67,31 +69,42 @@ def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
                 f"ExpertParallel.plan has {pattern!r}, which matches no module of this {type(model).__name__}."
             )
         for name, module in named:
+            if call == EACH:
+                yield _listed(name, module)
+                continue
             if not _fused(module):
                 raise ValueError(
                     f"ExpertParallel.plan names {name!r}, a {type(module).__name__}, whose own parameters are not fused "
-                    "weights: each must have the experts as its first dim, as many in all of them. Stack the weights of a "
-                    "list of experts into one parameter each."
+                    "weights: each must have the experts as its first dim, as many in all of them. For a list of experts, "
+                    "say 'each'."
                 )
             yield _experts(name, module, call)
 
 
 def _by_structure(model: nn.Module) -> Iterator[Experts]:
     for name, module in bare_modules(model):
+        if isinstance(module, StackedExperts) or _is_list(name, module):
+            yield _listed(name, module)
+            continue
         weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
         if _fused(module) and len(weights) > 1 and (call := _call_of(module)) is not None:
             yield _experts(name, module, call)
 
 
-def unsplit_lists(model: nn.Module) -> list[str]:
-    """Names of lists of experts: modules of one class called ``experts``, one for each."""
-    return [
-        name
-        for name, module in bare_modules(model)
-        if isinstance(module, nn.ModuleList | nn.ModuleDict)
-        and name.rpartition(".")[2] == "experts"
-        and len(module) > 1
-    ]
+def _is_list(name: str, module: nn.Module) -> bool:
+    """Whether `module` is a list of experts by its name."""
+    return (
+        isinstance(module, nn.ModuleList | nn.ModuleDict) and name.rpartition(".")[2] == "experts" and len(module) > 1
+    )
+
+
+def _listed(name: str, module: nn.Module) -> Experts:
+    if isinstance(module, StackedExperts):
+        return Experts(name, module, len(module), EACH)
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not len(module):
+        raise ValueError(f"ExpertParallel.plan says 'each' for {name!r}, a {type(module).__name__}: it must be a list.")
+    check_list(name, module)
+    return Experts(name, module, len(module), EACH)
 
 
 def _fused(module: nn.Module) -> bool:

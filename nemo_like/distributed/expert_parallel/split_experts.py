@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nemo_like.distributed.expert_parallel.exchange import exchange_rows, group_key, route
+from nemo_like.distributed.expert_parallel.expert_lists import BlockOfList, StackedExperts
 from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, check_expert_ranks
-from nemo_like.distributed.expert_parallel.find_experts import EVERY, Experts, find_experts, unsplit_lists
+from nemo_like.distributed.expert_parallel.find_experts import EACH, EVERY, Experts, find_experts
 from nemo_like.distributed.expert_parallel.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.module_tree import bare_modules, glob_to_regex
@@ -31,16 +32,9 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
     stage = axis_size(root_mesh(mesh), "pp") > 1  # others may have the layers with experts
     found = () if stage and not _has_any(model, parallel) else find_experts(model, parallel.plan)
     if not found and not stage:
-        lists = unsplit_lists(model)
         raise ValueError(
-            f"ep is {parallel.size}, and no experts were found in this {type(model).__name__}"
-            + (
-                f": {lists[0]!r} is a list of modules, which is called expert by expert. Stack their weights into one "
-                "parameter of three dims each, in a module that is called with the routing"
-                if lists
-                else ". Name the modules that hold them: ExpertParallel(size, plan={'layers.*.experts': 'routed'})"
-            )
-            + ", or use ep=1."
+            f"ep is {parallel.size}, and no experts were found in this {type(model).__name__}. Name the modules that hold "
+            "them: ExpertParallel(size, plan={'layers.*.experts': 'routed'}), or use ep=1."
         )
     for experts in found:
         if experts.count % parallel.size:
@@ -69,12 +63,14 @@ def _has_any(model: nn.Module, parallel: ExpertParallel) -> bool:
     return any(regex.fullmatch(name) for name, _ in bare_modules(model) for regex in regexes)
 
 
-def split_experts(found: Sequence[Experts], mesh: ExpertMesh) -> None:
-    """Keep this rank's part of each module's weights, and let its forward exchange tokens. In place.
+def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) -> tuple[Experts, ...]:
+    """Keep this rank's part of each module's weights, and let its forward exchange tokens. In place; returns what holds
+    them now: `StackedExperts` in the place of lists.
 
     The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there.
     """
     tp = mesh.dense["tp"] if axis_size(mesh.dense, "tp") > 1 else None
+    found = stack_lists(model, found)
     for experts in found:
         module = experts.module
         for name in experts.parameters:
@@ -86,6 +82,22 @@ def split_experts(found: Sequence[Experts], mesh: ExpertMesh) -> None:
             kept.__dict__.update(whole.__dict__)
             module._parameters[name] = kept
         module.forward = SplitExperts(experts, ranks=mesh.ep.size(), group=group_key(mesh.ep.get_group()), tp=tp)
+    return found
+
+
+def stack_lists(model: nn.Module, found: Sequence[Experts], ranks: int = 1) -> tuple[Experts, ...]:
+    """`found`, with its lists stacked and put into their places in `model`; of each, the experts of one of `ranks`."""
+    named = dict(bare_modules(model))
+    stacked = []
+    for experts in found:
+        if experts.call == EACH and not isinstance(experts.module, StackedExperts):
+            around, _, name = experts.fqn.rpartition(".")
+            stack = StackedExperts(experts.module, experts.count // ranks).train(experts.module.training)
+            named[around]._modules[name] = stack
+            named[around].forward = BlockOfList(named[around], stack)
+            experts = Experts(experts.fqn, stack, experts.count, EACH)
+        stacked.append(experts)
+    return tuple(stacked)
 
 
 def _own_memory(part: DTensor) -> DTensor:
@@ -116,6 +128,8 @@ class SplitExperts:
     def __call__(self, hidden: Tensor, *routing: Any, **named: Any) -> Tensor:
         if self.call == EVERY:
             return self.every(hidden)
+        if self.call == EACH:
+            return self.each(hidden, *routing)
         chosen, weights = (*routing, *named.values())
         return self.routed(hidden, chosen, weights)
 
@@ -144,6 +158,13 @@ class SplitExperts:
         out = torch.zeros_like(parts).index_copy(0, order[: out.shape[0]], out).view(shape)
         return out if self.tp is None else _all_parts(out, self.tp, rows // self.count, dim=1).reshape(rows, -1)
 
+    def each(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Rows (R, D) and the expert of each (R,) → (R, D)."""
+        parts = rows if self.tp is None else _own_part(rows, self.tp)
+        order, out = self.exchanged(parts, chosen if self.tp is None else _own_part(chosen, self.tp), 1)
+        out = out.index_select(0, _inverse(order))
+        return out if self.tp is None else _all_parts(out, self.tp, rows.shape[0])
+
     def exchanged(self, hidden: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """What the experts make of row ``i // top_k`` of `hidden` for each `i` of `chosen`, and the order that it is in."""
         order, table, arrange, ends = route(chosen, self.count, self.group)
@@ -160,6 +181,8 @@ class SplitExperts:
     def compute(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
         """Rows (R, D), sorted by expert, `counts` of each of this rank's, the last at `ends` → (R, D)."""
         weights = {name: _local(p) for name, p in self.module._parameters.items() if p is not None}
+        if isinstance(self.module, StackedExperts):
+            return self.module.compute(weights, rows, counts)
         if self.understood:
             return fused_mlp(self.module, weights, rows, counts, ends)
         return self.by_its_own_forward(weights, rows, ends)

@@ -1,0 +1,263 @@
+"""Experts that a model has as a list of modules: stacked into fused weights, and called expert by expert as before.
+
+A block with such a list decides in Python which rows each expert gets. So its forward runs twice over: once to see
+every call, which is answered with zeros, and, when all rows have been exchanged at once, a second time to hand the
+results out. What the block's other modules compute, they compute once: the second pass gets their first answers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.module_tree import bare
+from nemo_like.tensors import tensors_in
+
+
+def check_list(fqn: str, experts: nn.Module) -> None:
+    """Raise ValueError where the modules of the list `fqn` cannot be stacked: they must be of one kind."""
+    if type(experts).forward is not nn.ModuleList.forward:
+        raise ValueError(
+            f"{fqn!r}, a {type(experts).__name__}, is a list of experts with a forward of its own, which is not understood: "
+            "keep them in a plain nn.ModuleList that the block calls, or stack their weights. Or use ep=1."
+        )
+    members = [bare(module) for module in experts.children()]
+    first = _signature(members[0])
+    for number, member in enumerate(members):
+        if type(member) is not type(members[0]) or _signature(member) != first:
+            raise ValueError(
+                f"The experts of {fqn!r} are not alike: number {number}, a {type(member).__name__}, has other weights than "
+                f"number 0, a {type(members[0]).__name__}. Split over ranks, they are stacked. Use ep=1."
+            )
+        if buffer := next((name for name, _ in member.named_buffers()), None):
+            raise ValueError(
+                f"Expert {number} of {fqn!r} has a buffer, {buffer}, and only weights are stacked: make it a parameter, or "
+                "use ep=1."
+            )
+
+
+def _signature(member: nn.Module) -> list[Any]:
+    return [(name, p.shape, p.dtype, p.requires_grad) for name, p in member.named_parameters(remove_duplicate=False)]
+
+
+class StackedExperts(nn.Module):
+    """In the place of a list of experts: their weights, (experts, ...) each, and handles that are called as they were.
+
+    Called itself, it takes rows (R, D) and the expert of each (R,), and gives what they make of them, (R, D): so its
+    weights are gathered once for all experts.
+    """
+
+    def __init__(self, experts: nn.Module, here: int | None = None) -> None:
+        """here: how many to stack, of the first; None: all."""
+        super().__init__()
+        named = dict(experts.named_children())
+        members = [bare(module) for module in named.values()][:here]
+        self.keys_in_order = tuple(named)
+        self.by_key = isinstance(experts, nn.ModuleDict)
+        self.names: dict[str, str] = {}
+        """Of a parameter here → its name in one expert."""
+        for name, parameter in members[0].named_parameters():
+            own = name.replace(".", "_")
+            if own in self.names:
+                raise ValueError(f"Two parameters of one expert would be called {own!r}: rename one of {name!r}'s.")
+            self.names[own] = name
+            whole = torch.stack([member.get_parameter(name).detach() for member in members])
+            self.register_parameter(own, nn.Parameter(whole, parameter.requires_grad))
+        # Not registered: its weights are stand-ins. In a tuple, which `nn.Module` does not look into.
+        self._one = (copy.deepcopy(members[0]).to("meta"),)
+        self._pass: _BlockPass | None = None
+
+    def train(self, mode: bool = True) -> StackedExperts:
+        self._one[0].train(mode)
+        return super().train(mode)
+
+    def piece(self, name: str, number: int) -> str:
+        """What the list calls the weight `name` of expert `number`.
+
+        >>> StackedExperts(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])).piece("weight", 1)
+        '1.weight'
+        """
+        return f"{self.keys_in_order[number]}.{self.names[name]}"
+
+    def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        raise RuntimeError("These experts are not split over ranks yet.")  # `SplitExperts` takes its place
+
+    def compute(self, weights: dict[str, Tensor], rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows sorted by expert, `counts` of each of this rank's, through the experts' own forward.
+
+        All of them run, some on no rows: so a replay has the operators of its forward, and each weight a gradient.
+        """
+        own = [
+            {self.names[name]: piece for name, piece in zip(weights, pieces)}
+            for pieces in zip(*(weight.unbind(0) for weight in weights.values()))
+        ]
+        outs = [torch.func.functional_call(self._one[0], w, (part,)) for w, part in zip(own, rows.split(list(counts)))]
+        return torch.cat(outs)
+
+    # --- what is left of the list ---------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.keys_in_order)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return [self[number] for number in range(len(self))[key]]
+        number = self.keys_in_order.index(key) if self.by_key else range(len(self))[int(key)]
+        return _ExpertHandle(self, number)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys_in_order) if self.by_key else (self[number] for number in range(len(self)))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys_in_order
+
+    def keys(self) -> tuple[str, ...]:
+        return self.keys_in_order
+
+    def values(self) -> list[Any]:
+        return [_ExpertHandle(self, number) for number in range(len(self))]
+
+    def items(self) -> list[tuple[str, Any]]:
+        return list(zip(self.keys_in_order, self.values()))
+
+
+class _ExpertHandle:
+    """One expert of a stack."""
+
+    def __init__(self, stack: StackedExperts, number: int) -> None:
+        self._stack, self._number = stack, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        rows = (*args, *kwargs.values())
+        if self._stack._pass is None or len(rows) != 1 or not isinstance(rows[0], Tensor):
+            raise NotImplementedError(
+                f"Expert {self._number} of a list that ep splits was called "
+                + ("outside of its block's forward" if self._stack._pass is None else f"with {len(rows)} arguments")
+                + ": experts take their rows alone, (..., D) to (..., D), in the forward of the module that has the list."
+            )
+        return self._stack._pass.call(self._number, rows[0])
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"Expert {self._number} of a list that ep splits has no {name!r} here: it may be on another rank. It can be "
+            "called with its rows; or use ep=1."
+        )
+
+
+class _BlockPass:
+    """The calls of one forward of a block: asked first, answered when all are known."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, Tensor]] = []
+        self.answers: list[Tensor] | None = None
+
+    def call(self, number: int, rows: Tensor) -> Tensor:
+        if self.answers is None:
+            self.calls.append((number, rows))
+            return torch.zeros_like(rows)
+        if not self.calls or self.calls[0][0] != number or self.calls[0][1].shape != rows.shape:
+            raise RuntimeError(
+                f"A block with a list of experts that ep splits called expert {number} with rows {tuple(rows.shape)}, "
+                "otherwise than when it ran first in the same forward: what it gives an expert must not depend on what "
+                "another made, nor on what is not put back (a generator of its own). Use ep=1."
+            )
+        self.calls.pop(0)
+        return self.answers.pop(0)
+
+
+class BlockOfList:
+    """The forward of a module that has a list of experts, which are split."""
+
+    def __init__(self, block: nn.Module, stack: StackedExperts) -> None:
+        self._block, self._stack = block, stack
+        self._own: Callable[..., Any] = block.forward
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack, block = self._stack, self._block
+        others = {name: _AnsweredOnce(child) for name, child in block._modules.items() if child not in (None, stack)}
+        before, buffers = _random(), {name: (b, b.clone()) for name, b in block._buffers.items() if b is not None}
+        registered: dict[str, Any] = dict(block._modules)
+        stack._pass = _BlockPass()
+        try:
+            block._modules.update(others)  # type: ignore[arg-type]
+            self._own(*args, **kwargs)
+            after = _random()
+            calls = list(stack._pass.calls)
+            answers, tie = self._exchanged(calls, tensors_in((args, kwargs))[0])
+            stack._pass.answers = answers
+            for buffer, value in buffers.values():
+                if not torch.equal(buffer, value):  # a count that the block keeps: once is right
+                    buffer.copy_(value)
+            _set_random(before)
+            for other in others.values():
+                other.answering = True
+            out = self._own(*args, **kwargs)
+            _set_random(after)
+        finally:
+            block._modules.update(registered)
+            stack._pass = None
+        return out if calls else _tied(out, tie)
+
+    def _exchanged(self, calls: Sequence[tuple[int, Tensor]], like: Tensor) -> tuple[list[Tensor], Tensor]:
+        """All rows there and back in one exchange: the answers to `calls`, and a zero that comes from it.
+
+        Also without any call: other ranks may have rows for the experts of this one.
+        """
+        flat = [rows.reshape(-1, rows.shape[-1]) for _, rows in calls] or [like.reshape(-1, like.shape[-1])[:0]]
+        sizes = [len(rows) for rows in flat]
+        numbers = torch.tensor([number for number, _ in calls] or [0])
+        chosen = numbers.repeat_interleave(torch.tensor(sizes)).to(like.device)
+        out = self._stack(torch.cat(flat), chosen)
+        return [part.view(given.shape) for part, (_, given) in zip(out.split(sizes), calls)], out.sum()
+
+
+def _tied(out: Any, zero: Tensor) -> Any:
+    """`out` with a zero in its first tensor, through which backward comes to the exchange: all ranks send, or none."""
+    if isinstance(out, Tensor):
+        return out + zero.to(out.dtype)
+    if isinstance(out, tuple | list) and out:
+        return type(out)([_tied(out[0], zero), *out[1:]])
+    raise NotImplementedError(f"A block with a list of experts that ep splits gives a {type(out).__name__}: use ep=1.")
+
+
+class _AnsweredOnce:
+    """A module of the block, which computes in the first pass, and answers with the same in the second."""
+
+    def __init__(self, module: Any) -> None:
+        self.__dict__["_module"] = module
+        self.__dict__["_answers"] = []
+        self.__dict__["answering"] = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.answering:
+            out, state = self._answers.pop(0)
+            _set_random(state)
+            return out
+        out = self._module(*args, **kwargs)
+        self._answers.append((out, _random()))
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "answering":
+            self.__dict__[name] = value
+        else:
+            setattr(self._module, name, value)
+
+
+def _random() -> tuple[Tensor, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda
+
+
+def _set_random(state: tuple[Tensor, Any]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

@@ -1,0 +1,165 @@
+"""TRL's `DPOTrainer` and `GRPOTrainer` on real CPU training runs: the weights are the same, bit for bit.
+
+Both call the model more than once before a backward: a reference (another model, or the adapter switched off) and, for
+GRPO, `generate` in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.integrations import ActivationOffloadingMixin
+from nemo_like.log import forget_announcements
+from nemo_like.losses import chunked_log_probs
+from nemo_like.losses.model_loss import computes_in_chunks
+from nemo_like.options import OffloadConfig
+from tests.models import decoders
+
+trl = pytest.importorskip("trl", reason="the extra 'hosts' is not installed")
+transformers = pytest.importorskip("transformers")
+
+from nemo_like.integrations.transformers import CheckpointingArguments, CheckpointingMixin  # noqa: E402
+
+
+@dataclass
+class DPOArguments(CheckpointingArguments, trl.DPOConfig):
+    pass
+
+
+@dataclass
+class GRPOArguments(CheckpointingArguments, trl.GRPOConfig):
+    pass
+
+
+class DPOTrainer(CheckpointingMixin, ActivationOffloadingMixin, trl.DPOTrainer):
+    pass
+
+
+class GRPOTrainer(CheckpointingMixin, ActivationOffloadingMixin, trl.GRPOTrainer):
+    pass
+
+
+KINDS = {
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, DPOTrainer, DPOArguments),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig, GRPOTrainer, GRPOArguments),
+}
+WORDS = [f"w{i}" for i in range(decoders.VOCAB)]
+
+
+def _rows(kind: str) -> Any:
+    import datasets
+
+    draw = torch.Generator().manual_seed(0)
+
+    def words(least: int) -> str:
+        count = least + int(torch.randint(5, (1,), generator=draw))
+        return " ".join(WORDS[i] for i in torch.randint(4, decoders.VOCAB, (count,), generator=draw).tolist())
+
+    columns = ("prompt", "chosen", "rejected") if kind == "dpo" else ("prompt",)
+    rows = [{name: words(3) if name == "prompt" else " " + words(3) for name in columns} for _ in range(8)]
+    return datasets.Dataset.from_list(rows)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="w1", pad_token="w2", unk_token="w0", bos_token="w3"
+    )
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(word in ("w10", "w20", "w30") for word in text.split()) + len(text) % 3) for text in completions]
+
+
+def _train(folder: Path, kind: str, bare: bool, lora: bool = False, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    theirs, their_arguments, ours, our_arguments = KINDS[kind]
+    common: dict[str, Any] = dict(
+        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2,
+        learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, save_strategy="no", report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_steps=1, activation_checkpointing=False, bf16=False, seed=5, beta=0.1,
+    ) | settings  # fmt: skip
+    more: dict[str, Any] = {}
+    if kind == "grpo":
+        # Its reference is the model without the adapter; another one it would load by name.
+        common |= dict(num_generations=4, max_completion_length=6, num_iterations=2, beta=0.1 if lora else 0.0)
+        more["reward_funcs"] = _reward
+    elif not lora:
+        more["ref_model"] = decoders.build("llama", seed=1)
+    if lora:
+        peft = pytest.importorskip("peft", reason="LoRA needs peft")
+        more["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], lora_dropout=0.1)
+    kinds = (theirs, their_arguments) if bare else (ours, our_arguments)
+    torch.manual_seed(0)
+    trainer = kinds[0](
+        model=decoders.build("llama"), args=kinds[1](**common), train_dataset=_rows(kind),
+        processing_class=_tokenizer(), **more,
+    )  # fmt: skip
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    torch.manual_seed(1)
+    trainer.train()
+    after = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert sum(not torch.equal(before[name], value) for name, value in after.items()) > len(after) // 2
+    return trainer, after
+
+
+def _regions(model: nn.Module) -> int:
+    return sum(isinstance(module, CheckpointWrapper) for module in model.modules())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_no_weight_changes(tmp_path: Path, kind: str, lora: bool) -> None:
+    _, expected = _train(tmp_path / "bare", kind, bare=True, lora=lora)
+    for settings in (
+        dict(ac="selective", activation_offloading=OffloadConfig(mode="saved", min_bytes=0)),
+        dict(ac="full"),
+    ):
+        trainer, actual = _train(tmp_path / "ours", kind, bare=False, lora=lora, **settings)
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(actual[name], value), (settings, name)
+        assert _regions(trainer.model) > 0
+
+
+def test_a_chunked_loss_is_left_to_trl_which_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forget_announcements()
+    caplog.set_level("INFO", "nemo_like")
+    _, expected = _train(tmp_path, "dpo", bare=True)
+    trainer, actual = _train(tmp_path, "dpo", bare=False, loss="chunked", ac="full")
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert (
+        "TRL's trainer takes log-probabilities in chunks already" in caplog.text and "whole logits" not in caplog.text
+    )
+    assert not computes_in_chunks(trainer.model)
+
+    model = trainer.model.train()
+    ids = decoders.batch(2, 9, seed=3)
+    labels = ids.masked_fill(ids % 5 == 0, -100)
+    torch.manual_seed(0)
+    theirs = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+    torch.manual_seed(0)
+    ours = chunked_log_probs(model.model(ids)[0], model.lm_head, labels, shift=True, chunk_tokens=4)[:, :-1]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_budget_of_what_the_trainer_does_not_hand_to_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
+    with pytest.raises(ValueError, match=r"a batch of GRPOTrainer is a list.*Pass ac_sample_input="):
+        _train(tmp_path, "grpo", bare=False, ac="50%")
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_trls_default_of_checkpointing_beside_ours_is_refused(tmp_path: Path, kind: str) -> None:
+    assert KINDS[kind][1](output_dir=str(tmp_path), bf16=False, use_cpu=True).activation_checkpointing is True
+    with pytest.raises(ValueError, match="activation_checkpointing=True in the training arguments and ac="):
+        _train(tmp_path, kind, bare=False, ac="full", activation_checkpointing=True)
