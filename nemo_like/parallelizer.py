@@ -323,6 +323,12 @@ def _checkpoint_as_it_came(model: nn.Module, given: Mapping[str, Any]) -> nn.Mod
     return model
 
 
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether `parallelize` returned `model`."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return hasattr(model, _MARK) or hasattr(inner, _MARK)
+
+
 def _refuse_parallelized(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
