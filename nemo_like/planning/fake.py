@@ -84,6 +84,8 @@ class FakeRun(TorchDispatchMode):
                     return _RMS_NORM[func](*args, **kwargs)
                 if func is _LAYER_NORM and self.cuda is not None:
                     return _statistics_in_float32(*func(*args, **kwargs))
+                if func is _LAYER_NORM_BACKWARD:
+                    return _in_rows(*func(*args, **kwargs))
                 return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         if any(t.untyped_storage() in self._unknown for t in inputs):
             return self._beside_unknown(func, args, kwargs)
@@ -204,11 +206,18 @@ def _statistics_in_float32(out: torch.Tensor, *statistics: torch.Tensor) -> tupl
     return out, *(t if t.element_size() > 2 else torch.empty_like(t, dtype=torch.float32) for t in statistics)
 
 
+def _in_rows(of_input: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Kernels write the gradient of a layer norm's input in rows; PyTorch's rule takes the layout of what comes in."""
+    rows = None if of_input is None else torch.empty_like(of_input, memory_format=torch.contiguous_format)
+    return rows, *others
+
+
 _RMS_NORM: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._fused_rms_norm.default: _rms_norm,
     torch.ops.aten._fused_rms_norm_backward.default: _rms_norm_backward,
 }
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
+_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _ROUTE = torch.ops.nemo_like.route.default
 _BINCOUNT = torch.ops.aten.bincount.default

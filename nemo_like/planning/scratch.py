@@ -27,21 +27,9 @@ _WIDEST = 14
 def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
     """The most that `func` holds beyond its inputs and its output `out`, bytes; 0 where nothing is known."""
     if func is _FORWARD:
-        image, weight = args[0], args[1]
-        groups = argument(func, args, dict(kwargs), "groups")
-        return _copies(image, weight) + (
-            0 if _plain(func, args, kwargs, weight) else _forward(image, weight, out, groups)
-        )
+        return _of_forward(func, args, kwargs, out)
     if func is _BACKWARD:
-        grad, image, weight = args[0], args[1], args[2]
-        if _plain(func, args, kwargs, weight):
-            return _copies(image, weight, grad)
-        wanted = argument(func, args, dict(kwargs), "output_mask")
-        groups = argument(func, args, dict(kwargs), "groups")
-        strided = max(argument(func, args, dict(kwargs), "stride")) > 1
-        by_weight = _weight_backward(image, weight, grad, groups) if wanted[1] else 0
-        by_input = _input_backward(image, weight, grad, groups, strided) if wanted[0] else 0
-        return _copies(image, weight, grad) + max(by_weight, by_input)
+        return _of_backward(func, args, kwargs)
     if func is _FLASH:
         return _attention_blocks(args[0], args[1], forward=True)
     if func is _FLASH_BACKWARD:
@@ -53,6 +41,38 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
     ):  # which scores are -inf, and which rows are so throughout: attention without a fused kernel
         return out.numel() + out.numel() // max(1, out.shape[-1])
     return 0
+
+
+def _of_forward(func: Any, args: tuple, kwargs: Mapping[str, Any], out: torch.Tensor) -> int:
+    image, weight = args[0], args[1]
+    groups = argument(func, args, dict(kwargs), "groups")
+    if _plain(func, args, kwargs, weight):
+        return _copies(image, weight) if groups == 1 else max(_copies(image, weight), out.nbytes)
+    if _in_channels_last(image, weight):
+        sums = 0 if _depthwise(weight, groups) else _sums(0)
+        return _copies(image, weight) + _weight_copy(weight, groups) + _blocked(weight, 0) + sums
+    return _copies(image, weight) + _forward(image, weight, out, groups)
+
+
+def _of_backward(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> int:
+    grad, image, weight = args[0], args[1], args[2]
+    wanted = argument(func, args, dict(kwargs), "output_mask")
+    groups = argument(func, args, dict(kwargs), "groups")
+    if _plain(func, args, kwargs, weight):
+        if groups == 1:
+            return _copies(image, weight, grad)
+        one = (image.nbytes + grad.nbytes) // groups
+        return max(_copies(image, weight, grad), one, image.nbytes if wanted[0] else 0)
+    strided = max(argument(func, args, dict(kwargs), "stride")) > 1
+    if _in_channels_last(image, weight):
+        padding = max(argument(func, args, dict(kwargs), "padding"))
+        by_weight = _weight_backward_last(image, weight, grad, groups, padding) if wanted[1] else 0
+        by_input = _input_backward_last(weight, grad, groups, strided) if wanted[0] else 0
+    else:
+        by_weight = _weight_backward(image, weight, grad, groups) if wanted[1] else 0
+        by_input = _input_backward(image, weight, grad, groups, strided) if wanted[0] else 0
+    by_input -= weight.nbytes if wanted[1] else 0  # made after it
+    return _copies(image, weight, grad) + max(by_weight, by_input)
 
 
 def _sequence_scratch(func: Any, sent: torch.Tensor, out: Any) -> int:
@@ -88,15 +108,15 @@ def _channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _plain(func: Any, args: tuple, kwargs: Mapping[str, Any], weight: torch.Tensor) -> bool:
-    """A matrix product in all but name, which needs no other layout."""
+    """A matrix product in all but name, which needs no other layout; of groups, one each, which are joined."""
     stride, padding = (argument(func, args, dict(kwargs), name) for name in ("stride", "padding"))
     return math.prod(weight.shape[2:]) == 1 and max(stride) == 1 and max(padding) == 0
 
 
-def _blocked(tensor: torch.Tensor, dim: int) -> int:
+def _blocked(tensor: torch.Tensor, dim: int, block: int = _BLOCK) -> int:
     """Bytes of `tensor` with its channels (`dim`) in whole blocks."""
     channels = tensor.shape[dim]
-    return tensor.nbytes // max(1, channels) * (-(-channels // _BLOCK) * _BLOCK)
+    return tensor.nbytes // max(1, channels) * (-(-channels // block) * block)
 
 
 def _input(image: torch.Tensor, groups: int) -> int:
@@ -120,10 +140,50 @@ def _forward(image: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, group
 def _weight_backward(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, groups: int) -> int:
     if max(weight.shape[2:]) > _WIDEST:
         return _patches(image, weight, grad) // groups + 4 * weight.nbytes
-    if weight.shape[1] == 1 and groups == image.shape[1] and _channels_last(image) and not image.is_contiguous():
-        return _BLOCK * _BLOCK * weight.nbytes  # a depthwise weight as whole blocks of both its channels
+    if _depthwise(weight, groups) and max(weight.shape[2:]) != 3:  # channel by channel
+        return weight.nbytes + (2 * _patches(image, weight, grad) + image.nbytes + grad.nbytes) // groups
     blocks = _blocked(grad, 1) + _input(image, groups) + _weight(image, weight, groups)
-    return blocks - weight.nbytes + _picked(image, weight, grad)
+    return max(blocks - weight.nbytes + _picked(image, weight, grad), _weight(image, weight, groups))
+
+
+def _in_channels_last(image: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether kernels read the image as it is, a pixel's channels side by side, and nothing of it is put into blocks."""
+    return any(_channels_last(t) and not t.is_contiguous() for t in (image, weight))
+
+
+def _depthwise(weight: torch.Tensor, groups: int) -> bool:
+    return weight.shape[1] == 1 and weight.shape[0] == groups
+
+
+def _weight_copy(weight: torch.Tensor, groups: int) -> int:
+    """The weight with its channels last, where that is another order."""
+    same = _depthwise(weight, groups) or math.prod(weight.shape[2:]) == 1 or _channels_last(weight)
+    return 0 if same else weight.nbytes
+
+
+def _sums(columns: int) -> int:
+    """What each thread adds up in, for so many columns of a matrix product."""
+    return torch.get_num_threads() * (8344 + (12160 + 1024 * columns if columns else 0))
+
+
+def _weight_backward_last(
+    image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, groups: int, padding: int
+) -> int:  # fmt: skip
+    if _depthwise(weight, groups):
+        # A kernel of its own for 3 x 3 on all but the smallest pictures; else whole blocks of both of its channels.
+        direct = max(weight.shape[2:]) == 3 and min(grad.shape[2:]) > 2 * padding
+        return weight.nbytes + _blocked(weight, 0) if direct else (_BLOCK * _BLOCK + 1) * weight.nbytes
+    if max(weight.shape[2:]) > _WIDEST:
+        return _weight_copy(weight, groups) + _weight_backward(image, weight, grad, groups)
+    return _weight_copy(weight, groups) + weight.nbytes + _weight(image, weight, groups) + _picked(image, weight, grad)
+
+
+def _input_backward_last(weight: torch.Tensor, grad: torch.Tensor, groups: int, strided: bool) -> int:
+    if _depthwise(weight, groups):
+        return _blocked(weight, 0)
+    columns = -(-grad.shape[1] // _BLOCK) * _BLOCK if strided else 0
+    wide = 2 * _BLOCK if weight.shape[1] > _BLOCK else _BLOCK
+    return _weight_copy(weight, groups) + _blocked(weight, 1, wide) + _sums(columns)
 
 
 def _patches(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> int:
@@ -137,6 +197,12 @@ def _picked(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> in
 
 
 def _input_backward(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, groups: int, strided: bool) -> int:
-    made, outputs = _blocked(image, 1), image.nbytes + weight.nbytes
-    first = _blocked(grad, 1) + _weight(image, weight, groups) + made
-    return max(first, (3 if strided else 2) * made) - outputs
+    made = _blocked(image, 1)
+    if strided and groups > 1:
+        return made
+    if strided:
+        product = grad.nbytes + _blocked(weight, 1) + _sums(-(-grad.shape[1] // _BLOCK) * _BLOCK)
+        return max(2 * image.nbytes, product)
+    inner = weight.shape[1]
+    padded = -(-inner // _BLOCK) * _BLOCK if groups == 1 else inner
+    return _blocked(grad, 1) + _blocked(weight, 0) // inner * padded + made - image.nbytes

@@ -92,3 +92,14 @@ def test_a_backward_that_fills_zeros_of_its_own_fills_them_in_place() -> None:
     with FakeRun():
         fake = peak()
     assert fake == 64 * 64 * 4 + 4 + 4, "and not twice: the loss, its gradient, one buffer"
+
+
+def test_the_gradient_of_a_layer_norm_is_in_rows_whatever_comes_in() -> None:
+    """As kernels make it; what comes next, a convolution, then copies a transposed one first."""
+    x, weight = torch.randn(2, 5, 8, requires_grad=True), torch.ones(8)
+    grad = torch.randn(2, 8, 5).transpose(1, 2)  # in columns
+    real = torch.autograd.grad(torch.layer_norm(x, (8,), weight), x, grad)[0]
+    with FakeRun() as run:
+        fake = run.like(x)
+        made = torch.autograd.grad(torch.layer_norm(fake, (8,), run.like(weight)), fake, run.like(grad))[0]
+    assert made.stride() == real.stride() == (40, 8, 1)

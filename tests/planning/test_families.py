@@ -63,3 +63,25 @@ def test_the_peak_of_torchs_own_encoder_is_the_predicted_one() -> None:
     assert row.ran, row.problem
     assert abs(row.peak_error) <= 0.01
     assert abs(row.held_error) <= 0.001
+
+
+class _Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        strides = (1, 1, 2, 1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, stride, 1), nn.BatchNorm2d(16), nn.ReLU6()) for stride in strides
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, 16, H, W) -> (B,)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean((1, 2, 3))
+
+
+def test_layers_that_differ_in_their_stride_alone_are_not_of_one_kind() -> None:
+    """The stride is a pair of numbers; the last pictures were taken to be as large as the first ones."""
+    row = planned_and_run("convolutions", _Convolutions(), {"x": torch.randn(2, 16, 32, 32)})
+    assert row.ran, row.problem
+    assert abs(row.peak_error) <= 0.01
+    assert abs(row.held_error) <= 0.001

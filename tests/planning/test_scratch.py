@@ -19,7 +19,24 @@ SHAPES = [  # batch, channels in, side, channels out, kernel, stride, padding, g
     (4, 64, 14, 64, 3, 1, 1, 64, False),
     (2, 96, 14, 96, 7, 1, 3, 96, True),
     (4, 4, 32, 4, 3, 1, 1, 4, False),
+    (2, 64, 14, 64, 3, 1, 1, 64, True),
+    (2, 64, 2, 64, 3, 1, 1, 64, True),
+    (2, 16, 28, 32, 3, 2, 1, 1, True),
+    (2, 64, 14, 64, 3, 1, 1, 1, True),
+    (2, 64, 28, 64, 1, 1, 0, 4, False),
+    (2, 16, 28, 96, 3, 2, 1, 1, False),
+    (2, 64, 14, 64, 7, 1, 3, 1, False),
+    (2, 64, 28, 64, 3, 2, 1, 64, False),
+    (2, 64, 14, 64, 7, 1, 3, 64, False),
 ]
+EXACT = [
+    (2, 64, 14, 64, 3, 1, 1, 64, True),
+    (2, 16, 28, 32, 3, 2, 1, 1, True),
+    (2, 64, 14, 64, 3, 1, 1, 1, True),
+    (2, 64, 28, 64, 3, 2, 1, 64, False),
+    (2, 40, 28, 24, 3, 2, 1, 1, False),
+]
+"""Those whose need is known exactly."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -47,6 +64,25 @@ def test_a_convolution_takes_no_more_than_is_said(shape: tuple) -> None:
                 grad, image, weight, [outer], *layout, [wanted, True, True]
             )
         )
+
+
+@pytest.mark.parametrize("shape", EXACT)
+def test_a_convolutions_backward_takes_what_is_said(shape: tuple) -> None:
+    """With channels last no picture is put into blocks; a depthwise weight was said to take up to 40 times too much."""
+    batch, inner, side, outer, kernel, stride, padding, groups, last = shape
+    image = torch.randn(batch, inner, side, side)
+    image = image.to(memory_format=torch.channels_last) if last else image
+    weight = torch.randn(outer, inner // groups, kernel, kernel)
+    layout = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+    grad = torch.ones_like(torch.ops.aten.convolution(image, weight, None, *layout))
+    for wanted in ([True, False, False], [False, True, False], [True, True, False]):
+
+        def run(wanted: list = wanted) -> object:
+            return torch.ops.aten.convolution_backward(grad, image, weight, [0], *layout, wanted)
+
+        with LiveBytes([image, weight, grad]) as meter:
+            run()
+        assert abs(meter.peak - max(cpu_events(run))) <= meter.peak * 0.02 + 8192, (shape, wanted)
 
 
 def test_attention_without_a_fused_kernel_looks_for_empty_rows() -> None:
