@@ -82,6 +82,14 @@ class Ranks:
         dist.broadcast(tensor, 0, group=self.control)
         return int(tensor)
 
+    def text_from_first(self, text: str) -> str:
+        """Rank 0's text."""
+        if self.control is None:
+            return text
+        said = [text]
+        dist.broadcast_object_list(said, 0, group=self.control)
+        return said[0]
+
     def gather(self, value: int) -> list[int]:
         """Every rank's value, in order."""
         tensor = torch.zeros(self.world_size, dtype=torch.int64)

@@ -66,6 +66,8 @@ class FineTuner(TrainingJob):
         self._loss = MeanLoss(options.loss == "chunked")
         self._begin()
         self._try_largest_step()
+        if self.step == 0:  # before training: what a better loss is to be compared with
+            self.about["base_eval_loss"] = self._evaluate()
         self._logged = 0
         with ranks.together("opening the log"):
             self.run_log = RunLog(
@@ -151,6 +153,7 @@ class FineTuner(TrainingJob):
             "samples": len(self.rows.samples),
             "skipped_samples": self.rows.samples.skipped,
             "largest_step": self.largest_step,
+            "base_eval_loss": self.about.get("base_eval_loss"),
             "best": self.about.get("best"),
         }
 
@@ -165,6 +168,8 @@ class FineTuner(TrainingJob):
         progress.say(f"data: {len(samples):,} samples to train on{packed}, {held_out} held out; {options.steps} steps")
         rows, width = self.largest_step
         progress.say(f"the largest step of a rank, {rows} x {width} tokens, fits")
+        if self.step == 0 and self.held_out is not None:
+            progress.say(f"before training: held-out loss {self.about['base_eval_loss']:.4f} nats per token")
         progress.say(f"options ({options.output}/options.yaml):\n{config_text(options).rstrip()}")
 
     def _state(self) -> dict[str, Any]:
@@ -177,6 +182,7 @@ class FineTuner(TrainingJob):
                 "--resume: the checkpoint's run had other weights in --model, or trained other parameters of it. Give the "
                 "same again, or start anew with another --checkpoint-dir."
             )
+        self.about["base_eval_loss"] = about.get("base_eval_loss")
         if about.get("best") is not None:
             self.about["best"] = dict(about["best"])
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.options import PipelineParallel
 from nemo_like.recipes.run_options import RunOptions, flag, option, parse_command_line
 
 INITS = ("host", "sharded")
+TOKENIZERS = ("bytes", "bpe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,12 @@ class Options(RunOptions):
     model: str = option("llama-tiny", "a preset, the path of a config.json, or module:function that returns a model")
     data: str | None = option(
         None, "text to train on, a file or a folder, read as bytes (default: this Python's standard library)"
+    )
+    tokenizer: str = option("bytes", "what a token is: bytes | bpe, byte pairs learned from the text (tokenizers)")
+    vocab_size: int = option(1024, "tokens of --tokenizer bpe, which the model then has, too", int)
+    export: str | None = option(
+        None,
+        "at the end, write a folder here that transformers' from_pretrained opens, with --tokenizer bpe's tokenizer",
     )
     init: str = option(
         "host", "host: each rank builds all weights on the CPU | sharded: each rank makes only its shard (large models)"
@@ -42,19 +50,21 @@ class Options(RunOptions):
 
     @property
     def choices(self) -> Mapping[str, Sequence[str]]:
-        return {**super().choices, "init": INITS, "pp_schedule": PIPELINE_SCHEDULES}
+        return {**super().choices, "init": INITS, "tokenizer": TOKENIZERS, "pp_schedule": PIPELINE_SCHEDULES}
 
     @property
     def least(self) -> Mapping[str, float]:
-        return {**super().least, **dict.fromkeys(("tp", "cp", "ep", "pp"), 1)}
+        return {**super().least, **dict.fromkeys(("tp", "cp", "ep", "pp", "vocab_size"), 1)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pp > 1:
             self._check_pipeline()
+        if self.export is not None and Path(self.export).exists():
+            raise ValueError(f"--export is {self.export!r}, which exists already and is not overwritten.")
 
     def _check_pipeline(self) -> None:
-        for name, off in (("pack", False), ("cp", 1), ("init", "host"), ("cpu_offload", False)):
+        for name, off in (("pack", False), ("cp", 1), ("init", "host"), ("cpu_offload", False), ("export", None)):
             if getattr(self, name) != off:
                 raise ValueError(
                     f"{flag(name)} is {getattr(self, name)!r} beside --pp {self.pp}, which it cannot be yet."

@@ -35,7 +35,7 @@ def save_adapter(model: nn.Module, folder: Path, ranks: Ranks) -> None:
 
 
 def save_model(model: nn.Module, folder: Path, ranks: Ranks, tokenizer: Any, dtype: torch.dtype | None) -> None:
-    """Write the whole model, as `dtype` (None: as it is trained), and the tokenizer. A collective."""
+    """Write the whole model, as `dtype` (None: as it is trained), and the tokenizer, if there is one. A collective."""
     state = get_model_state(model, full=True)
 
     def write(target: Path) -> None:
@@ -48,7 +48,8 @@ def save_model(model: nn.Module, folder: Path, ranks: Ranks, tokenizer: Any, dty
             inner.save_pretrained(str(target), state_dict=cast)
         finally:
             inner.config.use_cache = False
-        tokenizer.save_pretrained(str(target))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(target))
 
     _replace(folder, write, ranks)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,9 @@ from nemo_like.recipes.loss import (
     planned_loss,
 )
 from nemo_like.recipes.progress import Progress
+from nemo_like.recipes.result import save_model
 from nemo_like.recipes.run_state import about_run, make_optimizer
+from nemo_like.recipes.text_tokens import END, as_tokens, for_transformers, train_bpe
 
 
 class Trainer(TrainingJob):
@@ -46,7 +50,13 @@ class Trainer(TrainingJob):
     def __init__(self, options: Options, ranks: Ranks):
         super().__init__(options, ranks)
         with ranks.together("reading the training text"):
-            self.text = load_text(options.data)
+            self.text, self.tokenizer = load_text(options.data), ""
+        if options.tokenizer == "bpe":
+            self.tokenizer = _train_tokenizer(self.text, options, ranks)
+            self.unit = "token"
+        with ranks.together("reading the training text"):
+            if self.tokenizer:
+                self.text = as_tokens(self.text, self.tokenizer)
             self.sampler = Sampler(self.text.train, options.seq_len, options.batch_size, options.seed)
             samples = options.eval_samples
             held_out = self.text.held_out
@@ -54,7 +64,13 @@ class Trainer(TrainingJob):
         _check_same_text(self.text, ranks)
         with ranks.together("building the model"):
             self.source = resolve_model(options.model)
+            if self.tokenizer:
+                _set_vocabulary(self.source, json.loads(self.tokenizer))
             self.model = _build(self.source, options)
+        if options.export is not None and not hasattr(self.model, "save_pretrained"):
+            raise ValueError(
+                f"--export writes a folder of transformers, and {type(self.model).__name__} is no model of it."
+            )
         if options.pack and "position_ids" not in inspect.signature(self.model.forward).parameters:
             raise ValueError(
                 f"--pack tells documents apart by position_ids, which {type(self.model).__name__} does not take."
@@ -84,9 +100,11 @@ class Trainer(TrainingJob):
             f"{self.source.name}: {self.trained:,} parameters, {self.strategy} on {self.ranks.world_size} rank(s), "
             f"ac={options.ac}, {options.precision}"
         )
-        progress.say(f"text: {text.name}, {text.train.size:,} bytes to train on, {text.held_out.size:,} held out")
+        sizes = f"{text.train.size:,} {self.unit}s to train on, {text.held_out.size:,} held out"
+        progress.say(f"text: {text.name}, {sizes}")
         if self.unigram_entropy is not None:
-            progress.say(f"byte-unigram entropy of the held-out samples: {self.unigram_entropy:.4f} nats per byte")
+            entropy = f"{self.unigram_entropy:.4f} nats per {self.unit}"
+            progress.say(f"{self.unit}-unigram entropy of the held-out samples: {entropy}")
 
     def _step_tokens(self, step: int) -> int:
         return self.options.batch_size * self.options.seq_len
@@ -117,11 +135,39 @@ class Trainer(TrainingJob):
     def _clip(self, most: float) -> torch.Tensor:
         return super()._clip(most) if self.pipeline is None else self.pipeline.clip_grad_norm_(most)
 
+    def save_result(self) -> None:
+        """Write the folder that ``--export`` asks for. A collective."""
+        if self.options.export is not None:
+            tokenizer = for_transformers(self.tokenizer) if self.tokenizer else None
+            save_model(self.model, Path(self.options.export), self.ranks, tokenizer, None)
+
     def _evaluate(self) -> float | None:
         if self.held_out is None:
             return None
         size = self.options.batch_size // (self.options.passes * self.ranks.data_ranks)
         return self.held_out.loss(self.pipeline or self.model, self.ranks, size, self._loss)
+
+
+def _train_tokenizer(text: TextData, options: Options, ranks: Ranks) -> str:
+    """Rank 0's tokenizer, as JSON, on every rank."""
+    trained = ""
+    with ranks.together("training the tokenizer"):
+        if ranks.rank == 0:
+            trained = train_bpe(text.train, options.vocab_size)
+    return ranks.text_from_first(trained)
+
+
+def _set_vocabulary(source: ModelSource, tokenizer: dict[str, Any]) -> None:
+    """Have the model built with as many tokens as the tokenizer has."""
+    if source.config is None:
+        raise ValueError(
+            f"--tokenizer bpe sets the model's vocabulary, and {source.name!r} has no config to set it in."
+        )
+    end = next(token["id"] for token in tokenizer["added_tokens"] if token["content"] == END)
+    config = source.config.get_text_config()
+    config.vocab_size = len(tokenizer["model"]["vocab"])
+    config.eos_token_id = config.pad_token_id = end
+    config.bos_token_id = None
 
 
 def _check_same_text(text: TextData, ranks: Ranks) -> None:
