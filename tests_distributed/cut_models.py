@@ -71,6 +71,12 @@ def build(name: str) -> nn.Module:
             num_local_experts=2,
         )  # fmt: skip
         return make().float().train()
+    if name == "llama4_tuned":  # its last layer scales queries by positions that it counts itself
+        make = hf(
+            "Llama4ForCausalLM", "Llama4TextConfig", **HEADED, intermediate_size_mlp=48, attention_chunk_size=64,
+            num_local_experts=2, no_rope_layers=[1, 0], floor_scale=3, attn_scale=1.0,
+        )  # fmt: skip
+        return make().float().train()
     if name == "gemma3_text":
         layers = ["sliding_attention", "full_attention"]
         make = hf(

@@ -17,7 +17,9 @@ FAMILY_NAMES = (
     "llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral", "bert", "t5", "qwen2_vl", "qwen3_vl", "nanogpt",
 )  # fmt: skip
 OWN_NAMES = ("bloom", "mpt", "falcon", "falcon_alibi", "gptj")
-MORE_NAMES = ("gemma2", "gemma3", "llama4", "gpt2", "opt", "modernbert", "phi3", "stablelm", "llava", "olmoe")
+MORE_NAMES = (
+    "gemma2", "gemma3", "llama4", "llama4_tuned", "gpt2", "opt", "modernbert", "phi3", "stablelm", "llava", "olmoe",
+)  # fmt: skip
 
 
 def _modes(rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...]) -> list[str]:

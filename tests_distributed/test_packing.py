@@ -13,6 +13,8 @@ from tests_distributed.packed_rows import packed, wrong_forms
 from tests_distributed.spawn import run_ranks
 
 NAMES = ("llama", "gemma3_text", "gpt_oss", "bert")
+MORE_NAMES = ("qwen3", "deepseek_v3", "mixtral", "gemma2", "phi3", "stablelm", "olmoe", "modernbert")
+LONG_NAMES = (*NAMES[1:], "qwen3", "deepseek_v3", "mixtral")
 
 
 @pytest.mark.parametrize("name", [*NAMES, "gpt2"])
@@ -27,6 +29,17 @@ def _cut(rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...])
 @pytest.mark.parametrize("name", NAMES)
 def test_cut_over_two_ranks(name: str) -> None:
     assert run_ranks(2, _cut, name, 2, ("none", "selective", "full"), timeout=120) == [[], []]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE_NAMES)
+def test_more_families_cut_over_two_ranks(name: str) -> None:
+    assert run_ranks(2, _cut, name, 2, ("none", "selective", "full"), timeout=120) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in LONG_NAMES)])
+def test_cut_over_four_ranks(name: str) -> None:
+    assert run_ranks(4, _cut, name, 4, ("selective",), timeout=120) == [[]] * 4
 
 
 def test_cut_by_heads() -> None:
@@ -44,5 +57,9 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
         model(**packed("positions") | {"position_ids": None, "cu_seqlens": torch.tensor([0, 31])})
     with pytest.raises(NotImplementedError, match="encoder-decoder"):
         parallelize(build("t5"), "single", "none")(**rows)
+    with pytest.raises(NotImplementedError, match=r"rows of 15 tokens, and attention_chunk_size \(4\)"):
+        parallelize(build("llama4"), "single", "none")(**rows)
+    with pytest.raises(NotImplementedError, match=r"rows of 15 tokens, and floor_scale \(2\)"):
+        parallelize(build("llama4_tuned"), "single", "none")(**rows)
     with pytest.raises(NotImplementedError, match="GatedDeltaNet"):
         parallelize(build("qwen3_next"), "single", "none")(**rows)

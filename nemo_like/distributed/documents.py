@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like.distributed.context_parallel.cached import counts_positions
 from nemo_like.distributed.context_parallel.mixers import sequence_mixers
 from nemo_like.module_tree import base_model
 
@@ -82,6 +83,13 @@ class PackedCalls:
         mixer = next(sequence_mixers(inner, transformers=True), None)
         self._mixer = None if mixer is None else f"{mixer[0]}, a {type(mixer[1]).__name__}, {mixer[2]}"
         self._config: Any = inner.config
+        find_text: Any = getattr(inner.config, "get_text_config", None)
+        text: Any = inner.config if find_text is None else find_text()
+        self._row_limits: list[tuple[str, int]] = []
+        if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+            self._row_limits.append(("attention_chunk_size", int(text.attention_chunk_size)))
+        if any(counts_positions(module) for module in inner.modules()):
+            self._row_limits.append(("floor_scale", int(text.floor_scale) - 1))
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What to call `model` with instead; None: what it was given."""
@@ -99,6 +107,7 @@ class PackedCalls:
                 + (self._mixer or "it is an encoder-decoder or takes no position_ids")
                 + ": give it one document per row."
             )
+        self._refuse_counting_rows(main.shape[1])
         given = self._apart(given, numbers)
         _documents.set(documents_of(given["position_ids"], len(main)))
         return (), given
@@ -107,6 +116,15 @@ class PackedCalls:
         """The forward hook that ends what the pre-hook began."""
         if self._tokens:
             _documents.reset(self._tokens.pop())
+
+    def _refuse_counting_rows(self, length: int) -> None:
+        """What counts along a row, not along a document: Llama 4's chunks, and the scales of its queries."""
+        for name, most in self._row_limits:
+            if length > most:
+                raise NotImplementedError(
+                    f"This call has packed documents in rows of {length} tokens, and {name} ({most}) is counted along the "
+                    f"row, not from where a document begins: pack rows of at most {most} tokens, or give one document per row."
+                )
 
     def _numbers(self, given: dict[str, Any], batch: int, length: int) -> tuple[Tensor | None, bool]:
         """(B, S) document numbers, 0 for padding or -1 where unknown, and whether a mask gave them."""

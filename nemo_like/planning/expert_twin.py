@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.expert_parallel import Experts, find_experts
+from nemo_like.distributed.expert_parallel.expert_adapters import adapters_on, pass_through
 from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
 from nemo_like.distributed.expert_parallel.split_experts import SplitExperts
@@ -69,7 +70,9 @@ def expert_twin(
         # Called with a row for each expert and token, such a module sends those that the router chose.
         sent = _top_k(model) / experts.count if zero_rows_stay_zero(experts.module) else 1.0
         key = f"{_PLANNED}:{ep}:{imbalance}:{sent}"
-        experts.module.forward = SplitExperts(experts, ranks=ep, group=key)
+        adapters = adapters_on(twin, experts.module)
+        pass_through(adapters)
+        experts.module.forward = SplitExperts(experts, ranks=ep, group=key, adapters=adapters)
     return twin, here
 
 

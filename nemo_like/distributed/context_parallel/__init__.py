@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.context_parallel import attention
+from nemo_like.distributed.context_parallel.cached import count_from_the_whole, counts_positions
 from nemo_like.distributed.context_parallel.parts import MARK, Parts
 from nemo_like.distributed.context_parallel.plain import AttentionHooks, PositionHook
 from nemo_like.distributed.context_parallel.relative_bias import over_whole_sequences
@@ -114,6 +115,8 @@ def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts) -> list[
             undo.append(_Delete(module, MARK))
             if stack.transformers:
                 undo.extend(over_whole_sequences(module, parts))
+                if counts_positions(module):
+                    undo.append(module.register_forward_pre_hook(count_from_the_whole, with_kwargs=True).remove)
             elif type(module) is nn.Embedding:
                 undo.append(module.register_forward_pre_hook(PositionHook(parts)).remove)
         if stack.transformers and not stack.cached:

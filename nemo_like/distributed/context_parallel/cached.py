@@ -12,13 +12,15 @@ import inspect
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout, masks
-from nemo_like.distributed.context_parallel.parts import Parts
+from nemo_like.distributed.context_parallel.parts import Parts, parts_of
 from nemo_like.layers.structure import class_of
 
 CACHE = "past_key_values"
+_TUNED = "attn_temperature_tuning"
 _NAMES = ("layer_past", "past_key_values", "past_key_value")
 
 
@@ -57,6 +59,35 @@ class GatheringCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Keys in all, and where they begin."""
         return self._padded, 0
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """Whether `module` is attention that scales its queries by positions which it counts from zero itself (Llama 4)."""
+    return bool(getattr(module, _TUNED, False)) and not getattr(module, "use_rope", True)
+
+
+class _Offsets:
+    """A cache for such attention, which adds what came before to where it counts: for each token of a part, the rest."""
+
+    keeps_nothing = True
+
+    def __init__(self, parts: Parts, length: int, device: torch.device) -> None:
+        self._offsets = parts.positions(length * parts.ranks, device) - torch.arange(length, device=device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self._offsets
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def count_from_the_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook of attention for which `counts_positions` holds."""
+    parts = parts_of(module)
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    if parts is None or not isinstance(hidden, Tensor):
+        return None
+    return args, kwargs | {CACHE: _Offsets(parts, hidden.shape[1], hidden.device)}
 
 
 def cache_for(parts: Parts, length: int) -> GatheringCache:

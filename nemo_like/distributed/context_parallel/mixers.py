@@ -5,13 +5,14 @@ By structure and by name, before anything is changed: a module that is not known
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 
 from torch import nn
 
 from nemo_like.distributed.context_parallel.attention import uses_interface
-from nemo_like.distributed.context_parallel.cached import asks_a_cache
+from nemo_like.distributed.context_parallel.cached import asks_a_cache, counts_positions
 from nemo_like.layers.structure import class_of
 from nemo_like.module_tree import bare_modules
 
@@ -59,6 +60,8 @@ def sequence_mixers(
             yield name, module, "passes a state along the sequence, which a part of it does not have"
         elif found := [state for state in _STATES if hasattr(module, state)]:
             yield name, module, f"passes a state along the sequence ({found[0]})"
+        elif transformers and uses_interface(module) and _counts(module) and not counts_positions(module):
+            yield name, module, "counts the positions of its tokens itself, which are those of a part"
         elif transformers and _is_own_attention(name, module):
             if cached and any(asks_a_cache(inner) for inner in module.modules()):
                 continue
@@ -69,6 +72,12 @@ def _named_mixer(class_name: str) -> bool:
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", class_name)
     spaced = " ".join(words).lower()
     return bool(_WORDS & set(spaced.split())) or any(phrase in spaced for phrase in _PHRASES)
+
+
+def _counts(module: nn.Module) -> bool:
+    """Whether attention may make a range of positions; Llama 4's does only where it tunes temperatures."""
+    code = getattr(inspect.unwrap(class_of(module).forward), "__code__", None)
+    return code is not None and "arange" in code.co_names and "attn_temperature_tuning" not in code.co_names
 
 
 def _is_own_attention(name: str, module: nn.Module) -> bool:

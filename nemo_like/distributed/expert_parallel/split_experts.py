@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nemo_like.distributed.expert_parallel.exchange import exchange_rows, group_key, route
+from nemo_like.distributed.expert_parallel.expert_adapters import adapters_on, pass_through, with_adapters
 from nemo_like.distributed.expert_parallel.expert_lists import BlockOfList, StackedExperts
 from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, check_expert_ranks
 from nemo_like.distributed.expert_parallel.find_experts import EACH, EVERY, Experts, find_experts
@@ -46,11 +47,15 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
             raise ValueError(
                 f"The weights of {experts.fqn!r} are split or sharded already: use ep=1, or a model as built."
             )
-        adapted = [m for m in model.modules() if experts.module in m.modules() and type(m).__name__ == "ParamWrapper"]
-        if adapted or hasattr(experts.module, "parametrizations"):
+        if hasattr(experts.module, "parametrizations"):
             raise ValueError(
-                f"ep is {parallel.size}, and there are adapters on the weights of {experts.fqn!r}, which would be added to "
-                "experts that this rank does not have. Adapt the linears beside them (target_modules), or use ep=1."
+                f"ep is {parallel.size}, and the weights of {experts.fqn!r} are parametrized, which would be computed for "
+                "experts that this rank does not have: remove the parametrization, or use ep=1."
+            )
+        if axis_size(mesh, "tp") > 1 and adapters_on(model, experts.module):
+            raise ValueError(
+                f"ep is {parallel.size} beside tp, and there are adapters on the weights of {experts.fqn!r}, whose "
+                "gradients would be those of one rank of tp. Adapt the linears beside them (target_modules), or use tp=1."
             )
     return found
 
@@ -81,7 +86,12 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) 
             kept = nn.Parameter(_own_memory(part), requires_grad=whole.requires_grad)
             kept.__dict__.update(whole.__dict__)
             module._parameters[name] = kept
-        module.forward = SplitExperts(experts, ranks=mesh.ep.size(), group=group_key(mesh.ep.get_group()), tp=tp)
+        adapters = adapters_on(model, module)
+        pass_through(adapters)
+        module.forward = SplitExperts(
+            experts, ranks=mesh.ep.size(), group=group_key(mesh.ep.get_group()), tp=tp, adapters=adapters,
+            rank=mesh.ep.get_local_rank(),
+        )  # fmt: skip
     return found
 
 
@@ -112,15 +122,21 @@ class SplitExperts:
     """The forward of a module whose experts are split: exchange, compute, exchange back.
 
     Takes and gives what the module's own forward does (`Experts.call`), on this rank's tokens. `ranks`: those that share
-    the experts; `group`: their process group, by `group_key`; `tp`: ranks with the same tokens.
+    the experts; `group`: their process group, by `group_key`; `rank`: this one of it; `tp`: ranks with the same tokens;
+    `adapters`: on the weights (`adapters_on`).
     """
 
-    def __init__(self, experts: Experts, *, ranks: int, group: str, tp: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, experts: Experts, *, ranks: int, group: str, rank: int = 0, tp: DeviceMesh | None = None,
+        adapters: Sequence[nn.Module] = (),
+    ) -> None:  # fmt: skip
         self.fqn, self.count, self.call = experts.fqn, experts.count, experts.call
         self.module = experts.module
         self.inside = type(experts.module).forward
         self.group, self.tp = group, tp
         self.local = experts.count // ranks
+        self.first = rank * self.local
+        self.adapters = adapters
         self.understood = is_understood(experts.module)
         self.sparse = self.understood and zero_rows_stay_zero(experts.module)
 
@@ -181,6 +197,8 @@ class SplitExperts:
     def compute(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
         """Rows (R, D), sorted by expert, `counts` of each of this rank's, the last at `ends` → (R, D)."""
         weights = {name: _local(p) for name, p in self.module._parameters.items() if p is not None}
+        if self.adapters:
+            weights = with_adapters(weights, self.adapters, self.first)
         if isinstance(self.module, StackedExperts):
             return self.module.compute(weights, rows, counts)
         if self.understood:
