@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -57,11 +58,31 @@ SPECS = {
     "loop": StepSpec(optimizer="adamw-loop"),
     "foreach": StepSpec(optimizer="adamw-foreach"),
     "fused": StepSpec(optimizer="adamw-fused"),
+    "averaged": StepSpec(ema=True, keeps_output=False),
+    "muon": StepSpec(optimizer="muon", microbatches=2),
 }
+
+
+class _Both(torch.optim.Optimizer):
+    """Muon for the matrices of layers, AdamW for all else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if ".layers." in name and p.dim() == 2]
+        rest = [p for name, p in named if not (".layers." in name and p.dim() == 2)]
+        self.parts = torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW(rest, lr=1e-4)
+        super().__init__([p for _, p in named], {})
+
+    def step(self, closure=None) -> None:
+        for part in self.parts:
+            part.step()
+            self.state.update(part.state)
 
 
 def _optimizer(word: str, model: nn.Module) -> torch.optim.Optimizer:
     name, _, form = word.partition("-")
+    if name == "muon":
+        return _Both(model)
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9 if form else 0.0)
     forms = {"": {}, "loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -74,7 +95,8 @@ class Loop:
     def __init__(self, model: nn.Module, spec: StepSpec, batch: dict[str, torch.Tensor], outside: bool) -> None:
         self.model, self.spec, self.batch, self.outside = model, spec, batch, outside
         self.optimizer = _optimizer(spec.optimizer, model)
-        self.kept = None
+        self.kept: Any = None
+        self.average = torch.optim.swa_utils.AveragedModel(model) if spec.ema else None
 
     def step(self) -> None:
         for turn in range(self.spec.microbatches):
@@ -83,6 +105,8 @@ class Loop:
             self._loss().backward()
         clip_grad_norm_(self.model, 1.0)
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
         self.optimizer.zero_grad(set_to_none=self.spec.zero_grad == "free")
 
     def _loss(self) -> torch.Tensor:
@@ -96,7 +120,10 @@ class Loop:
         """Of a step after the second."""
         self.step()
         self.step()
-        return step_peak_bytes(self.model, self.optimizer, self.step, lambda: self.kept)
+        return step_peak_bytes(self.model, self.optimizer, self.step, self._held)
+
+    def _held(self) -> Any:
+        return self.kept, [] if self.average is None else list(self.average.parameters())
 
 
 def _case(rank, world_size, strategy, ac, name, layers, shape):
@@ -132,7 +159,7 @@ def test_one_device():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fsdp2(ranks):
-    names = [name for name in SPECS if name not in ("outside, unsaid", "sgd", "momentum")]
+    names = [name for name in SPECS if name not in ("outside, unsaid", "sgd", "momentum", "averaged", "muon")]
     names = names if ranks == 2 else ["default", "summed in the last", "accumulated", "dropped", "outside", "foreach"]
     for rows in run_ranks(ranks, _cases, FSDP2(), names, timeout=280):
         _check(rows)

@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--microbatches", type=int, default=1, help="forwards and backwards per optimizer step (default: %(default)s)")
     add("--sync", default=StepSpec.sync, help="microbatches that reduce gradients: every | last (default: %(default)s)")
     add("--drop-output", action="store_true", help="the loop drops the model's output (its logits) before backward")
+    add("--ema", action="store_true", help="the loop keeps a copy of the weights that it averages")
     add("--zero-grad", default=StepSpec.zero_grad, help="gradients between steps: free | zero (default: %(default)s)")
     add("--no-reshard", action="store_true", help="keep layers gathered after forward")
     add("--prefetch", type=int, default=1, help="layers gathered ahead (default: %(default)s)")
@@ -107,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.planner import Planner, Setup
 
     shard_ranks = _shard_ranks(args)
-    step = StepSpec.of(StepSpec(args.microbatches, args.sync, not args.drop_output, args.zero_grad), args.optimizer)
+    loop = StepSpec(args.microbatches, args.sync, not args.drop_output, args.zero_grad, ema=args.ema)
+    step = StepSpec.of(loop, args.optimizer)
     device = resolve_device(args.gpu)
     reshard = False if args.no_reshard else None
     start = time.perf_counter()
@@ -176,9 +178,11 @@ def _say(
     from nemo_like.planning import plan_advice, plan_report
 
     size = sum(p.numel() for p in model.parameters())
+    count = planner.setup.step.microbatches
+    microbatches = f"{count} microbatches of " if count > 1 else ""
     print(
         f"{args.model}: {size / 1e9:.2f} B parameters, {len(planner.traced.calls)} layers of {len(planner.problems)} "
-        f"kind(s), {given.words} per rank on {args.world_size} x {planner.device.name}, "
+        f"kind(s), {microbatches}{given.words} per rank on {args.world_size} x {planner.device.name}, "
         f"{planner.setup.step.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB.\n"
     )
     if planner.not_run or given.missing:

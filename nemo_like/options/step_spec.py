@@ -11,7 +11,7 @@ import torch
 from nemo_like.options.words import did_you_mean, normalise
 
 OPTIMIZERS: tuple[str, ...] = (
-    "adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "sgd", "sgd-momentum",
+    "adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-bf16", "muon", "sgd", "sgd-momentum",
 )  # fmt: skip
 ZERO_GRAD: tuple[str, ...] = ("free", "zero")
 SYNC: tuple[str, ...] = ("every", "last")
@@ -49,9 +49,12 @@ class StepSpec:
     """``free``: gradients are None before the first forward of a step (torch's default); ``zero``: they stay, as
     zeros (``zero_grad(set_to_none=False)``)."""
     optimizer: str = "adamw"
-    """The optimizer's state and the temporaries of its step: ``adamw`` (as torch builds it: with ``foreach`` for whole
-    parameters on CUDA, else one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``,
-    ``adamw-8bit``, ``sgd``, ``sgd-momentum``."""
+    """The optimizer's state and the temporaries of its step: ``adamw`` (as torch builds it: with ``foreach`` on CUDA, else
+    one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``, ``adamw-8bit`` (states in blocks of 256),
+    ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,
+    ``sgd-momentum``."""
+    ema: bool = False
+    """The loop keeps an average of the parameters, sharded as they are (`torch.optim.swa_utils.AveragedModel`)."""
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     """The loss of what the model returned, where the loop computes it. It is called on tensors without values on the
     CPU; labels in it count by shape. None: the output's own ``loss``, or, where there is none, a cross entropy in
@@ -63,8 +66,9 @@ class StepSpec:
             raise ValueError(f"StepSpec.microbatches is {count!r}; it must be a whole number >= 1.")
         for name, known in (("sync", SYNC), ("zero_grad", ZERO_GRAD)):
             _word(f"StepSpec.{name}", getattr(self, name), known)
-        if not isinstance(self.keeps_output, bool):
-            raise TypeError(f"StepSpec.keeps_output is {self.keeps_output!r}; it must be True or False.")
+        for name in ("keeps_output", "ema"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"StepSpec.{name} is {getattr(self, name)!r}; it must be True or False.")
         _word("optimizer", self.optimizer, OPTIMIZERS)
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError(

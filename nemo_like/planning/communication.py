@@ -9,7 +9,7 @@ from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
 PARTS = (
-    "parameters", "optimizer state", "gradients", "gathered layers", "gathered root", "reduce buffers",
+    "parameters", "averaged weights", "optimizer state", "gradients", "gathered layers", "gathered root", "reduce buffers",
     "held activations", "running layer", "outside of layers", "kept output", "optimizer step",
 )  # fmt: skip
 

@@ -46,7 +46,8 @@ class Peak:
     at: str
     """Where in the step."""
     held: int
-    """Alive when the model's forward has ended, its output among it, beyond parameters and optimizer state; bytes."""
+    """Alive when the model's forward has ended, its output among it, beyond parameters, their average and optimizer state;
+    bytes."""
 
     @property
     def total(self) -> int:
@@ -58,6 +59,7 @@ def step_peak(
     layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, optimizer: tuple[int, int],
     tail_grads: int, root_grads: int, micro: Microbatch = Microbatch(),  # noqa: B008 - frozen
     offload: OffloadConfig = OffloadConfig("none"),  # noqa: B008 - frozen
+    averaged: int = 0,
 ) -> Peak:  # fmt: skip
     """Walk through forward and backward of one microbatch and the optimizer step, and return the highest point.
 
@@ -70,12 +72,13 @@ def step_peak(
             them among what is alive.
         micro: which gradients are there already, and what becomes of those that are made.
         offload: how much of what moves to the host is on the device at one time.
+        averaged: bytes of the copy of the parameters that the loop averages.
     """
     walk = StepWalk()
     now = walk.now
     outer = outer.counted_once([layer.inputs for layer in layers])
     now["parameters"], now["optimizer state"] = sharding.params, optimizer[0]
-    now["gradients"] = micro.gradients
+    now["gradients"], now["averaged weights"] = micro.gradients, averaged
     now["kept output"] = outer.kept  # the microbatch's before
     comm = Communication(walk, sharding, [layer.unit for layer in layers], micro)
     comm.start()
@@ -92,7 +95,7 @@ def step_peak(
     _stretch(walk, outer.head, "forward of the head")
     comm.after_model()
     now["kept output"] = 0  # the output before is gone, and this one is among what is outside of layers
-    held = sum(now.values()) - now["parameters"] - now["optimizer state"]
+    held = sum(now.values()) - now["parameters"] - now["averaged weights"] - now["optimizer state"]
     now["kept output"] = outer.kept
     now["outside of layers"] -= outer.kept
     if outer.in_chunks:

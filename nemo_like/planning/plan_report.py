@@ -176,8 +176,8 @@ def _balanced(planner: Planner, best: PlanRow | None) -> int | None:
 def _padding(planner: Planner) -> int:
     sharding, step = planner.sharding, planner.setup.step
     state = optimizer_memory(sharding.trained, step.optimizer, foreach=False).state
-    share = state / sum(sharding.trained) if sharding.trained else 0
-    return int(sharding.padding * (2 + share)) if sharding.trained else sharding.padding
+    trained = sum(param.size for param in sharding.trained)
+    return int(sharding.padding * (2 + state / trained)) if trained else sharding.padding
 
 
 def _gain(planner: Planner, limit: int) -> ChunkedGain | None:

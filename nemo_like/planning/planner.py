@@ -358,9 +358,8 @@ class Planner:
         layers = sum(p.forward_seconds * (3 if p.trace.saves_something else 1) for p in calls)
         extra = sum(c.replay_seconds for c in choices) + sum(self._exposed(choices)) + self.outer().seconds
         step = self.setup.step
-        return step.microbatches * (layers + extra) + optimizer_seconds(
-            self.sharding.trained, step.optimizer, self.device
-        )
+        trained = [param.size for param in self.sharding.trained]
+        return step.microbatches * (layers + extra) + optimizer_seconds(trained, step.optimizer, self.device)
 
     def _exposed(self, choices: Sequence[Choice]) -> list[float]:
         """Of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""
@@ -378,7 +377,7 @@ class Planner:
     @property
     def foreach(self) -> bool:
         """Whether torch's optimizers step all parameters together where nobody says."""
-        return self.setup.fsdp is None and self.device.kind == "cuda"
+        return self.device.kind == "cuda"  # for sharded parameters, too: DTensor is among the types that it takes
 
     def layer_events(self, choices: Sequence[Choice], accumulates: bool) -> list[LayerEvents]:
         """What each layer call allocates and frees; `accumulates`: backward adds to gradients that are there."""
@@ -414,6 +413,7 @@ class Planner:
             layers, self.outer(micro.accumulates), sharding,
             optimizer=(optimizer.state, optimizer.step),
             tail_grads=tail, root_grads=sum(grads.values()) - tail, micro=micro, offload=setup.offload,
+            averaged=sharding.params if setup.step.ema else 0,
         )  # fmt: skip
 
     # --- plans ----------------------------------------------------------------------------------------------------

@@ -92,6 +92,11 @@ class _Steps:
             for size in unit.each_shard:
                 self.events.make(size)
         self.events.make(sharding.replicated)
+        if setup.step.ema:
+            for unit in sharding.all:
+                for size in unit.each_shard:
+                    self.events.make(size)
+            self.events.make(sharding.replicated)
         if setup.ddp:
             for unit in sharding.all:
                 self.events.make(unit.grad)
@@ -111,14 +116,19 @@ class _Steps:
 
     def _temporaries(self) -> None:
         events = self.events
-        before = 0
-        for sizes in self.optimizer.loop:
-            made = [events.make(size) for size in sizes]
+        for each in self.optimizer.passes:
+            before = 0
+            for sizes in each.alone:
+                made = [events.make(sizes[0])]
+                if each.hands_over:
+                    events.drop(before)
+                made += map(events.make, sizes[1:])
+                if not each.hands_over:
+                    events.drop(before)
+                events.drop_all(made[:-1])
+                before = made[-1]
             events.drop(before)
-            events.drop_all(made[:-1])
-            before = made[-1]
-        events.drop(before)
-        events.drop_all([events.make(size) for size in self.optimizer.together])
+            events.drop_all([events.make(size) for size in each.together])
 
     def _turns(self, *, first: bool) -> list[Pass]:
         """The microbatches of a step. After the third they repeat."""

@@ -20,6 +20,7 @@ from torch import nn
 from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
 from nemo_like.module_tree import bare
 from nemo_like.options import FSDP2, Precision
+from nemo_like.planning.optimizers import TrainedParameter
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Sharding:
     """Bytes of `params` that no parameter needs, because the ranks do not divide it."""
     experts: Mapping[int, UnitBytes] = field(default_factory=dict)
     """By id of the bare layer, the unit of its experts inside, where these are split."""
-    trained: tuple[int, ...] = ()
-    """This rank's share of each parameter that trains, in the order of ``model.parameters()``, bytes."""
+    trained: tuple[TrainedParameter, ...] = ()
+    """This rank's share of each parameter that trains, in the order of ``model.parameters()``."""
 
     @property
     def all(self) -> tuple[UnitBytes, ...]:
@@ -129,6 +130,7 @@ def sharding_of(
                 "experts", params, apart, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained
             )
     theirs = {id(p) for p in own}
+    in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
     sharded = [p for source in plan.units for p in source.params]
     root = unit(plan.root)
     for extra in plan.by_dtype:
@@ -147,7 +149,7 @@ def sharding_of(
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
         padding=sum((_padded(p, shard_ranks) - p.numel()) * p.element_size() for p in sharded) // shard_ranks,
         trained=tuple(
-            _padded(p, ranks) // ranks * p.element_size()
+            TrainedParameter(tuple(p.shape), _padded(p, ranks) // ranks, p.element_size(), id(p) in in_layers)
             for p, ranks in ((p, apart if id(p) in theirs else shard_ranks) for p in model.parameters())
             if p.requires_grad and (trained is None or id(p) in trained)
         ),

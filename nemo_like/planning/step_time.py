@@ -41,7 +41,7 @@ def _views(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-_PASSES = {"sgd": 3.0, "sgd-momentum": 5.0, "adamw-8bit": 4.0}
+_PASSES = {"sgd": 3.0, "sgd-momentum": 5.0, "adamw-8bit": 4.0, "adamw-bf16": 5.0}
 """How often an optimizer step goes over the bytes of the parameters, in one kernel: it reads parameter, gradient and
 states, and writes parameter and states. AdamW in full precision: 7."""
 
