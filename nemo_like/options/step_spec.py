@@ -53,12 +53,12 @@ class StepSpec:
     one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``, ``adamw-8bit`` (states in blocks of 256),
     ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,
     ``sgd-momentum``."""
-    ema: bool = False
-    """The loop keeps an average of the parameters, sharded as they are (`torch.optim.swa_utils.AveragedModel`)."""
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     """The loss of what the model returned, where the loop computes it. It is called on tensors without values on the
     CPU; labels in it count by shape. None: the output's own ``loss``, or, where there is none, a cross entropy in
     float32 of its first tensor that has a gradient, shifted by one token."""
+    ema: bool = False
+    """The loop keeps an average of the parameters, sharded as they are (`torch.optim.swa_utils.AveragedModel`)."""
 
     def __post_init__(self) -> None:
         count = self.microbatches

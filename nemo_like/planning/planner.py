@@ -358,8 +358,9 @@ class Planner:
         layers = sum(p.forward_seconds * (3 if p.trace.saves_something else 1) for p in calls)
         extra = sum(c.replay_seconds for c in choices) + sum(self._exposed(choices)) + self.outer().seconds
         step = self.setup.step
-        trained = [param.size for param in self.sharding.trained]
-        return step.microbatches * (layers + extra) + optimizer_seconds(trained, step.optimizer, self.device)
+        return step.microbatches * (layers + extra) + optimizer_seconds(
+            self.sharding.trained, step.optimizer, self.device
+        )
 
     def _exposed(self, choices: Sequence[Choice]) -> list[float]:
         """Of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_like.activation_checkpointing import ops
 from nemo_like.planning.devices import Device
+from nemo_like.planning.optimizers import TrainedParameter
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode
 
@@ -46,15 +47,16 @@ _PASSES = {"sgd": 3.0, "sgd-momentum": 5.0, "adamw-8bit": 4.0, "adamw-bf16": 5.0
 states, and writes parameter and states. AdamW in full precision: 7."""
 
 
-def optimizer_seconds(trained: Sequence[int], name: str, device: Device) -> float:
-    """An optimizer step on one rank, as one kernel that is bound by memory: the least that it takes.
+def optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:
+    """An optimizer step on one rank, as one kernel that is bound by memory: the least that it takes. Muon's products are
+    not in it.
 
     Args:
-        trained: bytes of each parameter on this rank.
+        trained: the parameters.
         name: one of `nemo_like.options.OPTIMIZERS`.
         device: whose bandwidth counts.
     """
-    return sum(trained) * _PASSES.get(name, 7.0) / device.bandwidth
+    return sum(param.size for param in trained) * _PASSES.get(name, 7.0) / device.bandwidth
 
 
 def exposed_seconds(moved: int, forward_seconds: float, device: Device) -> float:

@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from nemo_like import OffloadConfig, StepSpec, cli
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import Device, resolve_device
+from nemo_like.planning.optimizers import TrainedParameter
 from nemo_like.planning.plan_advice import advice, binds
 from nemo_like.planning.plan_report import make_report, table
 from nemo_like.planning.plan_search import full_peak, largest_batch, least_gpus
@@ -49,7 +50,7 @@ def test_seconds_of_ops_are_the_larger_of_computing_and_moving() -> None:
 
 @pytest.mark.parametrize(("name", "passes"), [("sgd", 3), ("sgd-momentum", 5), ("adamw-8bit", 4), ("adamw", 7)])
 def test_an_optimizer_step_goes_over_its_bytes(name: str, passes: int) -> None:
-    assert optimizer_seconds([600, 400], name, ROUND) == passes * 1000 / 1e6
+    assert optimizer_seconds([TrainedParameter((n,), n, 4) for n in (150, 100)], name, ROUND) == passes * 1000 / 1e6
 
 
 def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
