@@ -123,7 +123,7 @@ class PackedCalls:
             if length > most:
                 raise NotImplementedError(
                     f"This call has packed documents in rows of {length} tokens, and {name} ({most}) is counted along the "
-                    f"row, not from where a document begins: pack rows of at most {most} tokens, or give one document per row."
+                    f"row, not from where a document begins: pack rows of at most {most} tokens, or give one document a row."
                 )
 
     def _numbers(self, given: dict[str, Any], batch: int, length: int) -> tuple[Tensor | None, bool]:
