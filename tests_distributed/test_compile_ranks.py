@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_like import parallelize
-from tests.models.decoders import batch, build, loss_of
+from tests.models.decoders import PlainDecoder, batch, build, loss_of
 from tests.models.kv_shared import build as build_kv_shared
 from tests_distributed.spawn import run_ranks
 
@@ -83,3 +83,18 @@ def _lora(rank: int, world_size: int, strategy: str) -> list[str]:
 def test_adapters_on_a_frozen_base_train_in_every_mode(strategy: str) -> None:
     pytest.importorskip("peft", reason="needs peft")
     assert run_ranks(2, _lora, strategy, timeout=120) == [[], []]
+
+
+def _graphs(rank: int, world_size: int, ac: str) -> dict[str, int]:
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    model = parallelize(PlainDecoder(layers=10), ac=ac, compile="aot_eager", device="cpu")
+    loss_of(model, batch()).backward()
+    return dict(counters["stats"])
+
+
+@pytest.mark.parametrize("ac", ["full", "selective"])
+def test_one_graph_serves_all_sharded_layers(ac: str) -> None:
+    for stats in run_ranks(2, _graphs, ac, timeout=120):
+        assert stats["unique_graphs"] == 1, stats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,18 +96,26 @@ class Nameless(nn.Module):
         # FSDP2 makes a class of what ``__class__`` says and itself; the wrapper's own forward must stay in it.
         said = self.__class__
         if said is not type(self) and not issubclass(value, type(self)):
-            bases = tuple(type(self) if base is said else base for base in value.__bases__)
-            # Only what FSDP2 adds. transformers puts a forward of its own into every subclass of its layers: that one
-            # would run the layer past the wrapper.
-            value = type(
-                value.__name__, bases, {key: item for key, item in vars(value).items() if not hasattr(said, key)}
-            )
+            value = _class_around(type(self), said, value)
         _set_type(self, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As for any object; said in another way, because pickle compares ``__class__`` with the real class."""
         reduced = super().__reduce_ex__(protocol)
         return _blank, *reduced[1:]
+
+
+@cache
+def _class_around(wrapper: type, said: type, wanted: type) -> type:
+    """`wanted`, which FSDP2 made of the class `said`, made of `wrapper` instead.
+
+    One class for all layers, as FSDP2 has it: Dynamo, which looks at classes, would compile each layer anew, and stop
+    after eight.
+    """
+    bases = tuple(wrapper if base is said else base for base in wanted.__bases__)
+    # Only what FSDP2 adds. transformers puts a forward of its own into every subclass of its layers: that one would run
+    # the layer past the wrapper.
+    return type(wanted.__name__, bases, {key: item for key, item in vars(wanted).items() if not hasattr(said, key)})
 
 
 def _blank(kind: type[Nameless]) -> Nameless:
