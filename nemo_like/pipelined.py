@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.activation_checkpointing import kv_sharing
@@ -15,8 +15,8 @@ from nemo_like.compile import parse_compile
 from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline import Pipeline
-from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut
-from nemo_like.distributed.pipeline.dealing import StageParts, deal, slices
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut, loss_of
+from nemo_like.distributed.pipeline.dealing import counts_of, slices
 from nemo_like.distributed.pipeline.pipeline import Stage
 from nemo_like.distributed.pipeline.schedules import KINDS, stages_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
@@ -88,7 +88,7 @@ def parallelize_pipeline(
     dtype = precision.dtypes["param_dtype"]
     lowered = {"dtype" if shards else "autocast": dtype} if dtype is not None else {}
     parts = stage_parts(model, found, sample, **lowered)
-    counts = _deal(parts, pp)
+    counts = counts_of(parts, pp)
     device = checked_device(options["device"]) if options["device"] is not None else local_device(mesh.device_type)
 
     # Nothing has been changed up to here.
@@ -104,7 +104,7 @@ def parallelize_pipeline(
     for index in stages_of(pp, mesh.get_local_rank("pp")):
         piece = all_slices[index]
         tree, received = cut(model, parts, piece, device)
-        forward = StageForward(tree, received, piece, _loss_of, in_chunks)
+        forward = StageForward(tree, received, piece, loss_of, in_chunks)
         tree.forward = forward
         setattr(tree, STAGE_MARK, True)
         names = [parts.layers[i] for i in piece.layers]
@@ -149,43 +149,6 @@ def _mesh(mesh: DeviceMesh | None, pp: PipelineParallel, dp_replicate: int, tp: 
     return mesh
 
 
-def _deal(parts: StageParts, pp: PipelineParallel) -> list[int]:
-    """Layers of each stage."""
-    if isinstance(pp.balance, tuple):
-        if sum(pp.balance) != len(parts.layers):
-            raise ValueError(
-                f"PipelineParallel.balance is {list(pp.balance)}, {sum(pp.balance)} layers, and the model has "
-                f"{len(parts.layers)}."
-            )
-        return list(pp.balance)
-    try:
-        return deal(parts.layer_flops, pp.stages, first=parts.flops_before, last=parts.flops_after)
-    except ValueError as error:
-        raise ValueError(f"pp is {pp.size} with {pp.stages_per_rank} stage(s) on each rank: {error}") from error
-
-
 def _reshard(fsdp: FSDP2) -> bool | int:
     """Gathered once per step, not per microbatch, unless the caller says otherwise."""
     return False if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
-
-
-def _loss_of(output: Any) -> Tensor:
-    """The loss in what the model returned.
-
-    Raises:
-        ValueError: there is none.
-    """
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    if isinstance(output, Tensor) and output.numel() == 1:
-        return output
-    scalars = (
-        [item for item in output if isinstance(item, Tensor) and item.dim() == 0] if isinstance(output, tuple) else []
-    )
-    if len(scalars) == 1:
-        return scalars[0]
-    raise ValueError(
-        f"The last stage's model returned a {type(output).__name__} without a loss: give labels= to step(), to a model that "
-        "returns a loss then (as .loss, as the one scalar of a tuple, or alone)."
-    )

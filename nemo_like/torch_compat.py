@@ -732,3 +732,19 @@ def splits_compiled_backward() -> bool:
     """Whether a pipeline schedule can cut the backward of a compiled layer in two: 2.11.0 asks such a node for metadata
     that it has not got; 2.13.0 and 2.15.0 do not."""
     return tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 13)
+
+
+def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The two halves of a backward as a pipeline's schedules run them: gradients of inputs first, of weights later.
+
+    Raises:
+        RuntimeError: this torch has them elsewhere.
+    """
+    try:
+        halves = importlib.import_module("torch.distributed.pipelining._backward")
+        return halves.stage_backward_input, halves.stage_backward_weight
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not show how it cuts a backward in two, so that the bytes which are kept "
+            "between the halves can't be predicted. Use a schedule that does not: 1f1b or interleaved_1f1b."
+        ) from error

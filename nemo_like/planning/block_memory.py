@@ -99,7 +99,7 @@ def block_memory(
         given, given_to = sum(t.numel() * t.element_size() for t in roots), len(roots)
         # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
-        gradients = _OutputGradients.apply([(layouts or {}).get(i) for i in at], *roots)
+        gradients = OutputGradients.apply([(layouts or {}).get(i) for i in at], *roots)
         del out, roots, made, at
         meter.lap()
         begun = len(meter.log)
@@ -130,7 +130,7 @@ def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.T
     return made
 
 
-class _OutputGradients(torch.autograd.Function):
+class OutputGradients(torch.autograd.Function):
     """Nothing, made of all outputs; its backward makes their gradients."""
 
     @staticmethod
@@ -140,7 +140,7 @@ class _OutputGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        made = (
+        made = tuple(
             torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
             for shape, stride, dtype in ctx.layouts
         )

@@ -11,6 +11,7 @@ from nemo_like.planning.sharding import Sharding, UnitBytes
 PARTS = (
     "parameters", "averaged weights", "optimizer state", "gradients", "gathered layers", "gathered root", "reduce buffers",
     "held activations", "running layer", "outside of layers", "kept output", "optimizer step",
+    "microbatches in flight", "receive buffers", "sent tensors",
 )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ class Communication:
     def reduce_experts(self, unit: UnitBytes, grads: int) -> None:
         """When backward has gone through the experts, before the rest of their layer's gradients."""
         self.now["gathered layers"] -= 0 if unit.reshard else unit.gathered
-        self._reduce(unit, grads)
+        self.reduce(unit, grads)
 
     def after_forward(self, i: int) -> None:
         unit = self._unit(i)
@@ -152,7 +153,7 @@ class Communication:
             return
         if self.s.tail is not None:
             self.now["gathered layers"] -= self.s.tail.gathered if self.tail_open else 0
-            self._reduce(self.s.tail, 0)
+            self.reduce(self.s.tail, 0)
 
     def before_backward(self, i: int) -> None:
         unit = self._unit(i)
@@ -178,9 +179,9 @@ class Communication:
             self.now["gradients"] += grads - (before if self.micro.frees else 0)
             return
         self.now["gathered layers"] -= self.open.pop(i, 0)
-        self._reduce(unit, grads)
+        self.reduce(unit, grads)
 
-    def _reduce(self, unit: UnitBytes, grads: int) -> None:
+    def reduce(self, unit: UnitBytes, grads: int) -> None:
         """Gradients are copied into the flat buffer, freed, reduced, and cast to the parameters' dtype."""
         if not self.micro.reduces:
             self.now["gradients"] += 0 if self.micro.adds else unit.whole_grad
@@ -206,7 +207,7 @@ class Communication:
             return
         self.now["gathered layers"], self.now["gathered root"] = 0, 0
         self.now["outside of layers"] = root_grads
-        self._reduce(self.s.root, 0)
+        self.reduce(self.s.root, 0)
         self.now["reduce buffers"] = 0
 
     def _unit(self, i: int) -> UnitBytes | None:

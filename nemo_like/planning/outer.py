@@ -24,6 +24,7 @@ from nemo_like.planning.capture import Kind, ModelTrace, by_argument, replaced_f
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.gradient_sums import SumsInPlace
+from nemo_like.planning.halves_memory import backward_of_inputs
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.recorded import record_again
 from nemo_like.planning.recorded_events import BackwardCall, ForwardCall, OuterEvents
@@ -77,6 +78,8 @@ class OuterMemory:
     """Its forward and backward by the device's roofline; 0 where no device was given."""
     events: OuterEvents = field(default_factory=OuterEvents)
     """What it allocates and frees, in order."""
+    weights: Stretch | None = None
+    """Where a pipeline's schedule cuts backward in two, its second half, after `tail`."""
 
     def counted_once(self, inputs: Sequence[int]) -> OuterMemory:
         """The same without what layers hold too; `inputs`: how much each call holds of its inputs, bytes."""
@@ -129,7 +132,7 @@ def _told_loss(output: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Ten
 
 def outer_memory(
     model: nn.Module, layers: Sequence[Any], traced: ModelTrace, step: StepSpec = StepSpec(),  # noqa: B008 - frozen
-    chunks: ChunkedLoss | None = None, *, accumulate: bool = False, device: Device | None = None,
+    chunks: ChunkedLoss | None = None, *, accumulate: bool = False, device: Device | None = None, halves: bool = False,
 ) -> OuterMemory:  # fmt: skip
     """Run the model's step around its layers on fake tensors and watch its memory.
 
@@ -139,6 +142,7 @@ def outer_memory(
         chunks: compute the loss that the model computes in such chunks.
         accumulate: parameters have gradients before, which are not counted, and backward adds to them.
         device: whose roofline times it.
+        halves: cut backward in two, as some schedules of pipelines do.
     """
     timer = None if device is None else OpSeconds(device)
     state = {
@@ -194,10 +198,18 @@ def outer_memory(
         own_loss = any(loss is t for t in tensors_in(output))
         if not step.keeps_output:
             del output
-        loss.backward()
+        rest = None if halves else loss.backward()
+        if halves:
+            rest = backward_of_inputs([loss], None, _given(traced), state.values())
         tail, backward_end = Stretch(meter.lap(), meter.live), len(meter.log)
+        if rest is not None:
+            rest()
+        weights = Stretch(meter.lap(), meter.live) if halves else None
+        last = meter.live
         output = None
-        kept = tail.left - meter.live
+        kept = last - meter.live
+        for tensor in _given(traced):
+            tensor.grad = None
     grads = {name: t.grad.untyped_storage().nbytes() for name, t in state.items() if t.grad is not None}
     numbers = {name: meter.number(t.grad) for name, t in state.items() if t.grad is not None}
     events = OuterEvents(tuple(meter.log), tuple(calls), forward_end, tuple(backs), backward_end, numbers)
@@ -207,8 +219,13 @@ def outer_memory(
     return OuterMemory(
         tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads,
         tuple(map(frozenset, used)), tuple(layouts), kept, whole, own_loss, chunks is not None and not whole,
-        0.0 if timer is None else timer.seconds, events,
+        0.0 if timer is None else timer.seconds, events, weights,
     )  # fmt: skip
+
+
+def _given(traced: ModelTrace) -> list[torch.Tensor]:
+    """Those tensors of the model's input that get a gradient: the hidden states that a pipeline's stage is sent."""
+    return [t for t in tensors_in((traced.args, traced.kwargs)) if t.requires_grad]
 
 
 def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

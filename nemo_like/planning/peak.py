@@ -82,6 +82,22 @@ def step_peak(
     now["kept output"] = outer.kept  # the microbatch's before
     comm = Communication(walk, sharding, [layer.unit for layer in layers], micro)
     comm.start()
+    walk_forward(walk, comm, layers, outer, offload)
+    now["kept output"] = 0  # the output before is gone, and this one is among what is outside of layers
+    held = sum(now.values()) - now["parameters"] - now["averaged weights"] - now["optimizer state"]
+    now["kept output"] = outer.kept
+    walk_backward(walk, comm, layers, outer, offload, tail_grads)
+    comm.finish(root_grads)
+    now["outside of layers"] = 0
+    walk.look("optimizer step", optimizer_step=optimizer[1])
+    return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at, held)
+
+
+def walk_forward(
+    walk: StepWalk, comm: Communication, layers: Sequence[LayerMemory], outer: OuterMemory, offload: OffloadConfig
+) -> None:
+    """One microbatch's forward. At its end, what the layers hold and what is outside of them is among what is alive."""
+    now = walk.now
     for i, layer in enumerate(layers):
         _stretch(walk, outer.forward[i], f"before layer {i}, forward")
         comm.before_forward(i)
@@ -89,14 +105,23 @@ def step_peak(
         comm.before_experts(layer.experts)
         walk.look(f"forward of layer {i}", running_layer=layer.memory.forward_peak)
         comm.after_experts(layer.experts)
-        now["held activations"] = _held(layers[: i + 1], offload)
+        now["held activations"] = held_bytes(layers[: i + 1], offload)
         comm.after_forward(i)
     comm.before_tail()
     _stretch(walk, outer.head, "forward of the head")
     comm.after_model()
-    now["kept output"] = 0  # the output before is gone, and this one is among what is outside of layers
-    held = sum(now.values()) - now["parameters"] - now["averaged weights"] - now["optimizer state"]
-    now["kept output"] = outer.kept
+
+
+def walk_backward(
+    walk: StepWalk, comm: Communication, layers: Sequence[LayerMemory], outer: OuterMemory, offload: OffloadConfig,
+    tail_grads: int, *, after_last_layer: int = 0,
+) -> None:  # fmt: skip
+    """Its backward, with ``"kept output"`` as the caller has set it.
+
+    `tail_grads`: gradients of the tail's parameters. `after_last_layer`: bytes to add to ``"receive buffers"`` once the
+    last layer has gone through.
+    """
+    now = walk.now
     now["outside of layers"] -= outer.kept
     if outer.in_chunks:
         comm.before_tail_backward()
@@ -106,7 +131,7 @@ def step_peak(
     for i in reversed(range(len(layers))):
         layer, stretch = layers[i], _less(_backward_stretch(outer, len(layers), i), outer.kept)
         comm.before_backward(i)
-        now["held activations"] = _held(layers[:i], offload)
+        now["held activations"] = held_bytes(layers[:i], offload)
         now["outside of layers"] = stretch.left - tail_grads - layer.memory.output_grad
         gathered = comm.gathered_in_backward(layer.experts)
         walk.look(
@@ -121,15 +146,13 @@ def step_peak(
             grads -= whole
         comm.after_backward(i, grads, layer.grads)
         now["running layer"] = 0
+        if i == len(layers) - 1:
+            now["receive buffers"] += after_last_layer
         after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
         _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}, backward")
-    comm.finish(root_grads)
-    now["outside of layers"] = 0
-    walk.look("optimizer step", optimizer_step=optimizer[1])
-    return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at, held)
 
 
-def _held(layers: Sequence[LayerMemory], offload: OffloadConfig) -> int:
+def held_bytes(layers: Sequence[LayerMemory], offload: OffloadConfig) -> int:
     """What these layers hold on the device while the next one runs: the copies on their way out, or those that backward
     fetches ahead, are there still or again. The bound is that of many steps: one may be faster."""
     moved = [layer.moved for layer in layers]

@@ -20,6 +20,7 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.launch import pick_device_type
+from nemo_like.distributed.pipeline.cut import STAGE_MARK
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
 from nemo_like.log import warn_once
@@ -394,6 +395,16 @@ class Planner:
 
     def _peak_in(self, choices: Sequence[Choice], micro: Microbatch) -> Peak:
         sharding, setup = self.sharding, self.setup
+        root, tail = self.outer_grads(micro)
+        return step_peak(
+            self.layer_memories(choices, micro), self.outer(micro.accumulates), sharding,
+            optimizer=self.optimizer_bytes(), tail_grads=tail, root_grads=root, micro=micro, offload=setup.offload,
+            averaged=self.sharding.params if setup.step.ema else 0,
+        )  # fmt: skip
+
+    def layer_memories(self, choices: Sequence[Choice], micro: Microbatch) -> list[LayerMemory]:
+        """What each call needs in a step with these choices."""
+        sharding = self.sharding
         units = dict(zip(sharding.modules, sharding.units))
         layers = []
         for call, choice, moved in zip(self.traced.calls, choices, self.moved(choices)):
@@ -406,16 +417,19 @@ class Planner:
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
             unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
             layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, unit, moved, whole, experts))
+        return layers
+
+    def outer_grads(self, micro: Microbatch) -> tuple[int, int]:
+        """Whole gradients of the root's parameters and of the tail's that a backward makes, bytes."""
         names = {name: id(p) for name, p in self.model.named_parameters()}
         grads = {} if micro.accumulates else self.outer().param_grads
-        tail = sum(size for name, size in grads.items() if names.get(name) in sharding.tail_params)
-        optimizer = optimizer_memory(sharding.trained, setup.step.optimizer, foreach=self.foreach)
-        return step_peak(
-            layers, self.outer(micro.accumulates), sharding,
-            optimizer=(optimizer.state, optimizer.step),
-            tail_grads=tail, root_grads=sum(grads.values()) - tail, micro=micro, offload=setup.offload,
-            averaged=sharding.params if setup.step.ema else 0,
-        )  # fmt: skip
+        tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
+        return sum(grads.values()) - tail, tail
+
+    def optimizer_bytes(self) -> tuple[int, int]:
+        """Of the optimizer's state, and of its step's temporaries."""
+        memory = optimizer_memory(self.sharding.trained, self.setup.step.optimizer, foreach=self.foreach)
+        return memory.state, memory.step
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
@@ -663,6 +677,8 @@ def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, 
     """All layers of the model, and the names of those to plan for."""
     asked = find.find_layers(model, layers)
     names = frozenset(layer.fqn for layer in asked)
+    if hasattr(model, STAGE_MARK):
+        return asked, names  # the others are on other stages
     try:
         found = find.find_layers(model)
     except find.LayersNotFoundError:

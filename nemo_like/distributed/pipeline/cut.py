@@ -179,3 +179,25 @@ def _takes_items(model: nn.Module) -> bool:
     kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
     loss = getattr(model, "loss_function", None)  # of GPT-2 as well, whose `loss_type` is None
     return getattr(loss, "__name__", None) == "ForCausalLMLoss" and inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what the model returned.
+
+    Raises:
+        ValueError: there is none.
+    """
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output
+    scalars = (
+        [item for item in output if isinstance(item, Tensor) and item.dim() == 0] if isinstance(output, tuple) else []
+    )
+    if len(scalars) == 1:
+        return scalars[0]
+    raise ValueError(
+        f"The last stage's model returned a {type(output).__name__} without a loss: give labels= to step(), to a model that "
+        "returns a loss then (as .loss, as the one scalar of a tuple, or alone)."
+    )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_like.options import PipelineParallel
+
 
 @dataclass(frozen=True)
 class StageParts:
@@ -85,6 +87,25 @@ def deal(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 
                     row[end] = found
         best.append(row)
     return best[-1][count][1]
+
+
+def counts_of(parts: StageParts, pp: PipelineParallel) -> list[int]:
+    """How many layers each stage gets, as `PipelineParallel.balance` says.
+
+    Raises:
+        ValueError: counts that are not the model's, or more stages than layers.
+    """
+    if isinstance(pp.balance, tuple):
+        if sum(pp.balance) != len(parts.layers):
+            raise ValueError(
+                f"PipelineParallel.balance is {list(pp.balance)}, {sum(pp.balance)} layers, and the model has "
+                f"{len(parts.layers)}."
+            )
+        return list(pp.balance)
+    try:
+        return deal(parts.layer_flops, pp.stages, first=parts.flops_before, last=parts.flops_after)
+    except ValueError as error:
+        raise ValueError(f"pp is {pp.size} with {pp.stages_per_rank} stage(s) on each rank: {error}") from error
 
 
 def slices(counts: Sequence[int]) -> list[StageSlice]:

@@ -1,0 +1,74 @@
+"""What each rank of a pipeline runs, in which order: read from torch's own schedules, without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from nemo_like.distributed.pipeline.schedules import KINDS, make_schedule, stages_of
+from nemo_like.options import PipelineParallel
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+"""Forward; backward in one piece; its two halves."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One rank runs one stage for one microbatch."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
+    """For each rank of a pipeline, what it computes in a step.
+
+    >>> [" ".join(map(str, rank)) for rank in actions_of(PipelineParallel(2, microbatches=3))]
+    ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
+    """
+    count = pp.microbatches or 1
+    if not KINDS[pp.schedule].several:
+        return [tuple(_one_stage(rank, pp.size, count, pp.schedule)) for rank in range(pp.size)]
+    schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], _no_loss)
+    return [tuple(_flat(action for action in schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size)]
+
+
+def _one_stage(rank: int, size: int, count: int, schedule: str) -> Iterator[Action]:
+    """GPipe and 1F1B, which torch has as loops and not as tables."""
+    ahead = count if schedule == "gpipe" else min(count, size - rank)
+    done = 0
+    for number in range(count):
+        if number >= ahead:
+            yield Action(BACKWARD, rank, done)
+            done += 1
+        yield Action(FORWARD, rank, number)
+    for number in range(done, count):
+        yield Action(BACKWARD, rank, number)
+
+
+def _shape(pp: PipelineParallel, stage: int) -> Any:
+    """As much of a stage as a schedule looks at to make its table."""
+    return SimpleNamespace(
+        num_stages=pp.stages, group_size=pp.size, group_rank=0, stage_index=stage, is_first=stage == 0,
+        is_last=stage == pp.stages - 1, has_backward=True, group=None, submod=None,
+    )  # fmt: skip
+
+
+def _no_loss(output: Any, target: Any) -> Any:
+    return output
+
+
+def _flat(actions: Any) -> Iterator[Action]:
+    """Without sending and receiving; a forward and a backward that overlap, one after the other."""
+    for action in actions:
+        kind = action.computation_type.value
+        if action.sub_actions:
+            yield from _flat(action.sub_actions)
+        elif kind in (FORWARD, BACKWARD, INPUTS, WEIGHTS):
+            yield Action(kind, action.stage_index, action.microbatch_index)

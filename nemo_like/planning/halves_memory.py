@@ -1,0 +1,151 @@
+"""What a block needs in each half of a backward that a pipeline's schedule cuts in two, and keeps between them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.engine import half_of_backward, run_region
+from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.planning.block_memory import OutputGradients, with_gradients
+from nemo_like.planning.capture import Kind
+from nemo_like.planning.fake import FakeRun
+from nemo_like.planning.gradient_sums import SumsInPlace
+from nemo_like.planning.meter import LiveBytes
+from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.torch_compat import backward_in_halves
+
+
+@dataclass(frozen=True)
+class HalvesMemory:
+    """Bytes above what was alive before the block ran. Its parameters and inputs are not counted."""
+
+    inputs_peak: int
+    """While the first half runs: with what is held, gradients of its output and of its inputs."""
+    input_grad: int
+    kept: int
+    """Between the halves, without the gradients of its inputs."""
+    kept_output_grad: int
+    """Of that, gradients of its output."""
+    weights_peak: int
+    """While the second half runs."""
+    param_grad: int
+    """Gradients of its parameters at its end; none where it added to those that were there."""
+
+
+def backward_of_inputs(
+    outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, inputs: Sequence[torch.Tensor],
+    params: Iterable[torch.Tensor], once: bool = True,
+) -> Callable[[], None]:  # fmt: skip
+    """Run the first half of a backward, which leaves its gradients in ``inputs[i].grad``; the second is returned.
+
+    `once`: what was checkpointed is replayed in the first half for both.
+    """
+    first, second = backward_in_halves()
+    weights = [p for p in params if p.requires_grad and p.is_leaf]
+    with half_of_backward("inputs") if once else contextlib.nullcontext():
+        _, groups = first(list(outputs), grads, list(inputs), iter(weights))
+
+    def rest() -> None:
+        with half_of_backward("weights"):
+            second(iter(weights), groups)
+
+    return rest
+
+
+class _Called(nn.Module):
+    """A block whose tensors are in `state`. The engine remembers of a module what each half needs."""
+
+    def __init__(self, kind: Kind, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._call = (kind, state)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kind, state = self._call
+        return torch.func.functional_call(kind.module, dict(state), args, kwargs)
+
+
+class _WatchedGradients(OutputGradients):
+    """Says of the gradients that it makes whether they are alive."""
+
+    @staticmethod
+    def forward(ctx: Any, made: list[weakref.ref[Any]], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.made = made
+        return OutputGradients.forward(ctx, [None] * len(outputs), *outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        found = OutputGradients.backward(ctx, *grads)
+        ctx.made.extend(weakref.ref(grad.untyped_storage()) for grad in found[1:])
+        return found
+
+
+def halves_memory(
+    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int], *, accumulate: bool, once: bool = True
+) -> HalvesMemory:
+    """Run a block forward and through both halves of its backward on fake tensors, as `block_memory` does in one piece.
+
+    Args:
+        kind, policy, run, used, accumulate: as for `block_memory`.
+        once: whether the first half replays for both.
+    """
+    state = {
+        name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t
+        for name, t in kind.state.items()
+    }
+    block = _Called(kind, state)
+    found = None
+    for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
+        found = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once)
+    assert found is not None
+    return found
+
+
+def _run(
+    block: _Called, kind: Kind, state: Mapping[str, torch.Tensor], policy: Policy | None, run: FakeRun,
+    used: Collection[int], *, accumulate: bool, once: bool,
+) -> HalvesMemory:  # fmt: skip
+    replaced: dict[int, torch.Tensor] = {}
+
+    def stand_in(value: torch.Tensor) -> torch.Tensor:
+        return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
+
+    args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
+    for tensor in state.values():
+        tensor.grad = None
+    before = with_gradients(state.values(), run) if accumulate else []
+    meter = LiveBytes([*state.values(), *replaced.values(), *before])
+    inputs = [t for t in replaced.values() if t.requires_grad]
+    with run, meter, SumsInPlace():
+        with run.casting(), torch.set_grad_enabled(kind.grad):
+            out = (
+                block(*args, **kwargs)
+                if policy is None
+                else run_region(block, args, kwargs, policy=policy, name="planned block")
+            )
+        roots = [t for i, t in enumerate(tensors_in(out)) if t.requires_grad and i not in kind.passed and i in used]
+        if not roots:
+            return HalvesMemory(meter.lap(), 0, 0, 0, 0, 0)
+        made: list[weakref.ref[Any]] = []
+        gradients = _WatchedGradients.apply(made, *roots)
+        del out, roots
+        meter.lap()
+        rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, state.values(), once)
+        inputs_peak = meter.lap()
+        input_grad = sum(t.grad.untyped_storage().nbytes() for t in inputs if t.grad is not None)
+        kept = meter.live - input_grad
+        kept_output_grad = sum(s.nbytes() for ref in made if (s := ref()) is not None)
+        for tensor in inputs:
+            tensor.grad = None
+        meter.lap()
+        rest()
+        weights_peak = meter.lap()
+    grads = [t.grad for t in state.values() if t.grad is not None]
+    param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in grads)
+    return HalvesMemory(inputs_peak, input_grad, kept, kept_output_grad, weights_peak, param_grad)

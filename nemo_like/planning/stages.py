@@ -1,0 +1,245 @@
+"""Plans for a pipeline: each stage traced as a model of its own, and each rank's peak over all microbatches in flight."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, Received, StageEnd, cut, loss_of
+from nemo_like.distributed.pipeline.dealing import StageSlice, counts_of, slices
+from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.distributed.pipeline.schedules import KINDS, stages_of
+from nemo_like.layers import find_layers
+from nemo_like.module_tree import bare_modules
+from nemo_like.options import PipelineParallel
+from nemo_like.planning.block import Choice
+from nemo_like.planning.devices import Device
+from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
+from nemo_like.planning.microbatch import Microbatch
+from nemo_like.planning.outer import OuterMemory, outer_memory
+from nemo_like.planning.peak import Peak
+from nemo_like.planning.plan import layer_signature
+from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.stage_parts import stage_parts
+from nemo_like.planning.stage_walk import StageMemory, StageRound, rank_peak
+from nemo_like.tensors import split_sample
+
+Choices = Sequence[Sequence[Choice]]
+"""For each stage, one choice per layer call."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage, and what answers for it: stages of the same layers share one planner."""
+
+    slice: StageSlice
+    names: tuple[str, ...]
+    """Of its layers, in the whole model."""
+    planner: Planner
+
+
+class PipelinePlanner:
+    """One model in stages on one device type: answers for any number of budgets and modes without tracing again."""
+
+    def __init__(
+        self, model: nn.Module, microbatch: Any, *, pp: PipelineParallel, device: Device, setup: Setup, layers: Any = None,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        """Cut and trace `model`, which is not changed.
+
+        Args:
+            model: bare; on any device, `meta` included.
+            microbatch: what the model is called with for one microbatch on one rank.
+            pp: the cut and the schedule.
+            device, layers, more: as for `Planner`.
+            setup: of the ranks that share a stage.
+
+        Raises:
+            ValueError: a model that cannot be cut or traced.
+        """
+        self.pp, self.setup, self.device, self.whole = pp, setup, device, model
+        dtype = setup.precision.dtypes["param_dtype"]
+        found = find_layers(model, layers)
+        lowered = {} if dtype is None else {"autocast" if setup.fsdp is None else "dtype": dtype}
+        self.parts = stage_parts(model, found, microbatch, **lowered)
+        self.counts = counts_of(self.parts, pp)
+        self.actions = actions_of(pp)
+        self.count = pp.microbatches or 1
+        args, batch = split_sample(microbatch)
+        names = dict(zip(_argument_names(model), args))
+        self.batch = names | dict(batch)
+        self.hidden = _hidden_of(self.batch, self.parts)
+        self.stages = self._stages(more)
+
+    def _stages(self, more: dict[str, Any]) -> list[Stage]:
+        modules = dict(bare_modules(self.whole))
+        known: dict[Any, Planner] = {}
+        made = []
+        for piece in slices(self.counts):
+            names = tuple(self.parts.layers[i] for i in piece.layers)
+            key = (piece.is_first, piece.is_last, tuple(layer_signature(modules[name]) for name in names))
+            if key not in known:
+                known[key] = self._planner(piece, names, more)
+            made.append(Stage(piece, names, known[key]))
+        return made
+
+    def _planner(self, piece: StageSlice, names: tuple[str, ...], more: dict[str, Any]) -> Planner:
+        tree, received = cut(self.whole, self.parts, piece, torch.device("cpu"))
+        setattr(tree, STAGE_MARK, True)
+        given = self.batch if piece.is_first else self.batch | {"given": self.hidden}
+        step = replace(self.setup.step, microbatches=1, keeps_output=True)
+        setup = replace(
+            self.setup, loss=self.setup.loss if piece.is_last else None,
+            step=step if piece.is_last else replace(step, loss_fn=_ReceivedGradient.apply),
+        )  # fmt: skip
+        return Planner(
+            planned_stage(tree, received), given, device=self.device, setup=setup, layers=list(names), **more
+        )
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def uniform(self, mode: str) -> list[list[Choice]]:
+        """``none``, ``full`` or ``selective`` for every layer of every stage."""
+        return [stage.planner.uniform(mode) for stage in self.stages]
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Numbers of the stages that `rank` of the pipeline holds."""
+        return stages_of(self.pp, rank)
+
+    def rank_peak(self, rank: int, choices: Choices) -> Peak:
+        """Predicted peak of a whole step on `rank` of the pipeline with these choices."""
+        own = self.of_rank(rank)
+        states = [self.stages[index].planner.optimizer_bytes() for index in own]
+        return rank_peak(
+            [self.stage_memory(index, choices[index]) for index in own], self.actions[rank], microbatches=self.count,
+            optimizer=(sum(state for state, _ in states), max(peak for _, peak in states)),
+            holds_sent=self.pp.schedule != "1f1b", stay=self.setup.step.zero_grad == "zero",
+        )  # fmt: skip
+
+    def peaks(self, choices: Choices) -> list[Peak]:
+        """Of every rank of the pipeline."""
+        return [self.rank_peak(rank, choices) for rank in range(self.pp.size)]
+
+    @cached_property
+    def _memories(self) -> dict[Any, StageMemory]:
+        return {}
+
+    def stage_memory(self, index: int, choices: Sequence[Choice]) -> StageMemory:
+        """What one stage holds and needs with these choices."""
+        stage = self.stages[index]
+        key = (index, tuple(map(id, choices)))
+        if key not in self._memories:
+            self._memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes)
+        return self._memories[key]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """What a stage sends for one microbatch."""
+        return self.hidden.numel() * self.hidden.element_size()
+
+
+def _stage_memory(stage: Stage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int) -> StageMemory:
+    planner = stage.planner
+    sharding = planner.sharding
+    whole = sum(unit.whole_grad for unit in sharding.all)
+    own = sum(unit.grad for unit in sharding.all)
+    stays = own if planner.setup.step.zero_grad == "zero" else 0
+    if sharding.world > 1:
+        cast = planner.setup.precision.dtypes["param_dtype"] is not None
+        first = Microbatch(stays, reduces=False)
+        rest = Microbatch(stays + whole, accumulates=not cast, reduces=False, adds=True)
+    else:
+        first, rest = Microbatch(stays, accumulates=bool(stays)), Microbatch(own, accumulates=True)
+    splits = KINDS[pp.schedule].splits_backward and stage.slice.index > 0
+
+    def one(micro: Microbatch) -> StageRound:
+        root, tail = planner.outer_grads(micro)
+        if sharding.world > 1:
+            root = 0 if micro.adds else sharding.root.whole_grad
+        halves: tuple[HalvesMemory, ...] = ()
+        outer: OuterMemory | None = None
+        if splits:
+            halves = tuple(
+                _halves(planner, call.kind, choice, micro, pp) for call, choice in zip(planner.traced.calls, choices)
+            )
+            outer = _outer_halves(planner, micro)
+        return StageRound(
+            tuple(planner.layer_memories(choices, micro)), planner.outer(micro.accumulates), root, tail, micro, halves,
+            outer,
+        )  # fmt: skip
+
+    return StageMemory(
+        stage.slice.index, stage.slice.count, one(first), one(rest), sharding, hidden, planner.setup.offload,
+        planner.traced.shared_bytes,
+    )  # fmt: skip
+
+
+def _halves(planner: Planner, kind: int, choice: Choice, micro: Microbatch, pp: PipelineParallel) -> HalvesMemory:
+    known = planner.__dict__.setdefault("halves", {})
+    key = (kind, choice, micro.accumulates)
+    if key not in known:
+        known[key] = halves_memory(
+            planner.traced.kinds[kind], planner.policy(kind, choice), planner.traced.run, planner.outer().used[kind],
+            accumulate=micro.accumulates, once=pp.replay == "once",
+        )  # fmt: skip
+    return known[key]
+
+
+def _outer_halves(planner: Planner, micro: Microbatch) -> OuterMemory:
+    known = planner.__dict__.setdefault("outer_halves", {})
+    if micro.accumulates not in known:
+        known[micro.accumulates] = outer_memory(
+            planner.model, planner.layers, planner.traced, planner.setup.step, planner.setup.loss,
+            accumulate=micro.accumulates, halves=True,
+        )  # fmt: skip
+    return known[micro.accumulates]
+
+
+class _ReceivedGradient(torch.autograd.Function):
+    """In the place of a loss: the gradient of a stage's output comes from the next stage."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        return torch.empty(ctx.shape, dtype=ctx.dtype)
+
+
+def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
+    """A stage's `tree` as a model that is called with ``given=`` hidden states beside the batch, and can be copied."""
+    base = type(tree)
+
+    def forward(self: Any, given: Tensor | None = None, **batch: Any) -> Tensor:
+        own = self._planned_received
+        own.hidden = None if given is None else given.requires_grad_()
+        try:
+            output = base.forward(self, **batch)
+        except StageEnd as end:
+            return end.hidden
+        finally:
+            own.hidden = None
+        return loss_of(output)
+
+    tree.__class__ = type(base.__name__, (base,), {"forward": forward})
+    tree.__dict__["_planned_received"] = received
+    return tree
+
+
+def _argument_names(model: nn.Module) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(model.forward).parameters)
+
+
+def _hidden_of(batch: dict[str, Any], parts: Any) -> Tensor:
+    first = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2)
+    return torch.empty((*first.shape[:2], *parts.hidden_width), dtype=parts.hidden_dtype, device="meta")
