@@ -265,7 +265,8 @@ def parallelize(
     else:
         model = _replicate(model, mesh, cast, target, ddp)
     setattr(model, _MARK, True)
-    if isinstance(asked, Plan) and is_rank_zero() and not (fsdp.cpu_offload or place.mode != "none"):
+    staged = hasattr(model, STAGE_MARK)  # whose plan's peak is that of a rank, with all microbatches in flight
+    if isinstance(asked, Plan) and is_rank_zero() and not (staged or fsdp.cpu_offload or place.mode != "none"):
         watch_first_step(model, asked, target)
     return model
 

@@ -24,16 +24,22 @@ from nemo_like.log import is_rank_zero, logger
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import (
     FSDP2,
+    CheckpointConfig,
     ChunkedLoss,
     ContextParallel,
+    ExpertParallel,
     MemoryBudget,
+    OffloadConfig,
     PipelineParallel,
     Precision,
+    StepSpec,
     TensorParallel,
     parse_strategy,
 )
 from nemo_like.planning.plan import Plan
+from nemo_like.planning.planner import Setup
 from nemo_like.planning.stage_parts import stage_parts
+from nemo_like.planning.stage_plans import balance_for_memory, plan_pipeline
 from nemo_like.resolve import layers_for, read_ac
 from nemo_like.torch_compat import splits_compiled_backward
 
@@ -88,12 +94,21 @@ def parallelize_pipeline(
     dtype = precision.dtypes["param_dtype"]
     lowered = {"dtype" if shards else "autocast": dtype} if dtype is not None else {}
     parts = stage_parts(model, found, sample, **lowered)
+    rest = {
+        name: value for name, value in options.items() if name not in ("mesh", "loss", "sample_input", "tp", "step")
+    }
+    setup = Setup(
+        shard_ranks=axis_size(mesh, "dp_shard"), step=StepSpec.of(options["step"], options["optimizer"]),
+        precision=precision, fsdp=FSDP2(**{**vars(fsdp), "reshard_after_forward": False}) if shards else None,
+        tp=tensor.size, ep=ExpertParallel.of(options["ep"]).size, offload=OffloadConfig.of(options["offload"]),
+        loss=in_chunks,
+    )  # fmt: skip
+    pp, rest["ac"] = _planned(model, pp, asked, setup, options)
     counts = counts_of(parts, pp)
     device = checked_device(options["device"]) if options["device"] is not None else local_device(mesh.device_type)
 
     # Nothing has been changed up to here.
     start_from_the_same_weights(model, mesh)
-    rest = {name: value for name, value in options.items() if name not in ("mesh", "loss", "sample_input", "tp")}
     if shards:
         fsdp = FSDP2(**{**vars(fsdp), "reshard_after_forward": _reshard(fsdp)})
         rest |= {"mesh": mesh[tuple(n for n in mesh.mesh_dim_names or () if n != "pp")], "strategy": fsdp, "tp": tensor}
@@ -108,7 +123,10 @@ def parallelize_pipeline(
         tree.forward = forward
         setattr(tree, STAGE_MARK, True)
         names = [parts.layers[i] for i in piece.layers]
-        stages.append(Stage(piece, parallelize(tree, **rest | {"layers": names, "ac_scope": "all"}), forward))
+        own = rest | {"layers": names, "ac_scope": "all"}
+        if isinstance(rest["ac"], Plan):
+            own["ac"] = rest["ac"].only(names)
+        stages.append(Stage(piece, parallelize(tree, **own), forward))
     if is_rank_zero():
         logger.info(f"Pipeline of {len(counts)} stages on {pp.size} ranks ({pp.schedule}): {counts} layers each.")
     return Pipeline(stages, parts, pp, mesh, device)
@@ -135,10 +153,31 @@ def _refuse(model: nn.Module, found: Any, asked: Any) -> None:
             f"pp cannot cut {kind} with output_router_logits=True: the balance loss is made of all layers' routers, which "
             "the last stage has not got. Set config.output_router_logits=False."
         )
-    if isinstance(asked, MemoryBudget | Plan):
-        raise ValueError(
-            f"ac is {asked} beside pp: a plan per stage is not made by parallelize yet. Use a mode such as 'selective'."
-        )
+
+
+def _planned(
+    model: nn.Module, pp: PipelineParallel, asked: Any, setup: Setup, options: Mapping[str, Any]
+) -> tuple[PipelineParallel, Any]:
+    """`pp` with what a plan decides of it, and what goes to each stage as ``ac=``: a budget as its plan."""
+    if isinstance(asked, MemoryBudget):
+        if setup.tp > 1:
+            raise ValueError(
+                f"ac is {asked} beside pp and tp={setup.tp}: no plan is made for weights that are split. Use a mode such as "
+                "'selective', or dp_shard ranks instead of tp."
+            )
+        asked = plan_pipeline(model, asked, options["sample_input"], pp, setup=setup, layers=options["layers"])
+    elif pp.balance == "memory":
+        mode = asked.mode if isinstance(asked, CheckpointConfig) and asked.mode in ("none", "selective") else "full"
+        counts = balance_for_memory(model, options["sample_input"], pp, setup, mode, options["layers"])
+        return replace(pp, balance=tuple(counts)), options["ac"]
+    if not isinstance(asked, Plan):
+        return pp, options["ac"]
+    taken = {name: asked.step[name] for name in ("replay", "balance") if name in asked.step}
+    if pp.replay == "auto" and "replay" in taken:
+        pp = replace(pp, replay=taken["replay"])
+    if pp.balance == "memory" and "balance" in taken:
+        pp = replace(pp, balance=tuple(taken["balance"]))
+    return pp, asked
 
 
 def _mesh(mesh: DeviceMesh | None, pp: PipelineParallel, dp_replicate: int, tp: int, device: Any) -> DeviceMesh:

@@ -52,7 +52,7 @@ def step_peak_bytes(
     found, peaks = None, Counter[int]()
     for _ in range(50):
         before = state_bytes(model, optimizer, kept())
-        peak, left = _events(step)
+        peak, left = allocator_events(step)
         peaks[before + peak] += 1
         if found is None and left == state_bytes(model, optimizer, kept()) - before:
             found = before + peak
@@ -70,7 +70,7 @@ def step_peak_bytes(
     raise AssertionError(f"no step's events were complete: {left} bytes are left of the last")
 
 
-def _events(run: Callable[[], Any]) -> tuple[int, int]:
+def allocator_events(run: Callable[[], Any]) -> tuple[int, int]:
     """The highest running sum of the allocator's events while `run` runs, and the last."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()

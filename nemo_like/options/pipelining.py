@@ -27,11 +27,12 @@ class PipelineParallel:
     stages_per_rank: int | None = None
     """None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
     balance: str | tuple[int, ...] = "time"
-    """``"time"``: the stage with the most FLOPs has as few as possible, the head counted; or how many layers each stage
-    gets, from the first stage on."""
-    replay: str = "once"
+    """``"time"``: the stage with the most FLOPs has as few as possible, the head counted; ``"memory"``: the rank that peaks
+    highest peaks as low as it can; or how many layers each stage gets, from the first stage on."""
+    replay: str = "auto"
     """Where a schedule cuts backward in two: ``"once"`` replays a checkpointed layer in the first half and keeps for the
-    second one what that still needs; ``"twice"`` keeps nothing and replays again."""
+    second one what that still needs; ``"twice"`` keeps nothing and replays again; ``"auto"``: once, or under a memory budget
+    whichever makes the faster plan."""
 
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
@@ -55,10 +56,10 @@ class PipelineParallel:
         self._check_schedule()
         if isinstance(self.balance, list):
             object.__setattr__(self, "balance", tuple(self.balance))
-        if self.balance != "time":
+        if self.balance not in ("time", "memory"):
             self._check_counts()
-        if self.replay not in ("once", "twice"):
-            raise ValueError(f"PipelineParallel.replay is {self.replay!r}; it must be 'once' or 'twice'.")
+        if self.replay not in ("auto", "once", "twice"):
+            raise ValueError(f"PipelineParallel.replay is {self.replay!r}; it must be 'auto', 'once' or 'twice'.")
 
     def _check_schedule(self) -> None:
         """What torch's schedules ask for."""
@@ -89,7 +90,7 @@ class PipelineParallel:
         counts = self.balance
         if not isinstance(counts, tuple) or not all(type(n) is int and n > 0 for n in counts) or not counts:
             raise ValueError(
-                f"PipelineParallel.balance is {counts!r}; it must be 'time' or how many layers each stage gets, "
+                f"PipelineParallel.balance is {counts!r}; it must be 'time', 'memory' or how many layers each stage gets, "
                 "such as [8, 8]."
             )
         if len(counts) != self.stages:

@@ -3,5 +3,10 @@
 from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.plan import LayerPlan, Plan, PlanError
 from nemo_like.planning.planner import BudgetError, Planner, Setup, plan_for
+from nemo_like.planning.stage_plans import plan_pipeline
+from nemo_like.planning.stages import PipelinePlanner
 
-__all__ = ["BudgetError", "LayerPlan", "Plan", "PlanError", "Planner", "Setup", "apply_plan", "plan_for"]
+__all__ = [
+    "BudgetError", "LayerPlan", "PipelinePlanner", "Plan", "PlanError", "Planner", "Setup", "apply_plan", "plan_for",
+    "plan_pipeline",
+]  # fmt: skip

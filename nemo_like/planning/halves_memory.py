@@ -71,8 +71,8 @@ class _Called(nn.Module):
         return torch.func.functional_call(kind.module, dict(state), args, kwargs)
 
 
-class _WatchedGradients(OutputGradients):
-    """Says of the gradients that it makes whether they are alive."""
+class _WatchedGradients(torch.autograd.Function):
+    """`OutputGradients` that says of those that it makes whether they are alive."""
 
     @staticmethod
     def forward(ctx: Any, made: list[weakref.ref[Any]], *outputs: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,10 @@ class Plan:
                 "keeps of an operator that does not run is computed again, and its bytes and its peak do not hold. Make "
                 f"the plan for {device_type} (device=)."
             )
+
+    def only(self, names: Collection[str]) -> Plan:
+        """The plan of these layers, for a model that has no others; its sums and its peak stay those of the whole."""
+        return replace(self, layers=tuple(layer for layer in self.layers if layer.fqn in names))
 
     def check(self, model: nn.Module) -> None:
         """Compare with the model's layers.

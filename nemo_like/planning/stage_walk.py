@@ -20,6 +20,9 @@ from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import LayerMemory, Peak, held_bytes, walk_backward, walk_forward
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
+Log = list[tuple[Action, int, int]]
+"""Per action: the most bytes alive while it runs, and those alive when it ends."""
+
 
 @dataclass(frozen=True)
 class StageRound:
@@ -113,7 +116,7 @@ class _Running:
 
 def rank_peak(
     stages: Sequence[StageMemory], actions: Sequence[Action], *, microbatches: int, optimizer: tuple[int, int],
-    holds_sent: bool, stay: bool = False,
+    holds_sent: bool, stay: bool = False, log: Log | None = None,
 ) -> Peak:  # fmt: skip
     """The highest point of a step on one rank.
 
@@ -124,12 +127,15 @@ def rank_peak(
         optimizer: bytes of state, and of the step's temporaries.
         holds_sent: the schedule holds what it has sent until the step ends; 1F1B does not.
         stay: gradients stay between steps, zeroed.
+        log: gets, for each action, the most bytes alive while it runs, and those alive when it ends.
     """
     warmup = next((i for i, action in enumerate(actions) if action.kind != FORWARD), 0)
     rank = _RankWalk(stages, microbatches, holds_sent, stay, warmup)
     rank.walk.now["optimizer state"] = optimizer[0]
     for action in actions:
-        rank.run(action)
+        most = rank.run(action)
+        if log is not None:
+            log.append((action, most, sum(rank.now.values())))
     rank.finish(optimizer[1])
     walk = rank.walk
     return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at, 0)
@@ -157,10 +163,12 @@ class _RankWalk:
         self.between: dict[tuple[int, int], int] = {}
         self.input_grads = 0
 
-    def run(self, action: Action) -> None:
-        stage = self.stages[action.stage]
-        before = self.walk.best_at
-        key = (action.stage, action.microbatch)
+    def run(self, action: Action) -> int:
+        """Returns the most bytes alive meanwhile."""
+        stage, key, walk = self.stages[action.stage], (action.stage, action.microbatch), self.walk
+        best = (walk.best_total, walk.best_at, walk.best)
+        walk.best_total = -1
+        walk.look("beginning")
         if not stage.gathered:
             self._gather(stage)
         if action.kind == FORWARD:
@@ -173,10 +181,11 @@ class _RankWalk:
             self._backward(stage, key)  # torch runs it whole, in the place of the second half
         else:
             self._weights(stage, key)
-        if self.walk.best_at != before:
-            self.walk.best_at = (
-                f"{self.walk.best_at.partition(' of stage')[0]} of stage {action.stage}, microbatch {action.microbatch}"
-            )
+        most = walk.best_total
+        walk.best_at = f"{walk.best_at} of stage {action.stage}, microbatch {action.microbatch}"
+        if best[0] >= most:
+            walk.best_total, walk.best_at, walk.best = best
+        return most
 
     def _round(self, stage: _Running) -> StageRound:
         return stage.memory.rest if stage.first_done else stage.memory.first

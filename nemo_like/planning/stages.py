@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, Received, StageEnd, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageSlice, counts_of, slices
-from nemo_like.distributed.pipeline.order import actions_of
-from nemo_like.distributed.pipeline.schedules import KINDS, stages_of
+from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, actions_of
+from nemo_like.distributed.pipeline.schedules import KINDS, rank_of, stages_of
 from nemo_like.layers import find_layers
 from nemo_like.module_tree import bare_modules
 from nemo_like.options import PipelineParallel
@@ -27,7 +28,7 @@ from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import layer_signature
 from nemo_like.planning.planner import Planner, Setup
 from nemo_like.planning.stage_parts import stage_parts
-from nemo_like.planning.stage_walk import StageMemory, StageRound, rank_peak
+from nemo_like.planning.stage_walk import Log, StageMemory, StageRound, rank_peak
 from nemo_like.tensors import split_sample
 
 Choices = Sequence[Sequence[Choice]]
@@ -68,28 +69,45 @@ class PipelinePlanner:
         found = find_layers(model, layers)
         lowered = {} if dtype is None else {"autocast" if setup.fsdp is None else "dtype": dtype}
         self.parts = stage_parts(model, found, microbatch, **lowered)
-        self.counts = counts_of(self.parts, pp)
-        self.actions = actions_of(pp)
         self.count = pp.microbatches or 1
+        # In 1F1B, what is in flight is the same from some microbatch on.
+        enough = min(self.count, 2 * pp.size + 2) if pp.schedule == "1f1b" else self.count
+        self.actions = actions_of(replace(pp, microbatches=enough))
+        self.counts = counts_of(self.parts, pp)
         args, batch = split_sample(microbatch)
         names = dict(zip(_argument_names(model), args))
         self.batch = names | dict(batch)
         self.hidden = _hidden_of(self.batch, self.parts)
-        self.stages = self._stages(more)
+        self._more, self._planners = more, dict[Any, Planner]()
+        self.stages = self._stages(self.counts)
 
-    def _stages(self, more: dict[str, Any]) -> list[Stage]:
+    def dealt(self, counts: Sequence[int]) -> PipelinePlanner:
+        """This planner for another number of layers on each stage."""
+        other = copy.copy(self)
+        other.pp, other.counts = replace(self.pp, balance=tuple(counts)), list(counts)
+        other.stages = other._stages(other.counts)
+        other.__dict__.pop("_memories", None)
+        return other
+
+    def replaying(self, replay: str) -> PipelinePlanner:
+        """This planner for one replay or two of what is checkpointed, where backward is cut in two."""
+        other = copy.copy(self)
+        other.pp = replace(self.pp, replay=replay)
+        other.__dict__.pop("_memories", None)
+        return other
+
+    def _stages(self, counts: Sequence[int]) -> list[Stage]:
         modules = dict(bare_modules(self.whole))
-        known: dict[Any, Planner] = {}
         made = []
-        for piece in slices(self.counts):
+        for piece in slices(counts):
             names = tuple(self.parts.layers[i] for i in piece.layers)
             key = (piece.is_first, piece.is_last, tuple(layer_signature(modules[name]) for name in names))
-            if key not in known:
-                known[key] = self._planner(piece, names, more)
-            made.append(Stage(piece, names, known[key]))
+            if key not in self._planners:
+                self._planners[key] = self._planner(piece, names)
+            made.append(Stage(piece, names, self._planners[key]))
         return made
 
-    def _planner(self, piece: StageSlice, names: tuple[str, ...], more: dict[str, Any]) -> Planner:
+    def _planner(self, piece: StageSlice, names: tuple[str, ...]) -> Planner:
         tree, received = cut(self.whole, self.parts, piece, torch.device("cpu"))
         setattr(tree, STAGE_MARK, True)
         given = self.batch if piece.is_first else self.batch | {"given": self.hidden}
@@ -99,7 +117,7 @@ class PipelinePlanner:
             step=step if piece.is_last else replace(step, loss_fn=_ReceivedGradient.apply),
         )  # fmt: skip
         return Planner(
-            planned_stage(tree, received), given, device=self.device, setup=setup, layers=list(names), **more
+            planned_stage(tree, received), given, device=self.device, setup=setup, layers=list(names), **self._more
         )
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -112,14 +130,24 @@ class PipelinePlanner:
         """Numbers of the stages that `rank` of the pipeline holds."""
         return stages_of(self.pp, rank)
 
-    def rank_peak(self, rank: int, choices: Choices) -> Peak:
-        """Predicted peak of a whole step on `rank` of the pipeline with these choices."""
+    def most_in_flight(self, index: int) -> int:
+        """Of stage `index`, the most microbatches that have gone forward and not all the way back."""
+        most = now = 0
+        for action in self.actions[rank_of(self.pp, index)]:
+            if action.stage == index:
+                now += {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}.get(action.kind, 0)
+                most = max(most, now)
+        return most
+
+    def rank_peak(self, rank: int, choices: Choices, log: Log | None = None) -> Peak:
+        """Predicted peak of a whole step on `rank` of the pipeline with these choices; `log`: what each action reaches."""
         own = self.of_rank(rank)
         states = [self.stages[index].planner.optimizer_bytes() for index in own]
         return rank_peak(
             [self.stage_memory(index, choices[index]) for index in own], self.actions[rank], microbatches=self.count,
             optimizer=(sum(state for state, _ in states), max(peak for _, peak in states)),
             holds_sent=self.pp.schedule != "1f1b", stay=self.setup.step.zero_grad == "zero",
+            log=log,
         )  # fmt: skip
 
     def peaks(self, choices: Choices) -> list[Peak]:
@@ -133,7 +161,7 @@ class PipelinePlanner:
     def stage_memory(self, index: int, choices: Sequence[Choice]) -> StageMemory:
         """What one stage holds and needs with these choices."""
         stage = self.stages[index]
-        key = (index, tuple(map(id, choices)))
+        key = (index, tuple(choices))
         if key not in self._memories:
             self._memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes)
         return self._memories[key]
@@ -182,11 +210,12 @@ def _stage_memory(stage: Stage, choices: Sequence[Choice], pp: PipelineParallel,
 
 def _halves(planner: Planner, kind: int, choice: Choice, micro: Microbatch, pp: PipelineParallel) -> HalvesMemory:
     known = planner.__dict__.setdefault("halves", {})
-    key = (kind, choice, micro.accumulates)
+    once = pp.replay != "twice"
+    key = (kind, choice, micro.accumulates, once)
     if key not in known:
         known[key] = halves_memory(
             planner.traced.kinds[kind], planner.policy(kind, choice), planner.traced.run, planner.outer().used[kind],
-            accumulate=micro.accumulates, once=pp.replay == "once",
+            accumulate=micro.accumulates, once=once,
         )  # fmt: skip
     return known[key]
 
@@ -235,8 +264,6 @@ def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
 
 
 def _argument_names(model: nn.Module) -> list[str]:
-    import inspect
-
     return list(inspect.signature(model.forward).parameters)
 
 

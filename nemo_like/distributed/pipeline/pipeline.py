@@ -263,13 +263,13 @@ class Pipeline:
 class _Stage(ConnectedStage):
     """torch's stage, which tells the checkpointing engine in which half of a backward it is."""
 
-    replay = "once"
+    replay = "auto"
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
         """As torch's."""
-        half = not full_backward and self.replay == "once"
+        half = not full_backward and self.replay != "twice"
         with half_of_backward("inputs") if half else contextlib.nullcontext():
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 

@@ -47,6 +47,11 @@ def stages_of(options: PipelineParallel, rank: int) -> list[int]:
     return list(range(rank, options.stages, options.size))
 
 
+def rank_of(options: PipelineParallel, stage: int) -> int:
+    """The rank of the pipeline that holds `stage`."""
+    return next(rank for rank in range(options.size) if stage in stages_of(options, rank))
+
+
 def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Callable[..., Any]) -> Any:
     """torch's schedule for the stages of this rank. Gradients are not scaled: the losses are weighted."""
     kind = KINDS[options.schedule]

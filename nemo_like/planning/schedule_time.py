@@ -1,0 +1,80 @@
+"""How long a pipeline's schedule takes: each rank's actions in their order, each once what it needs is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action runs, seconds from the step's start; sending takes no time."""
+
+    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+    """For each rank: action, begin and end."""
+
+    @property
+    def seconds(self) -> float:
+        """From the first action to the end of the last."""
+        return max((span[2] for rank in self.spans for span in rank), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they wait."""
+        busy = sum(end - begin for rank in self.spans for _, begin, end in rank)
+        total = self.seconds * len(self.spans)
+        return 1 - busy / total if total else 0.0
+
+
+def timeline(actions: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], stages: int) -> Timeline:
+    """Run the schedule.
+
+    Args:
+        actions: of each rank, in its order.
+        seconds: by kind of action and stage.
+        stages: how many there are.
+
+    Raises:
+        ValueError: the order is none in which every action gets what it needs.
+    """
+    done: dict[tuple[str, int, int], float] = {}
+    free, at = [0.0] * len(actions), [0] * len(actions)
+    spans: list[list[tuple[Action, float, float]]] = [[] for _ in actions]
+    left = sum(map(len, actions))
+    while left:
+        before = left
+        for rank, own in enumerate(actions):
+            while at[rank] < len(own):
+                action = own[at[rank]]
+                ready = _ready(action, done, stages)
+                if ready is None:
+                    break
+                begin = max(ready, free[rank])
+                free[rank] = end = begin + seconds[action.kind, action.stage]
+                done[_result(action), action.stage, action.microbatch] = end
+                spans[rank].append((action, begin, end))
+                at[rank], left = at[rank] + 1, left - 1
+        if left == before:
+            stuck = next(own[at[rank]] for rank, own in enumerate(actions) if at[rank] < len(own))
+            raise ValueError(f"The schedule comes to a standstill at {stuck}: what it needs is never made.")
+    return Timeline(tuple(map(tuple, spans)))
+
+
+def _result(action: Action) -> str:
+    return INPUTS if action.kind == BACKWARD else action.kind
+
+
+def _ready(action: Action, done: Mapping[tuple[str, int, int], float], stages: int) -> float | None:
+    """When what `action` needs is there; None: not yet."""
+    stage, number = action.stage, action.microbatch
+    needed: list[tuple[str, int, int]] = []
+    if action.kind == FORWARD:
+        needed = [(FORWARD, stage - 1, number)] if stage else []
+    elif action.kind in (BACKWARD, INPUTS):
+        needed = [(FORWARD, stage, number)] + ([(INPUTS, stage + 1, number)] if stage + 1 < stages else [])
+    elif action.kind == WEIGHTS:
+        needed = [(INPUTS, stage, number)]
+    times = [done.get(key) for key in needed]
+    return None if None in times else max((t for t in times if t is not None), default=0.0)

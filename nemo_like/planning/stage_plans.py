@@ -1,0 +1,211 @@
+"""The fastest plan of each stage of a pipeline within a rank's bytes: a stage with more in flight keeps less of each."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, actions_of
+from nemo_like.distributed.pipeline.schedules import KINDS
+from nemo_like.options import MemoryBudget, PipelineParallel
+from nemo_like.planning.block import Choice
+from nemo_like.planning.devices import Device, device_at_hand, resolve_device
+from nemo_like.planning.peak import Peak
+from nemo_like.planning.plan import BudgetError, Plan, gib
+from nemo_like.planning.planner import Setup
+from nemo_like.planning.schedule_time import Timeline, timeline
+from nemo_like.planning.sharding import same_on_all_ranks
+from nemo_like.planning.stage_balance import balanced
+from nemo_like.planning.stages import Choices, PipelinePlanner
+
+
+def plan_pipeline(
+    model: nn.Module, budget: MemoryBudget | str, sample_input: Any, pp: PipelineParallel, *, setup: Setup | None = None,
+    device: str | Device | None = None, layers: Any = None,
+) -> Plan:  # fmt: skip
+    """The fastest plan of every stage within `budget`, as one `Plan` of the whole model. Runs no kernel, needs no GPU.
+
+    Early stages of most schedules have more microbatches in flight than late ones, so their layers keep less.
+
+    Args:
+        model: bare. On any device, `meta` included. Not changed.
+        budget: ``"40GiB"`` (peak per rank of a whole step), ``"50%"`` (of each layer's activation bytes), ``"auto"``, or a
+            `MemoryBudget`.
+        sample_input: one microbatch of one rank, as the model is called with it.
+        pp: the cut and the schedule. With ``replay="auto"``, a backward that is cut in two replays once or twice, whichever
+            makes the faster plan; with ``balance="memory"`` layers are dealt out for the lowest peak. `Plan.step` says what
+            was taken (``replay``, ``balance``).
+        setup: precision, optimizer, loss and the ranks that each stage is sharded over; default: whole stages, AdamW.
+        device: a name, a file or a `Device`; default: the one at hand.
+        layers: as for `nemo_like.layers.find_layers`.
+
+    Where a process group is up, rank 0 plans and the others receive its plan.
+
+    Raises:
+        BudgetError: (a ValueError) a rank has no plan that fits, with the least that one peaks at.
+        ValueError: a model that cannot be cut or traced.
+    """
+    parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
+    target = device_at_hand() if device is None else resolve_device(device)
+    made = Setup(fsdp=None) if setup is None else setup
+
+    def make() -> Plan:
+        planner = PipelinePlanner(model, sample_input, pp=pp, device=target, setup=made, layers=layers)
+        planner = balanced(planner, "full") if pp.balance == "memory" else planner
+        return best_replay(planner, parsed, str(budget))
+
+    return same_on_all_ranks(make)
+
+
+def balance_for_memory(
+    model: nn.Module, sample_input: Any, pp: PipelineParallel, setup: Setup, mode: str, layers: Any
+) -> list[int]:
+    """How many layers each stage gets under ``balance="memory"``, the same on all ranks; `mode`: as `balanced` takes it."""
+
+    def make() -> list[int]:
+        planner = PipelinePlanner(model, sample_input, pp=pp, device=device_at_hand(), setup=setup, layers=layers)
+        return balanced(planner, mode).counts
+
+    return same_on_all_ranks(make)
+
+
+def best_replay(planner: PipelinePlanner, budget: MemoryBudget, asked: str) -> Plan:
+    """The plan for `budget`, with the number of replays that is faster where ``replay="auto"`` leaves that open."""
+    if planner.pp.replay != "auto" or not KINDS[planner.pp.schedule].splits_backward:
+        return describe(planner, choose(planner, budget, asked), asked)
+    plans, errors = [], []
+    for replay in ("once", "twice"):
+        other = planner.replaying(replay)
+        try:
+            plans.append(describe(other, choose(other, budget, asked), asked))
+        except BudgetError as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda error: error.smallest_bytes)
+    return min(plans, key=lambda plan: plan.step_seconds)
+
+
+def choose(planner: PipelinePlanner, budget: MemoryBudget, asked: str = "") -> list[list[Choice]]:
+    """The choices of every stage, of which each rank's peak is at most what `budget` says.
+
+    Raises:
+        BudgetError: a rank has no plan that fits.
+    """
+    asked = asked or str(budget)
+    if budget.fraction is not None:
+        return [stage.planner.choose(budget, asked)[0] for stage in planner.stages]
+    share = budget.device_share or 0.0
+    limit = int(planner.device.memory_bytes * share) if budget.peak_bytes is None else budget.peak_bytes
+    chosen: dict[int, list[Choice]] = {}
+    for rank in range(planner.pp.size):
+        chosen |= _of_rank(planner, rank, limit, asked)
+    return [chosen[index] for index in range(len(planner.stages))]
+
+
+def _of_rank(planner: PipelinePlanner, rank: int, limit: int, asked: str) -> dict[int, list[Choice]]:
+    """The fastest choices of the stages of one rank within `limit` bytes.
+
+    From what holds least, step by step to the next mix of that stage where a byte saves most time; a byte of a stage counts
+    for each microbatch that it has in flight.
+    """
+    own = planner.of_rank(rank)
+    stacks = {index: planner.stages[index].planner.stack for index in own}
+    flights = {index: max(1, planner.most_in_flight(index)) for index in own}
+    steps = []
+    for index, stack in stacks.items():
+        for number, (low, high) in enumerate(zip(stack.mixes, stack.mixes[1:])):
+            gain = (low.cost - high.cost) / max(1, (high.bytes - low.bytes) * flights[index])
+            steps.append((-gain, number, index))
+    path = [dict.fromkeys(own, 0)]
+    for index in _in_order(steps):
+        path.append({**path[-1], index: path[-1][index] + 1})
+
+    def choices(at: dict[int, int]) -> dict[int, list[Choice]]:
+        return {
+            index: planner.stages[index].planner.proved_all(stacks[index].assignment(stacks[index].mixes[number]))
+            for index, number in at.items()
+        }
+
+    def peak(found: dict[int, list[Choice]]) -> Peak:
+        return planner.rank_peak(rank, [found.get(index, []) for index in range(len(planner.stages))])
+
+    best = bisect_right(path, limit, key=lambda at: peak(choices(at)).total) - 1
+    if best < 0:
+        raise _too_small(planner, rank, limit, asked, peak(choices(path[0])))
+    found = choices(path[best])
+    # What the next step on the path would take too much of, in part; and then the other stages, as far as they go.
+    ahead = [index for index in own if best + 1 < len(path) and path[best + 1][index] != path[best][index]]
+    for index in [*ahead, *(other for other in own if other not in ahead)]:
+        stack, number = stacks[index], path[best][index]
+        if number + 1 >= len(stack.mixes):
+            continue
+        stage, mix, limit_bytes = planner.stages[index].planner, stack.mixes[number], stack.mixes[number + 1].bytes
+        finer = stack.finer(mix, stage.problems, skip=stage.skip, host=stage.host)
+        between = [m for m in finer.mixes if m.bytes < limit_bytes and m.cost < mix.cost]
+        tried = [{**found, index: stage.proved_all(finer.assignment(m))} for m in between]
+        last = bisect_right(tried, limit, key=lambda each: peak(each).total) - 1
+        found = tried[last] if last >= 0 else found
+    return found
+
+
+def _in_order(steps: list[tuple[float, int, int]]) -> list[int]:
+    """Stages, the dearest step first; of one stage, steps in their order."""
+    return [index for _, _, index in sorted(steps)]
+
+
+def _too_small(planner: PipelinePlanner, rank: int, limit: int, asked: str, peak: Peak) -> BudgetError:
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
+    return BudgetError(
+        f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at on rank {rank} of the pipeline is "
+        f"{gib(peak.total)} ({peak.at}: {parts}). Give it at least that, or lower it with smaller microbatches, more stages "
+        f"(now {len(planner.stages)}), more ranks to shard over (now {planner.setup.shard_ranks}), or "
+        "PipelineParallel(balance='memory').",
+        peak.total,
+    )
+
+
+def times(planner: PipelinePlanner, choices: Choices) -> Timeline:
+    """When each action runs, by the roofline of the device: computing alone, without communication."""
+    seconds: dict[tuple[str, int], float] = {}
+    splits_replay = 2.0 if planner.pp.replay == "twice" else 1.0
+    for index, (stage, own) in enumerate(zip(planner.stages, choices)):
+        problems = [stage.planner.problems[call.kind] for call in stage.planner.traced.calls]
+        layers = sum(problem.forward_seconds for problem in problems)
+        back = sum(problem.forward_seconds for problem in problems if problem.trace.saves_something)
+        replay = sum(choice.replay_seconds for choice in own)
+        outer = stage.planner.outer().seconds
+        seconds[FORWARD, index] = layers + outer / 3
+        seconds[BACKWARD, index] = 2 * back + replay + outer * 2 / 3
+        seconds[INPUTS, index] = 0.0 if index == 0 else back + replay + outer / 3
+        twice = replay * (splits_replay - 1)
+        seconds[WEIGHTS, index] = seconds[BACKWARD, index] if index == 0 else back + twice + outer / 3
+    return timeline(actions_of(planner.pp), seconds, len(planner.stages))
+
+
+def describe(planner: PipelinePlanner, choices: Choices, asked: str) -> Plan:
+    """Choices for all stages as one `Plan` of the whole model, with the peak of the rank that has the highest."""
+    peaks = planner.peaks(choices)
+    rank = max(range(len(peaks)), key=lambda r: peaks[r].total)
+    plans = [stage.planner.describe(own, asked) for stage, own in zip(planner.stages, choices)]
+    layers = []
+    for stage, plan in zip(planner.stages, plans):
+        names = dict(zip((layer.fqn for layer in stage.planner.layers), stage.names))
+        layers += [replace(layer, fqn=names[layer.fqn]) for layer in plan.layers]
+    sums: dict[str, Any] = {
+        name: sum(getattr(plan, name) for plan in plans)
+        for name in (
+            "held_bytes", "none_bytes", "full_bytes", "forward_flops", "forward_seconds", "replay_flops", "replay_seconds",
+            "gap_seconds",
+        )
+    }  # fmt: skip
+    pipeline = {
+        "pp": planner.pp.size, "schedule": planner.pp.schedule, "microbatches": planner.count, "replay": planner.pp.replay,
+        "balance": list(planner.counts),
+    }  # fmt: skip
+    return replace(
+        plans[0], model=type(planner.whole).__name__, layers=tuple(layers), step_seconds=times(planner, choices).seconds,
+        peak=peaks[rank].parts, peak_at=f"{peaks[rank].at}, on rank {rank}", step=dict(plans[0].step) | pipeline, **sums,
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Predicted peaks of each rank of a pipeline against allocator events of real steps; a plan for each stage."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like import parallelize
+from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
+from nemo_like.planning import PipelinePlanner, Plan, Setup
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.stage_plans import choose, describe
+from tests_distributed.allocated import allocator_events, bytes_of
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("scipy")
+
+SEQ, VOCAB, MICROBATCHES = 128, 384, 4
+
+
+def _build(name: str = "LlamaConfig") -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    shape = dict(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, max_position_embeddings=SEQ, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**shape)).train()
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCAB, (2 * MICROBATCHES, SEQ), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _microbatch() -> dict[str, torch.Tensor]:
+    return {name: value[:2] for name, value in _batch().items()}
+
+
+def _planner(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfig", **setup: Any) -> PipelinePlanner:
+    own = {} if shard_ranks > 1 else {"fsdp": None}
+    return PipelinePlanner(
+        _build(name), _microbatch(), pp=pp, device=resolve_device("cpu"),
+        setup=Setup(shard_ranks=shard_ranks, step=StepSpec(), **own, **setup),
+    )  # fmt: skip
+
+
+def _received(pipeline: Pipeline) -> list[torch.Tensor]:
+    """The buffers that torch's stages keep between steps."""
+    (schedule,) = pipeline._schedules.values()
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    infos = [
+        info
+        for stage in stages
+        for table in (stage.args_recv_info, stage.grad_recv_info)
+        for row in table.values()
+        for info in row
+    ]
+    buffers = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+    return buffers + [buffer.grad for buffer in buffers if buffer.grad is not None]
+
+
+def _measured(pipeline: Pipeline) -> int:
+    """The most bytes alive in a step: the least of a few, since a rank may see a buffer of gloo's thread go late."""
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)
+    batch = _batch()
+
+    def step() -> None:
+        pipeline.step(**batch)
+        optimizer.step()
+        pipeline.zero_grad()
+
+    step()
+    step()
+    peaks = []
+    for _ in range(3):
+        gc.collect()
+        state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+        before = bytes_of([*pipeline.parameters(), *state, *_received(pipeline)])
+        peaks.append(before + allocator_events(step)[0])
+    return min(peaks)
+
+
+def _peaks(rank: int, world_size: int, schedule: str, modes: tuple[str, ...], name: str) -> list[Any]:
+    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
+    planner = _planner(pp, world_size // 2, name)
+    rows = []
+    for mode in modes:
+        if mode in ("none", "full", "selective"):
+            predicted = planner.rank_peak(rank // (world_size // 2), planner.uniform(mode))
+            pipeline = parallelize(_build(name), ac=mode, pp=pp, sample_input=_microbatch())
+        else:
+            choices = choose(planner, MemoryBudget.parse(mode))
+            predicted = planner.rank_peak(rank // (world_size // 2), choices)
+            plan = describe(planner, choices, mode)
+            pipeline = parallelize(_build(name), ac=plan, pp=pp, sample_input=_microbatch())
+        rows.append((mode, predicted.total, _measured(pipeline), predicted.at, predicted.parts))
+    return rows
+
+
+def _assert_right(ranks: list[Any]) -> None:
+    for rank, rows in enumerate(ranks):
+        for mode, predicted, measured, where, parts in rows:
+            assert abs(predicted - measured) <= 0.01 * measured, (rank, mode, predicted, measured, where, parts)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_the_peak_of_every_rank_is_within_one_per_cent(schedule: str) -> None:
+    modes = ("none", "full", "8MiB") if schedule == "1f1b" else ("full", "selective", "11MiB")
+    _assert_right(run_ranks(2, _peaks, schedule, modes, "LlamaConfig", timeout=240))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev"])
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3Config"])
+def test_the_peak_under_every_schedule(schedule: str, name: str) -> None:
+    _assert_right(run_ranks(2, _peaks, schedule, ("none", "full", "selective"), name, timeout=240))
+
+
+def test_the_peak_of_stages_that_are_sharded() -> None:
+    _assert_right(run_ranks(4, _peaks, "1f1b", ("full",), "LlamaConfig", timeout=240))
+
+
+@pytest.mark.long
+def test_the_peak_of_sharded_stages_under_a_cut_backward() -> None:
+    _assert_right(run_ranks(4, _peaks, "zbv", ("none", "full"), "LlamaConfig", timeout=240))
+
+
+def _budget(rank: int, world_size: int, schedule: str, budget: str) -> Any:
+    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
+    plain = parallelize(_build(), pp=pp, sample_input=_microbatch())
+    planned = parallelize(_build(), ac=budget, pp=pp, sample_input=_microbatch())
+    losses = [float(p.step(**_batch())) for p in (plain, planned)]
+    same = all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), planned.parameters(), strict=True))
+    planned.zero_grad()
+    del plain
+    return losses[0] == losses[1], same, _measured(planned)
+
+
+@pytest.mark.parametrize(("schedule", "budget"), [("1f1b", "7MiB"), ("zbv", "10MiB")])
+def test_a_budget_is_kept_on_every_rank_and_changes_no_bit(schedule: str, budget: str) -> None:
+    for equal, same, measured in run_ranks(2, _budget, schedule, budget, timeout=240):
+        assert equal and same
+        assert measured <= 1.001 * MemoryBudget.parse(budget).peak_bytes
+
+
+def test_actions_are_those_of_torch() -> None:
+    # 1F1B's and GPipe's tables are ours; torch prints its own since 2.13, beside what it runs.
+    rank = actions_of(PipelineParallel(4, microbatches=6))[1]
+    assert " ".join(map(str, rank)) == "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5"
+    first = actions_of(PipelineParallel(2, schedule="gpipe", microbatches=2))[0]
+    assert " ".join(map(str, first)) == "0F0 0F1 0B0 0B1"
+
+
+def test_early_stages_of_1f1b_keep_less_of_each_microbatch() -> None:
+    pp = PipelineParallel(3, microbatches=6)
+    planner = _planner(pp)
+    assert [planner.most_in_flight(index) for index in range(3)] == [3, 2, 1]
+    plan = describe(planner, choose(planner, MemoryBudget.parse("6MiB")), "6MiB")
+    held = {layer.fqn: layer.held_bytes for layer in plan.layers}
+    first, last = held["model.layers.0"], held["model.layers.5"]
+    assert len(held) == 6 and first < last
+    assert plan.step["balance"] == planner.counts and plan.peak_bytes <= 6 << 20
+    loaded = Plan.load(_saved(plan))
+    assert loaded.only(["model.layers.0"]).layers == (loaded.layers[0],)
+
+
+def _saved(plan: Plan) -> str:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".json", delete=False) as file:
+        plan.save(file.name)
+    return file.name
