@@ -36,7 +36,7 @@ Choices = Sequence[Sequence[Choice]]
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """One stage, and what answers for it: stages of the same layers share one planner."""
 
     slice: StageSlice
@@ -96,7 +96,7 @@ class PipelinePlanner:
         other.__dict__.pop("_memories", None)
         return other
 
-    def _stages(self, counts: Sequence[int]) -> list[Stage]:
+    def _stages(self, counts: Sequence[int]) -> list[PlannedStage]:
         modules = dict(bare_modules(self.whole))
         made = []
         for piece in slices(counts):
@@ -104,7 +104,7 @@ class PipelinePlanner:
             key = (piece.is_first, piece.is_last, tuple(layer_signature(modules[name]) for name in names))
             if key not in self._planners:
                 self._planners[key] = self._planner(piece, names)
-            made.append(Stage(piece, names, self._planners[key]))
+            made.append(PlannedStage(piece, names, self._planners[key]))
         return made
 
     def _planner(self, piece: StageSlice, names: tuple[str, ...]) -> Planner:
@@ -172,7 +172,7 @@ class PipelinePlanner:
         return self.hidden.numel() * self.hidden.element_size()
 
 
-def _stage_memory(stage: Stage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int) -> StageMemory:
+def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int) -> StageMemory:
     planner = stage.planner
     sharding = planner.sharding
     whole = sum(unit.whole_grad for unit in sharding.all)
