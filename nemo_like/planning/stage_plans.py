@@ -207,5 +207,6 @@ def describe(planner: PipelinePlanner, choices: Choices, asked: str) -> Plan:
     }  # fmt: skip
     return replace(
         plans[0], model=type(planner.whole).__name__, layers=tuple(layers), step_seconds=times(planner, choices).seconds,
-        peak=peaks[rank].parts, peak_at=f"{peaks[rank].at}, on rank {rank}", step=dict(plans[0].step) | pipeline, **sums,
+        peak=peaks[rank].parts, peak_at=f"{peaks[rank].at}, on rank {rank}", step=dict(plans[0].step) | pipeline,
+        reserved_bytes=None, **sums,  # not known with several microbatches in flight
     )  # fmt: skip

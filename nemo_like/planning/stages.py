@@ -79,13 +79,13 @@ class PipelinePlanner:
         self.batch = names | dict(batch)
         self.hidden = _hidden_of(self.batch, self.parts)
         self._more, self._planners = more, dict[Any, Planner]()
-        self.stages = self._stages(self.counts)
+        self.stages = self.stages_for(self.counts)
 
     def dealt(self, counts: Sequence[int]) -> PipelinePlanner:
         """This planner for another number of layers on each stage."""
         other = copy.copy(self)
         other.pp, other.counts = replace(self.pp, balance=tuple(counts)), list(counts)
-        other.stages = other._stages(other.counts)
+        other.stages = other.stages_for(other.counts)
         other.__dict__.pop("_memories", None)
         return other
 
@@ -96,7 +96,8 @@ class PipelinePlanner:
         other.__dict__.pop("_memories", None)
         return other
 
-    def _stages(self, counts: Sequence[int]) -> list[PlannedStage]:
+    def stages_for(self, counts: Sequence[int]) -> list[PlannedStage]:
+        """The stages for so many layers each; what was traced is used again."""
         modules = dict(bare_modules(self.whole))
         made = []
         for piece in slices(counts):
