@@ -116,7 +116,7 @@ class _Running:
 
 def rank_peak(
     stages: Sequence[StageMemory], actions: Sequence[Action], *, microbatches: int, optimizer: tuple[int, int],
-    holds_sent: bool, stay: bool = False, log: Log | None = None,
+    holds_sent: bool, stay: bool = False, averages: bool = False, log: Log | None = None,
 ) -> Peak:  # fmt: skip
     """The highest point of a step on one rank.
 
@@ -127,11 +127,13 @@ def rank_peak(
         optimizer: bytes of state, and of the step's temporaries.
         holds_sent: the schedule holds what it has sent until the step ends; 1F1B does not.
         stay: gradients stay between steps, zeroed.
+        averages: the loop keeps a running mean of the parameters.
         log: gets, for each action, the most bytes alive while it runs, and those alive when it ends.
     """
     warmup = next((i for i, action in enumerate(actions) if action.kind != FORWARD), 0)
     rank = _RankWalk(stages, microbatches, holds_sent, stay, warmup)
-    rank.walk.now["optimizer state"] = optimizer[0]
+    now = rank.walk.now
+    now["optimizer state"], now["averaged weights"] = optimizer[0], now["parameters"] if averages else 0
     for action in actions:
         most = rank.run(action)
         if log is not None:

@@ -148,7 +148,7 @@ class PipelinePlanner:
             [self.stage_memory(index, choices[index]) for index in own], self.actions[rank], microbatches=self.count,
             optimizer=(sum(state for state, _ in states), max(peak for _, peak in states)),
             holds_sent=self.pp.schedule != "1f1b", stay=self.setup.step.zero_grad == "zero",
-            log=log,
+            averages=self.setup.step.ema, log=log,
         )  # fmt: skip
 
     def peaks(self, choices: Choices) -> list[Peak]:
