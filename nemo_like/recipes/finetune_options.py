@@ -40,6 +40,7 @@ class FinetuneOptions(RunOptions):
     )
     export: str = option("last", "which weights are the result: last | best (of the evaluations)")
     lora: bool = option(False, "train adapters beside frozen weights (peft)", bool)
+    qlora: bool = option(False, "--lora beside frozen weights of 4 bits (bitsandbytes)", bool)
     lora_rank: int = option(16, "rank of the adapters", int)
     lora_alpha: float = option(32.0, "the adapters' output is scaled by this over the rank", float)
     lora_dropout: float = option(0.0, "dropout before the adapters", float)
@@ -89,6 +90,8 @@ class FinetuneOptions(RunOptions):
         super().__post_init__()
         if self.steps == 0 and self.epochs == 0:
             raise ValueError("--steps and --epochs are both 0: nothing would be trained.")
+        if self.qlora:
+            object.__setattr__(self, "lora", True)
         if self.lora and self.train is not None:
             raise ValueError(
                 "--train names parameters of the model, and --lora freezes all of them. Give one of the two."

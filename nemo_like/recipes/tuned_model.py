@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.slots import bare_name, find_slots
-from nemo_like.distributed.sources import LayeredSource, StateDictSource, open_source
+from nemo_like.distributed.sources import LayeredSource, Source, StateDictSource, open_source
 from nemo_like.extras import require
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.module_tree import glob_to_regex
 from nemo_like.options import parse_dtype
 from nemo_like.recipes.finetune_options import FinetuneOptions
+from nemo_like.recipes.four_bit import FourBitSource, packed_weights, quantise_layers
 
 _PEFT = "base_model.model."  # what peft puts before the names of the model it wraps
 _ADAPTERS = ("lora_A", "lora_B")
@@ -80,6 +81,8 @@ def build_on_meta(source: ModelSource, options: FinetuneOptions) -> nn.Module:
     for slot in find_slots(model):
         if slot.is_parameter and not slot.tensor.requires_grad and slot.tensor.is_floating_point():
             slot.put(slot.tensor.detach().to(frozen))
+    if options.qlora:
+        quantise_layers(model, frozen)
     return model.train()
 
 
@@ -125,7 +128,17 @@ def fill(model: nn.Module, options: FinetuneOptions) -> None:
         ValueError: the folder's tensors have other names or shapes than the model.
         CheckpointUnreadableError: a file is damaged.
     """
-    base = open_source(options.model)
+    base: Source = open_source(options.model)
+    if options.qlora:
+        packed = packed_weights(model)
+        base = FourBitSource(
+            base,
+            {
+                stored: kept
+                for name, kept in packed.items()
+                if (stored := _stored_name(bare_name(name), base.shapes)) is not None
+            },
+        )
     names = [name for slot in find_slots(model) for name in slot.names]
     adapters = StateDictSource(_new_adapters(model, options.seed), "new adapters")
     source = LayeredSource([(base, _names_of(base.shapes)), (adapters, lambda name: name)], names)
