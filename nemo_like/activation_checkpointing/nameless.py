@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -105,17 +104,24 @@ class Nameless(nn.Module):
         return _blank, *reduced[1:]
 
 
-@cache
+_made: dict[tuple[type, type, type], type] = {}
+"""What `_class_around` has made."""
+
+
 def _class_around(wrapper: type, said: type, wanted: type) -> type:
     """`wanted`, which FSDP2 made of the class `said`, made of `wrapper` instead.
 
     One class for all layers, as FSDP2 has it: Dynamo, which looks at classes, would compile each layer anew, and stop
     after eight.
     """
-    bases = tuple(wrapper if base is said else base for base in wanted.__bases__)
-    # Only what FSDP2 adds. transformers puts a forward of its own into every subclass of its layers: that one would run
-    # the layer past the wrapper.
-    return type(wanted.__name__, bases, {key: item for key, item in vars(wanted).items() if not hasattr(said, key)})
+    key = (wrapper, said, wanted)
+    if key not in _made:
+        bases = tuple(wrapper if base is said else base for base in wanted.__bases__)
+        # Only what FSDP2 adds. transformers puts a forward of its own into every subclass of its layers: that one would
+        # run the layer past the wrapper.
+        added = {name: item for name, item in vars(wanted).items() if not hasattr(said, name)}
+        _made[key] = type(wanted.__name__, bases, added)
+    return _made[key]
 
 
 def _blank(kind: type[Nameless]) -> Nameless:
