@@ -133,7 +133,7 @@ def test_a_rank_and_an_expert_without_any_token(name: str) -> None:
 def _beside_tensor_parallel(rank: int, world_size: int) -> None:
     ids = tokens(world_size)
     mine = ids[2 * (rank // 2) : 2 * (rank // 2) + 2]  # both ranks of a tp pair have the same half
-    for name in ("mixtral", "deepseek_v3", "gpt_oss"):
+    for name in ("mixtral", "deepseek_v3", "gpt_oss", "llama4"):
         _, wanted = expected(name, ids)
         for ep in (2, 4):
             model = parallelize(build(name), ac="selective", tp=2, ep=ep, device="cpu")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
-from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients
+from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients, own_outputs
 from nemo_like.layers import Layer, find_layers
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import computes_in_chunks
@@ -80,6 +80,7 @@ def apply_tensor_parallel(
         if any(isinstance(value, Tensor) for value in vars(rule.module).values()):
             continue  # a weight that another stage of a pipeline holds: see `nemo_like.distributed.pipeline.cut`
         _apply_rule(rule, mesh, sequence_parallel and any(rule.fqn.startswith(layer.fqn + ".") for layer in layers))
+    own_outputs(model, [rule.module for rule in rules])
     _tie_again(model, ties)
     if loss_parallel:
         model.register_forward_pre_hook(_refuse_own_loss, with_kwargs=True)

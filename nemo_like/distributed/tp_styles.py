@@ -7,8 +7,9 @@ features), *rowwise* along dim 1 (each rank sums over some input features, and t
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,6 +87,28 @@ class InstalledStyle(ParallelStyle):
             module.config = self.config  # its code reads the width of the rotary part there
         self.style.install_forward(module, device_mesh)
         return module
+
+
+_IN_PLACE = frozenset({"add_", "sub_", "mul_", "div_"})
+
+
+def own_outputs(model: nn.Module, modules: Collection[nn.Module]) -> None:
+    """Give each of `modules`, which are cut, an output of its own memory where a module around it changes that in place.
+
+    What a cut module returns is a view that autograd lets nobody change (Llama 4 adds its experts to its shared expert).
+    """
+    chosen = {id(module): module for module in modules}
+    for around in model.modules():
+        code = getattr(inspect.unwrap(type(around).forward), "__code__", None)
+        if code is None or not _IN_PLACE & set(code.co_names) or id(around) in chosen:
+            continue
+        for module in around.modules():
+            if chosen.pop(id(module), None) is not None:
+                module.register_forward_hook(_copied)
+
+
+def _copied(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    return output.clone() if isinstance(output, Tensor) and not isinstance(output, DTensor) else output
 
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
