@@ -9,6 +9,7 @@ from torch import nn
 from nemo_like import FSDP2, StepSpec, parallelize
 from nemo_like.planning import Planner, Setup
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.four_bit import four_bit_twin
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -30,7 +31,9 @@ def _llama() -> nn.Module:
 
 def _adapted(dropout: float = 0.0) -> nn.Module:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=8, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=8, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     return peft.get_peft_model(_llama(), config)
 
 
@@ -41,7 +44,16 @@ def _half_frozen() -> nn.Module:
     return model
 
 
-MODELS = {"adapters": _adapted, "adapters with dropout": lambda: _adapted(0.1), "half frozen": _half_frozen}
+def _in_four_bits() -> nn.Module:
+    return four_bit_twin(_adapted())
+
+
+MODELS = {
+    "in four bits": _in_four_bits,
+    "adapters": _adapted,
+    "adapters with dropout": lambda: _adapted(0.1),
+    "half frozen": _half_frozen,
+}
 
 
 def _case(rank: int, world_size: int, name: str, ac: str, step: StepSpec) -> tuple[int, int, str]:

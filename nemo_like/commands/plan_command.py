@@ -71,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--microbatches", type=int, default=1, help="forwards and backwards per optimizer step (default: %(default)s)")
     add("--sync", default=StepSpec.sync, help="microbatches that reduce gradients: every | last (default: %(default)s)")
     add("--drop-output", action="store_true", help="the loop drops the model's output (its logits) before backward")
+    add(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="adapters of this rank train, all else is frozen, in --param-dtype (peft)",
+    )
+    add("--four-bit", action="store_true", help="frozen linear layers in 4 bits with their scales, as QLoRA has them")
     add("--ema", action="store_true", help="the loop keeps a copy of the weights that it averages")
     add("--zero-grad", default=StepSpec.zero_grad, help="gradients between steps: free | zero (default: %(default)s)")
     add("--no-reshard", action="store_true", help="keep layers gathered after forward")
@@ -115,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     with _progress(f"Planning {args.model} ..."):
         source = resolve_model(args.model)
-        model = source.build("meta", parse_dtype("--dtype", args.dtype))
+        model = _frozen(source.build("meta", parse_dtype("--dtype", args.dtype)), args)
         setup = Setup(
             shard_ranks=shard_ranks,
             step=step,
@@ -212,6 +219,18 @@ def _say(
             "  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json"
         )
     print(f"\nPlanned in {seconds:.1f} s.")
+
+
+def _frozen(model: torch.nn.Module, args: argparse.Namespace) -> torch.nn.Module:
+    """The model as --lora and --four-bit say."""
+    from nemo_like.planning.four_bit import four_bit_twin, with_adapters
+
+    if args.four_bit and args.lora is None:
+        raise ValueError("--four-bit keeps frozen weights in 4 bits, and all train here: give --lora RANK as well.")
+    if args.lora is None:
+        return model
+    adapted = with_adapters(model.train(), args.lora, parse_dtype("--param-dtype", args.param_dtype))
+    return four_bit_twin(adapted) if args.four_bit else adapted
 
 
 def _allocator(said: str | None) -> AllocatorConfig:

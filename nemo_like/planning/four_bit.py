@@ -1,0 +1,122 @@
+"""Weights in 4 bits, as QLoRA trains adapters beside them (Dettmers et al., arXiv 2305.14314): a twin to plan with.
+
+The bytes are those of ``bitsandbytes.nn.Linear4bit`` (bitsandbytes 0.50) with nested scales: half a byte per weight; for
+each 64 weights a scale in one byte; for each 256 scales one in float32; two tables of 16 and 256 float32, and an offset. A
+product makes the whole weight in the dtype to compute in, and drops it, in forward and in backward; the input is not
+kept (a fused kernel takes a few rows only). As peft does beside such a layer, its output is copied once.
+
+Under FSDP2 each rank is taken to hold the packed weights whole, since they are no floating-point numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.extras import require
+
+BLOCK, NESTED_BLOCK = 64, 256
+_TABLES = 16 + 256 + 1
+"""Float32 values that each layer has besides its scales."""
+
+
+class FourBitLinear(nn.Module):
+    """A linear layer whose weight takes what it would in 4 bits. Its values mean nothing.
+
+    Args:
+        linear: whose shape and bias it has.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        device, scales = linear.weight.device, -(-linear.weight.numel() // BLOCK)
+
+        def frozen(size: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(size, dtype=dtype, device=device), requires_grad=False)
+
+        self.weight = frozen(-(-linear.weight.numel() // 2), torch.uint8)
+        self.scales = frozen(scales, torch.uint8)
+        self.nested = frozen(-(-scales // NESTED_BLOCK) + _TABLES, torch.float32)
+        self.bias = linear.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features)."""
+        shape = (self.out_features, self.in_features)
+        return _Product.apply(input, self.weight, self.bias, shape).clone()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, int]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        return nn.functional.linear(input, _whole(packed, shape, input.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (packed,) = ctx.saved_tensors
+        return grads[0] @ _whole(packed, ctx.shape, grads[0].dtype), None, None, None
+
+
+def _whole(packed: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return packed.new_zeros(shape, dtype=dtype)
+
+
+def four_bit_twin(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose frozen linear layers have their weights in 4 bits; its head stays as it is.
+
+    Parameters and values of all else are shared with `model`, so that it may be on the meta device or have weights.
+
+    Raises:
+        ValueError: no linear layer is frozen.
+    """
+    memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, memo)
+    head_of: Any = getattr(twin, "get_output_embeddings", lambda: None)
+    head = head_of()
+    found = [
+        (parent, name, child)
+        for parent in twin.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and child is not head and not child.weight.requires_grad
+    ]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no frozen linear layer to keep in 4 bits: those weights get no gradients. Put "
+            "adapters beside them first (peft.get_peft_model), or freeze them."
+        )
+    for parent, name, child in found:
+        setattr(parent, name, FourBitLinear(child))
+    return twin
+
+
+def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None) -> nn.Module:
+    """`model` with adapters of `rank` beside all its linear layers but the head, by peft; all else no longer trains.
+
+    Args:
+        model: changed in place, as peft does.
+        rank: of the adapters, >= 1.
+        frozen: dtype of what does not train; None: as it is.
+
+    Raises:
+        ValueError: `rank` is below 1. MissingExtraError: peft is not installed.
+    """
+    if rank < 1:
+        raise ValueError(f"The rank of the adapters is {rank}; it must be >= 1.")
+    peft = require("peft", "finetune", "to put adapters into a model")
+    setattr(model, "name_or_path", getattr(model, "name_or_path", ""))  # noqa: B010 - peft reads it
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted: nn.Module = peft.get_peft_model(model, config)
+    for param in adapted.parameters():
+        if frozen is not None and not param.requires_grad and param.is_floating_point():
+            param.data = param.data.to(frozen)
+    return adapted
+
+
+__all__ = ["FourBitLinear", "four_bit_twin", "with_adapters"]
