@@ -37,9 +37,10 @@ def test_refused_options() -> None:
         check_context_parallel(FAMILIES["gpt_oss"].build(), ContextParallel(2, "ulysses"))
     with pytest.raises(ValueError, match="output_router_logits"):
         check_context_parallel(causal("Mixtral", **_MIXTRAL, output_router_logits=True)(), ContextParallel(2))
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="flash_attention_2"):
-        check_context_parallel(model, ContextParallel(2))
+    for implementation in ("flash_attention_2", "flex_attention"):
+        model.config._attn_implementation = implementation
+        with pytest.raises(ValueError, match=implementation):
+            check_context_parallel(model, ContextParallel(2))
     with pytest.raises(ValueError, match="strategy 'ddp' has none"):
         parallelize(model, "ddp", cp=2)
     with pytest.raises(ValueError, match="this job has one rank"):

@@ -148,6 +148,12 @@ _FIELDS = (
 )  # fmt: skip
 
 
+_SEQUENCE_OPS = (
+    "nemo_like::gather_sequence", "nemo_like::heads_for_sequence", "nemo_like::sequence_for_heads",
+)  # fmt: skip
+"""What ranks that share a sequence send each other in forward."""
+
+
 def op_seconds(op: OpRecord, device: Device) -> float:
     """``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` (Williams et al., "Roofline", CACM 2009)."""
     if op.view:
@@ -155,6 +161,10 @@ def op_seconds(op: OpRecord, device: Device) -> float:
     if facts(op.op).exchange:
         # Half of what it moves is sent. A network card reaches the device over the bus to the host, so that bus bounds it.
         return op.moved / 2 / device.host_link
+    if op.op.name() in _SEQUENCE_OPS:
+        # Gathering, a rank receives what it has not got; by all-to-all, at most as much as it has.
+        received = 2 * op.bytes - op.moved if op.op.name() == _SEQUENCE_OPS[0] else op.bytes
+        return max(received / device.host_link, op.moved / device.bandwidth)
     kind = "half" if op.half else "single"
     speed = (device.attention_flops if facts(op.op).attention else device.matmul_flops)[kind]
     return max(op.flops / speed, op.moved / device.bandwidth)

@@ -1,0 +1,138 @@
+"""Ring attention: keys and values go from rank to rank, and no rank ever holds those of the whole sequence.
+
+With chunk r and the r-th chunk from the end on rank r, and a causal mask, what comes from rank o needs one of three
+blocks: from the own rank a causal one; from a lower one its first chunk, seen by all queries; from a higher one both of
+its chunks, seen by the second half of the queries. Softmax over blocks is put together by their log-sum-exps, so the result
+is exact. In backward keys and values go round again, and their gradients with them, until they are back.
+
+After Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), and the balanced order of
+Brandon et al., "Striped Attention" (2023), in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_like.distributed.context_parallel.sequence_ops import find_group
+from nemo_like.torch_compat import attention_block, attention_block_backward
+
+
+def _exchange(sent: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[Any]]:
+    """`sent` on its way to the next rank, and where that of the rank before arrives; wait for the works before reading."""
+    ranks, rank = group.size(), group.rank()
+    got = torch.empty_like(sent)
+    to, of = (dist.get_global_rank(group, number % ranks) for number in (rank + 1, rank - 1))
+    ops = [dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, got, of, group)]
+    return got, dist.batch_isend_irecv(ops)
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _blocks(rank: int, ranks: int, length: int) -> Iterator[tuple[slice, slice, bool]]:
+    """For what comes from this rank, the one before, ...: (queries, keys, whether causal)."""
+    half, everything = length // 2, slice(None)
+    for step in range(ranks):
+        of = (rank - step) % ranks
+        if of == rank:
+            yield everything, everything, True
+        elif of < rank:
+            yield everything, slice(0, half), False
+        else:
+            yield slice(half, None), everything, False
+
+
+def _grouped(states: Tensor, groups: int) -> Tensor:
+    return states if groups == 1 else states.repeat_interleave(groups, 1)
+
+
+@torch.library.custom_op("nemo_like::ring_attention", mutates_args=())
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, rank: int, ranks: int, group: str
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of a part's queries over the whole sequence. A collective.
+
+    Args:
+        query: (B, H, L, D) of this rank's two chunks. key, value: (B, KV heads, L, D), H a multiple of KV heads.
+
+    Returns:
+        (B, H, L, D) in the queries' dtype, and the log-sum-exp of each query's scores, (B, H, L), float32.
+    """
+    groups = query.shape[1] // key.shape[1]
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    total = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
+    states = torch.stack([key, value])
+    for step, (rows, columns, causal) in enumerate(_blocks(rank, ranks, query.shape[2])):
+        got, works = _exchange(states, find_group(group)) if step < ranks - 1 else (states, [])
+        k, v = (_grouped(side[:, :, columns], groups).contiguous() for side in states)
+        part, lse = attention_block(query[:, :, rows].contiguous(), k, v, causal, scale)
+        before = total[:, :, rows]
+        after = torch.logaddexp(before, lse)
+        out[:, :, rows] = (
+            out[:, :, rows] * (before - after).exp()[..., None] + part.float() * (lse - after).exp()[..., None]
+        )
+        total[:, :, rows] = after
+        _wait(works)
+        states = got
+    return out.to(query.dtype), total
+
+
+@torch.library.custom_op("nemo_like::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, scale: float, rank: int,
+    ranks: int, group: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value of this rank's part. A collective."""
+    groups, process_group = query.shape[1] // key.shape[1], find_group(group)
+    of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    states = torch.stack([key, value])
+    of_states = torch.zeros(states.shape, dtype=torch.float32, device=query.device)
+    for step, (rows, columns, causal) in enumerate(_blocks(rank, ranks, query.shape[2])):
+        got, works = _exchange(states, process_group) if step < ranks - 1 else (states, [])
+        k, v = (_grouped(side[:, :, columns], groups).contiguous() for side in states)
+        q, o, g = (tensor[:, :, rows].contiguous() for tensor in (query, out, grad))
+        dq, dk, dv = attention_block_backward(g, q, k, v, o, total[:, :, rows].contiguous(), causal, scale)
+        of_query[:, :, rows] += dq
+        for side, part in zip(of_states, (dk, dv)):
+            side[:, :, columns] += part if groups == 1 else part.unflatten(1, (-1, groups)).sum(2)
+        _wait(works)
+        states = got
+        # After the last step it comes to the rank whose keys and values it is of.
+        of_states, works = _exchange(of_states, process_group)
+        _wait(works)
+    of_key, of_value = of_states.to(key.dtype).clone().unbind(0)
+    return of_query.to(query.dtype), of_key.clone(), of_value.clone()
+
+
+@ring_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, rank: int, ranks: int, group: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@ring_attention_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, scale: float, rank: int,
+    ranks: int, group: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.rest = inputs[3:]
+
+
+def _backward(ctx: Any, grad: Tensor, of_total: Tensor | None) -> tuple[Any, ...]:
+    return *ring_attention_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+
+
+ring_attention.register_autograd(_backward, setup_context=_setup)
