@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
 from nemo_like.recipes.finetune_options import FinetuneOptions
 from nemo_like.recipes.job import TrainingJob, seed_all, synced_only_if
 from nemo_like.recipes.loss import MeanLoss, check_own_loss, planned_loss
+from nemo_like.recipes.memory_advice import advice_on_memory
 from nemo_like.recipes.progress import Progress, memory
 from nemo_like.recipes.result import merge_adapter, save_adapter, save_model
 from nemo_like.recipes.run_log import RunLog, plot_log
@@ -53,6 +55,26 @@ class FineTuner(TrainingJob):
             steps = math.ceil(options.epochs * self.rows.order.rows_per_epoch / options.batch_size)
             options = dataclasses.replace(options, steps=max(1, steps))
         super().__init__(options, ranks)
+        width = options.seq_len if options.pack else max(self.rows.samples.lengths)
+        self._advice = functools.partial(advice_on_memory, self.source, options, ranks, width)
+        with self._advice():
+            self._build()
+        if self.step == 0:  # before training: what a better loss is to be compared with
+            self.about["base_eval_loss"] = self._evaluate()
+        self._logged = 0
+        with ranks.together("opening the log"):
+            self.run_log = RunLog(
+                Path(options.output), self.step, active=ranks.rank == 0, tensorboard=options.tensorboard,
+                wandb=options.wandb, options=dataclasses.asdict(options),
+            )  # fmt: skip
+            if options.plot:
+                require("matplotlib", "plot", "for --plot")
+            if ranks.rank == 0:
+                (Path(options.output) / "options.yaml").write_text(config_text(options), encoding="utf-8")
+
+    def _build(self) -> None:
+        """Model, optimizer and what a checkpoint has of them. A collective."""
+        options, ranks = self.options, self.ranks
         with ranks.together("building the model"):
             self.model = build_on_meta(self.source, options)
             if options.loss == "chunked":
@@ -66,18 +88,6 @@ class FineTuner(TrainingJob):
         self._loss = MeanLoss(options.loss == "chunked")
         self._begin()
         self._try_largest_step()
-        if self.step == 0:  # before training: what a better loss is to be compared with
-            self.about["base_eval_loss"] = self._evaluate()
-        self._logged = 0
-        with ranks.together("opening the log"):
-            self.run_log = RunLog(
-                Path(options.output), self.step, active=ranks.rank == 0, tensorboard=options.tensorboard,
-                wandb=options.wandb, options=dataclasses.asdict(options),
-            )  # fmt: skip
-            if options.plot:
-                require("matplotlib", "plot", "for --plot")
-            if ranks.rank == 0:
-                (Path(options.output) / "options.yaml").write_text(config_text(options), encoding="utf-8")
 
     # ------------------------------------------------------------------------------------------------------- the steps
 
@@ -192,6 +202,10 @@ class FineTuner(TrainingJob):
             store.best = int(self.about["best"]["step"])
 
     # ------------------------------------------------------------------------------------------------------- the result
+
+    def run(self) -> None:
+        with self._advice():
+            super().run()
 
     def save_result(self) -> None:
         """Write what was trained to ``--output``. A collective."""

@@ -18,12 +18,14 @@ from nemo_like.recipes.agree import OtherRankError, Ranks
 from nemo_like.recipes.job import TrainingJob
 from nemo_like.recipes.job_checkpoint import CheckpointError
 from nemo_like.recipes.loss import DivergedError
+from nemo_like.recipes.memory_advice import MemoryRanOutError
 from nemo_like.recipes.progress import memory_peak
 from nemo_like.recipes.run_options import RunOptions
 from nemo_like.recipes.summary import summarise, write_summary
 
 BAD_INPUT = 2
-"""Exit code for options, data or checkpoints that cannot be used, and for a loss that is no longer finite."""
+"""Exit code for options, data or checkpoints that cannot be used, for a loss that is no longer finite, and where
+memory runs out."""
 
 _REPORTED = (
     ValueError,
@@ -32,6 +34,7 @@ _REPORTED = (
     CheckpointUnreadableError,
     DivergedError,
     OtherRankError,
+    MemoryRanOutError,
 )
 
 
