@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_what_is_packed_is_unpacked_row_by_row() -> None:
-    from nemo_like.recipes.four_bit import pack_rows, row_bytes, unpack_rows
+    from nemo_like.recipes.quantised import pack_rows, row_bytes, unpack_rows
 
     weight = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.bfloat16):
@@ -47,7 +47,7 @@ def _first_step(rank: int, world_size: int, arguments: list[str]) -> tuple[dict[
     from nemo_like.recipes.agree import Ranks
     from nemo_like.recipes.finetune_options import parse_finetune_options
     from nemo_like.recipes.finetuner import FineTuner
-    from nemo_like.recipes.four_bit import FourBitLinear
+    from nemo_like.recipes.quantised import PackedLinear
 
     control = dist.new_group(backend="gloo") if world_size > 1 else None
     job = FineTuner(parse_finetune_options(arguments), Ranks(rank, world_size, torch.device("cpu"), control=control))
@@ -59,7 +59,7 @@ def _first_step(rank: int, world_size: int, arguments: list[str]) -> tuple[dict[
     named = ((bare_name(name), parameter.grad) for name, parameter in job.model.named_parameters())
     grads = {name: grad for name, grad in named if grad is not None}
     whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
-    linears = [module for module in job.model.modules() if isinstance(module, FourBitLinear)]
+    linears = [module for module in job.model.modules() if isinstance(module, PackedLinear)]
     local = [w.to_local() if isinstance(w := linear.weight, DTensor) else w for linear in linears]
     return (
         whole,
@@ -96,11 +96,11 @@ def test_a_run_with_four_bits_falls_and_is_alike_on_one_and_two_ranks(base: list
 
 
 def test_four_bits_are_close_to_the_weights(base: list[str]) -> None:
-    from nemo_like.recipes.four_bit import FourBitLinear, pack_rows
+    from nemo_like.recipes.quantised import PackedLinear, pack_rows
 
     torch.manual_seed(0)
     linear = nn.Linear(256, 64).requires_grad_(False)
-    packed = FourBitLinear(linear, torch.float32)
+    packed = PackedLinear(linear, torch.float32)
     packed.weight = nn.Parameter(pack_rows(linear.weight, torch.float32), requires_grad=False)
     x = torch.randn(8, 256, requires_grad=True)
     assert ((packed(x) - linear(x)).norm() / linear(x).norm()) < 0.12

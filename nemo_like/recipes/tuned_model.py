@@ -21,7 +21,7 @@ from nemo_like.models import ModelSource, resolve_model
 from nemo_like.module_tree import glob_to_regex
 from nemo_like.options import parse_dtype
 from nemo_like.recipes.finetune_options import FinetuneOptions
-from nemo_like.recipes.four_bit import FourBitSource, packed_weights, quantise_layers
+from nemo_like.recipes.quantised import FourBitSource, packed_weights, quantise_layers
 
 _PEFT = "base_model.model."  # what peft puts before the names of the model it wraps
 _ADAPTERS = ("lora_A", "lora_B")

@@ -50,7 +50,7 @@ def unpack_rows(packed: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     return weight
 
 
-class FourBitLinear(nn.Module):
+class PackedLinear(nn.Module):
     """A frozen `nn.Linear` whose weight has 4.5 bits a number. Built empty, on the meta device."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype):
@@ -86,7 +86,7 @@ class _Matmul(torch.autograd.Function):
 
 
 def quantise_layers(model: nn.Module, dtype: torch.dtype) -> int:
-    """Put a `FourBitLinear` in the place of each frozen linear in the repeated layers of `model`, on the meta device; how
+    """Put a `PackedLinear` in the place of each frozen linear in the repeated layers of `model`, on the meta device; how
     many. `dtype`: what is computed in.
 
     Raises:
@@ -102,7 +102,7 @@ def quantise_layers(model: nn.Module, dtype: torch.dtype) -> int:
                 if child.in_features % BLOCK:
                     odd.append(f"{layer.fqn}.{name}.{child_name} ({child.in_features})")
                     continue
-                setattr(module, child_name, FourBitLinear(child, dtype))
+                setattr(module, child_name, PackedLinear(child, dtype))
                 count += 1
     if odd:
         warn_once(
@@ -115,7 +115,7 @@ def quantise_layers(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 class FourBitSource:
-    """Whole weights as another source has them, in 4 bits for some of the names: those of a model's `FourBitLinear`."""
+    """Whole weights as another source has them, in 4 bits for some of the names: those of a model's `PackedLinear`."""
 
     def __init__(self, source: Source, packed: Mapping[str, tuple[torch.Size, torch.dtype]]):
         self.label = source.label
@@ -135,9 +135,9 @@ class FourBitSource:
 
 
 def packed_weights(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Of each weight of a `FourBitLinear`, by name: its global shape and its dtype."""
+    """Of each weight of a `PackedLinear`, by name: its global shape and its dtype."""
     return {
         f"{name}.weight": (module.weight.shape, module.weight.dtype)
         for name, module in model.named_modules()
-        if isinstance(module, FourBitLinear)
+        if isinstance(module, PackedLinear)
     }
