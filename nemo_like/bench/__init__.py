@@ -7,7 +7,7 @@ A suite is a module of this package with ``HELP: str`` and ``run(options: BenchO
 from nemo_like.bench.bench_report import Results, Table
 from nemo_like.bench.suite_options import BenchOptions
 
-SUITES = ("memory", "overhead", "offload", "planning", "scale", "verify", "loss")
+SUITES = ("memory", "overhead", "offload", "planning", "scale", "verify", "loss", "published")
 """The names of the suites; each is the module of that name in this package."""
 
 __all__ = ["SUITES", "BenchOptions", "Results", "Table"]

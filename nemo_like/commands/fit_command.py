@@ -93,7 +93,7 @@ def _say(found: Any, explain: int | None) -> None:
     )
     if found.candidates:
         print(report.table(found))
-        print(f"\nThe first one:\n{report.explanation(found.best)}\n")
+        print(f"\nThe first one is bound by {found.binds}.\n{report.explanation(found.best)}\n")
         print(f"  {found.best.call()}\n  {report.recipe(found, found.best)}")
         if explain is not None and explain > len(found.candidates):
             print(f"\nThere is no line {explain}: {len(found.candidates)} configurations were found.")

@@ -14,7 +14,9 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
+from nemo_like.planning.fit.network import gather_seconds, group_of
 from nemo_like.planning.fit.question import Question, read_pins
+from nemo_like.planning.fit.seconds import fused
 from tests_distributed.allocated import step_peak_bytes
 
 pytest.importorskip("transformers")
@@ -92,7 +94,8 @@ def test_an_impossible_wish_ends_with_1_and_says_what_needs_least(capsys):
     asked = "--model llama3-70b --gpus 1 --gpu rtx-4090 --seq-len 512 --micro-batch 1 --offload none"
     assert main(["fit", *asked.split()]) == 1
     said = capsys.readouterr().err
-    assert "Nothing fits" in said and "rtx-4090" in said
+    assert "Nothing fits" in said and "rtx-4090" in said and "bound by memory: parameters and optimizer" in said
+    assert "127 GPUs more (128 in all)" in said
 
 
 @pytest.mark.parametrize(
@@ -170,3 +173,36 @@ def test_kwargs_and_the_printed_call_say_the_same():
     best = report.best
     assert best.kwargs()["tp"] == 2 and best.kwargs()["precision"] == Precision("bf16")
     assert "tp=2" in best.call() and "ac='full'" in best.call() and "precision='bf16'" in best.call()
+
+
+def test_collectives_take_the_slowest_link_that_they_need():
+    h100 = resolve_device("h100-80gb")
+    inside, across, spread = group_of(8, 1, 8), group_of(16, 1, 8), group_of(16, 8, 8)
+    assert (across.per_host, across.hosts, spread.per_host, spread.hosts) == (8, 2, 1, 16)
+    size = 1 << 30
+    assert gather_seconds(size, inside, h100) == pytest.approx(size * 7 / 8 / 360e9 + 7e-5)
+    # Two hosts with eight cards each, and sixteen with one: eight cards send as fast as 8 x 45 GB/s.
+    assert gather_seconds(size, across, h100) == pytest.approx(size * 15 / 16 / 360e9 + 9e-5)
+    assert gather_seconds(size, spread, h100) == pytest.approx(size * 15 / 16 / 45e9 + 8e-5)
+    assert gather_seconds(size, group_of(1, 1, 8), h100) == 0.0
+
+
+def test_operators_between_products_are_fused_to_one_reader_and_one_writer():
+    model, question = _model(1), Question(gpus=2, device=resolve_device("h100-80gb"), seq_len=64, limit=1 << 40)
+    search = make_search(model, question)[0]
+    shape = next(iter(filter(None, (search.trace(key) for key in list(search.by_shape)[:1]))))
+    records = shape.base.problems[0].records
+    assert sum(op.moved for op in fused(records)) < sum(op.moved for op in records)
+    assert [op.flops for op in fused(records)] == [op.flops for op in records]
+
+
+def test_what_binds_is_said_by_what_takes_most():
+    report = fit(
+        _model(), gpus=2, gpu="cpu", seq_len=64, micro_batch=1, tp=1, cp=1, ac="full", loss="model", offload="none"
+    )
+    assert report.binds.startswith(("memory: ", "network: ", "compute"))
+    small = fit(_model(), gpus=2, gpu="cpu", seq_len=64, micro_batch=64, tp=1, cp=1, memory="2MiB", ac="full", loss="model",
+                offload="none")  # fmt: skip
+    assert not small.candidates and small.binds.startswith("memory: head")
+    assert any(words.startswith("chunk the loss: -") for words in small.helps)
+    assert json.loads(json.dumps(small.as_json()))["helps"] == list(small.helps)

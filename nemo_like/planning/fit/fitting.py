@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget, Precision, StepSpec, parse_bytes
 from nemo_like.planning.devices import Device, device_at_hand, resolve_device
+from nemo_like.planning.fit.advice import binds, ways_out
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Room, layouts
 from nemo_like.planning.fit.question import Question, read_pins
-from nemo_like.planning.fit.search import Search
-from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
+from nemo_like.planning.fit.search import Search, quietly
+from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.sharding import local_twin, same_on_all_ranks
 
 
@@ -38,6 +39,8 @@ class FitReport:
     """Combinations that are not among them, by reason."""
     nearest: Candidate | None
     """Where nothing fits: what needs least."""
+    helps: tuple[str, ...] = ()
+    """Where nothing fits: single changes that make it fit, the smallest of each kind; then what lowers the peak."""
     searched: Mapping[str, float] = field(default_factory=dict)
     """``layouts``, ``shapes`` traced, configurations ``looked_at``, and ``seconds`` that the search took."""
 
@@ -63,8 +66,16 @@ class FitReport:
             return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
         return (
             f"Nothing fits in {limit / 2**30:.2f} GiB on each of {self.question.gpus} x {self.question.device.name}: what "
-            f"needs least takes {near.peak_bytes / 2**30:.2f} GiB ({near.call()})."
+            f"needs least takes {near.peak_bytes / 2**30:.2f} GiB ({near.call()}), bound by {self.binds}."
+            + (f" What would help: {'; '.join(self.helps)}." if self.helps else "")
         )
+
+    @property
+    def binds(self) -> str:
+        """What keeps the best from being faster, or the nearest from fitting: see `nemo_like.planning.fit.advice.binds`."""
+        candidate = self.candidates[0] if self.candidates else self.nearest
+        host = self.question.device.gpus_per_host
+        return "" if candidate is None else binds(candidate, self.question.limit, host)
 
     def as_json(self) -> dict[str, Any]:
         """In JSON values."""
@@ -74,6 +85,7 @@ class FitReport:
             "seq_len": question.seq_len, "global_batch": question.global_batch, "limit_bytes": question.limit,
             "candidates": [candidate.as_json() for candidate in self.candidates],
             "rejected": dict(self.rejected), "problem": self.problem or None,
+            "binds": self.binds, "helps": list(self.helps),
             "nearest": None if self.nearest is None else self.nearest.as_json(), "searched": dict(self.searched),
         }  # fmt: skip
 
@@ -138,14 +150,31 @@ def _searched(
         model = resolve_model(model).build("meta", dtype)
     search, rejected, spread = make_search(model, question, sample)
     found = search.run(count)
+    helps = [] if found.best or found.nearest is None else _helps(search, found.nearest, model, question, sample)
     return FitReport(
         question, name, sum(p.numel() for p in model.parameters()), tuple(found.best),
-        dict(rejected + found.rejected), None if found.best else found.nearest,
+        dict(rejected + found.rejected), None if found.best else found.nearest, tuple(helps),
         {
             "layouts": spread, "shapes": found.traced, "looked_at": found.looked_at,
             "seconds": round(time.perf_counter() - start, 2),
         },
     )  # fmt: skip
+
+
+def _helps(
+    search: Search, nearest: Candidate, model: nn.Module, question: Question, sample: Callable[[int], Any] | None
+) -> list[str]:
+    key = ShapeKey.of(nearest.layout)
+    shape = search.shapes[key]
+    assert isinstance(shape, TracedShape)
+
+    def at_length(length: int) -> TracedShape:
+        if sample is not None:
+            raise ValueError("the sample's length is the caller's")
+        return TracedShape(model, key, replace(question, seq_len=length), _tokens(model, length), Shared())
+
+    with quietly():
+        return ways_out(shape, nearest, question, at_length)
 
 
 def make_search(
@@ -155,10 +184,10 @@ def make_search(
     make = sample or _tokens(model, question.seq_len)
     found, rejected = layouts(_room(model, question))
 
-    decisions: dict[Any, list[tuple[str, ...]]] = {}
+    shared = Shared()
 
     def trace(key: ShapeKey) -> TracedShape:
-        return TracedShape(model, key, question, make, decisions)
+        return TracedShape(model, key, question, make, shared)
 
     return Search(question, found, trace), rejected, len(found)
 

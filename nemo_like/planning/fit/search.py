@@ -117,7 +117,7 @@ class Search:
     def _traced(self, key: ShapeKey) -> TracedShape | str:
         if key not in self.shapes:
             try:
-                with _quiet():
+                with quietly():
                     self.shapes[key] = self.trace(key)
             except ValueError as error:
                 self.shapes[key] = str(error).splitlines()[0]
@@ -183,7 +183,7 @@ class Search:
         """Its seconds and its peak; None where it does not fit, which is counted."""
         self.found.looked_at += 1
         limit = self.question.limit
-        with _quiet():
+        with quietly():
             if self._is_hopeless(shape, layout, variant):
                 self.found.rejected["memory"] += 1
                 return None
@@ -221,7 +221,7 @@ class Search:
         shape, variant = self._traced(ShapeKey.of(best.layout)), self._variant(best)
         if best.plan is None or isinstance(shape, str):
             return best
-        with _quiet():
+        with quietly():
             made = shape.refined(best.layout, variant)
         if made is None:
             return best
@@ -241,11 +241,11 @@ class Search:
             made = (choices, peak) if choices is not None else shape.planned(layout, variant)
             assert made is not None
             chosen, ac = made[0], budget_word(question.limit)
-            with _quiet():
+            with quietly():
                 plan = shape.plan(layout, variant, chosen, ac)
         else:
             chosen = shape.uniform[ac]
-        with _quiet():
+        with quietly():
             reserved = shape.reserved(layout, variant, chosen) if peak.total <= question.limit else None
         return Candidate(
             layout=layout, ac=ac, loss=variant.loss, offload=variant.offload, reshard_after_forward=variant.reshard,
@@ -269,7 +269,7 @@ def budget_word(size: int) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """What planning says of one candidate among thousands would drown the report."""
     logger = logging.getLogger("nemo_like")
     before = logger.level

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.planning.block import BlockProblem, Choice
@@ -36,7 +36,7 @@ def kernel_seconds(op: OpRecord, device: Device) -> float:
     computing = op.flops / speed
     if op.flops and not known.attention:
         computing /= wave_share(op.shapes, device.processors)
-    return max(computing, op.moved / device.bandwidth, device.launch_seconds)
+    return max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
 
 
 def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
@@ -75,6 +75,22 @@ def _sequence_op(op: OpRecord) -> bool:
     return op.op.namespace == "nemo_like" and facts(op.op).collective and not facts(op.op).exchange
 
 
+def fused(records: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
+    """The same operators as a compiler fuses them: of several in a row without a matrix product, attention or collective,
+    the first reads from memory, and what is written is what the last one makes and what backward needs."""
+    heavy = [bool(op.flops) or facts(op.op).attention or facts(op.op).collective for op in records]
+    made = []
+    for place, op in enumerate(records):
+        if heavy[place]:
+            made.append(op)
+            continue
+        first = place == 0 or heavy[place - 1]
+        last = place + 1 == len(records) or heavy[place + 1]
+        reads = max(0, op.moved - op.bytes) if first else 0
+        made.append(replace(op, moved=reads + (op.bytes if last or op.needed else 0)))
+    return tuple(made)
+
+
 @dataclass(frozen=True)
 class BlockSeconds:
     """One kind of layer in one local shape: seconds of its kernels, and bytes that it sends."""
@@ -91,9 +107,20 @@ class BlockSeconds:
     """Its input, the hidden states: what tensor parallelism sums up, twice in a forward."""
 
     @classmethod
-    def of(cls, problem: BlockProblem, device: Device) -> BlockSeconds:
-        records = problem.records
+    def of(
+        cls, problem: BlockProblem, device: Device, *, compiled: bool = False, fp8_flops: float = 0.0
+    ) -> BlockSeconds:
+        """Of one traced block. `compiled`: what stands between matrix products is fused, see `fused`. `fp8_flops`: matrix
+        products run at this rate, and their operands are read once more to be cast; 0: they do not."""
+        records = fused(problem.records) if compiled else problem.records
         kernels = tuple(kernel_seconds(op, device) for op in records)
+        if fp8_flops:
+            kernels = tuple(
+                max(op.flops / fp8_flops / wave_share(op.shapes, device.processors), op.moved / 2 / device.bandwidth)
+                + op.moved / device.bandwidth
+                if op.flops and op.half and not facts(op.op).attention else seconds
+                for op, seconds in zip(records, kernels)
+            )  # fmt: skip
         back = sum(
             s * (_ATTENTION_BACKWARD if facts(op.op).attention else _BACKWARD) for s, op in zip(kernels, records)
         )

@@ -6,14 +6,14 @@ import copy
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig
+from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig, StepSpec
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice, best_of
 from nemo_like.planning.fit import network
@@ -24,6 +24,7 @@ from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan
 from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.stack import Stack
 from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
 
@@ -61,15 +62,24 @@ class Variant:
     reshard: bool | None
 
 
+@dataclass
+class Shared:
+    """What shapes with the same weights need not find twice."""
+
+    decisions: dict[Any, list[tuple[str, ...]]] = field(default_factory=dict)
+    """Of the choices that plans are mixed of, by kind of layer."""
+    shardings: dict[Any, Sharding] = field(default_factory=dict)
+
+
 class TracedShape:
     """One local shape of the model: seconds and bytes of any layout and variant that has it."""
 
     def __init__(
         self, model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any],
-        decisions: dict[Any, list[tuple[str, ...]]],
+        shared: Shared,
     ) -> None:  # fmt: skip
-        """Trace it; raises ValueError where the model cannot have that shape. `decisions` are shared by all shapes."""
-        self.decisions = decisions
+        """Trace it; raises ValueError where the model cannot have that shape."""
+        self.shared, self.given = shared, (model, sample)
         self.key, self.question, self.sample = key, question, sample(key.micro_batch)
         own = model if key.cp == 1 else copy.deepcopy(model)  # a planner cuts the model that it traces for good
         setup = Setup(
@@ -80,9 +90,26 @@ class TracedShape:
         self.base = Planner(own, self.sample, device=question.device, setup=setup)
         self.blocks = [BlockSeconds.of(problem, question.device) for problem in self.base.problems]
         self._least: dict[int, float] = {}
+        self._least_of: dict[Any, tuple[list[Choice], int]] = {}
+        self._runs: dict[Any, list[LayerRun]] = {}
+        self._kept: list[Sequence[Choice]] = []
         self._planners: dict[Any, Planner] = {}
         self._peaks: dict[Any, Peak] = {}
         self._plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
+
+    def with_step(self, step: StepSpec) -> TracedShape:
+        """The same shape, and nothing traced again, for another optimizer."""
+        other = copy.copy(self)
+        other.base = copy.copy(self.base)
+        other.base.setup = replace(self.base.setup, step=step)
+        other.__dict__.pop("chunked", None)
+        other._planners, other._peaks, other._plans, other._least_of = {}, {}, {}, {}
+        return other
+
+    def sharded(self) -> TracedShape:
+        """Of a shape on one device that keeps the model whole: that of one rank out of several."""
+        model, sample = self.given
+        return TracedShape(model, replace(self.key, whole=False), self.question, sample, Shared())
 
     # --- planners -------------------------------------------------------------------------------------------------
 
@@ -104,9 +131,20 @@ class TracedShape:
                 offload=OffloadConfig(variant.offload),
                 fsdp=None if base.setup.fsdp is None else FSDP2(reshard_after_forward=variant.reshard),
             )  # fmt: skip
-            made.__dict__.pop("sharding", None)
+            made.__dict__["sharding"] = self._sharding(made)
             self._planners[key] = made
         return self._planners[key]
+
+    def _sharding(self, planner: Planner) -> Sharding:
+        """What lies on one rank: of shapes with the same weights the same, but for the ids of modules and parameters."""
+        own, setup = self.base.sharding, planner.setup
+        key = (self.key.tp, self.key.ep, self.key.whole, setup.shard_ranks, setup.fsdp)
+        if key not in self.shared.shardings:
+            planner.__dict__.pop("sharding", None)
+            self.shared.shardings[key] = planner.sharding
+        known = self.shared.shardings[key]
+        experts = dict(zip(own.experts, known.experts.values()))
+        return replace(known, modules=own.modules, tail_params=own.tail_params, experts=experts)
 
     # --- choices --------------------------------------------------------------------------------------------------
 
@@ -127,15 +165,23 @@ class TracedShape:
         made = []
         for kind, problem in enumerate(self.base.problems):
             key = (self.key.tp, self.key.ep, kind, tuple(str(record.op) for record in problem.records))
-            if key not in self.decisions:
-                self.decisions[key] = [choice.decisions for choice in _few(problem.frontier(skip=self.base.skip))]
-            choices = [_choice(problem, words) for words in self.decisions[key] if words]
+            if key not in self.shared.decisions:
+                self.shared.decisions[key] = [
+                    choice.decisions for choice in _few(problem.frontier(skip=self.base.skip))
+                ]
+            choices = [_choice(problem, words) for words in self.shared.decisions[key] if words]
             made.append(best_of([problem.full(), *choices, problem.none()]))
         return made
 
     def least(self, layout: Layout, variant: Variant) -> tuple[list[Choice], int]:
         """Choices that no fitting ones of this variant are faster than, and bytes that their peak is not below: what is
         held when forward ends, parameters and optimizer state. Nothing runs for it."""
+        key = (layout.shard_ranks, variant.ac, variant.offload)
+        if key not in self._least_of:
+            self._least_of[key] = self._least_choices(layout, variant)
+        return self._least_of[key]
+
+    def _least_choices(self, layout: Layout, variant: Variant) -> tuple[list[Choice], int]:
         planner = self.planner(layout, variant)
         sharding, optimizer = planner.sharding, planner.setup.step.optimizer
         static = sharding.params + optimizer_memory(sharding.trained, optimizer, foreach=False).state
@@ -198,6 +244,21 @@ class TracedShape:
         """Of a whole step in this layout."""
         planner, device = self.planner(layout, variant), self.question.device
         sharding, step = planner.sharding, planner.setup.step
+        made = self._layer_runs(layout, variant, choices)
+        outside = [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.world > 1 else []
+        loop = len(sharding.trained) * _KERNELS_PER_PARAMETER * device.launch_seconds
+        return step_seconds(
+            made, outside, Links.of(layout, device), layout, outer=planner.outer().seconds, sync=step.sync,
+            optimizer=max(loop, optimizer_seconds(sharding.trained, step.optimizer, device)),
+        )  # fmt: skip
+
+    def _layer_runs(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> list[LayerRun]:
+        """The layer calls of a microbatch, equal ones together."""
+        key = (layout.shard_ranks, variant, tuple(map(id, choices)))
+        if key in self._runs:
+            return self._runs[key]
+        planner, device = self.planner(layout, variant), self.question.device
+        sharding = planner.sharding
         units = dict(zip(sharding.modules, sharding.units))
         runs: Counter[tuple[Any, ...]] = Counter()
         moved = planner.moved(choices)
@@ -210,12 +271,9 @@ class TracedShape:
             copies = exposed_seconds(moves, block.forward, device)
             full = choice.label == "full"
             made.append(LayerRun(count, block, replay, full, unit, experts, copies))
-        outside = [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.world > 1 else []
-        loop = len(sharding.trained) * _KERNELS_PER_PARAMETER * device.launch_seconds
-        return step_seconds(
-            made, outside, Links.of(layout, device), layout, outer=planner.outer().seconds, sync=step.sync,
-            optimizer=max(loop, optimizer_seconds(sharding.trained, step.optimizer, device)),
-        )  # fmt: skip
+        self._runs[key] = made
+        self._kept.append(choices)  # told apart by id, so they must live
+        return made
 
     def least_seconds_per_token(self) -> float:
         """Of the layers and the head alone: their kernels without launches, part waves, and the bytes of weights."""
