@@ -7,8 +7,14 @@ import torch
 from torch import nn
 
 from nemo_like import ContextParallel, parallelize
-from nemo_like.distributed.context_parallel import check_context_parallel
+from nemo_like.distributed.context_parallel import check_context_parallel, cut_for_planning
 from nemo_like.distributed.context_parallel.layout import cut, join, pad, padded_length, positions, split
+from nemo_like.distributed.context_parallel.ring_blocks import (
+    attention_block,
+    attention_block_backward,
+    tiled_block,
+    tiled_block_backward,
+)
 from tests.models.families import FAMILIES, causal
 
 REFUSED = {
@@ -29,8 +35,12 @@ def test_refused_by_structure(name: str) -> None:
 
 def test_refused_options() -> None:
     model = FAMILIES["llama"].build()
-    with pytest.raises(ValueError, match="ring"):
-        check_context_parallel(model, ContextParallel(2, "ring"))
+    with pytest.raises(ValueError, match=r"ring.*'eager'"):
+        check_context_parallel(FAMILIES["gpt_oss"].build(), ContextParallel(2, "ring"))
+    with pytest.raises(ValueError, match=r"ring.*linear biases"):
+        check_context_parallel(FAMILIES["bloom"].build(), ContextParallel(2, "ring"))
+    with pytest.raises(ValueError, match=r"'ring' is not planned"), cut_for_planning(model, ContextParallel(2, "ring")):
+        pass
     with pytest.raises(ValueError, match="has 4: use a divisor"):
         check_context_parallel(model, ContextParallel(3, "ulysses"))
     with pytest.raises(ValueError, match="sinks"):
@@ -99,3 +109,15 @@ def test_parts_are_a_cut_of_the_whole(ranks: int, length: int) -> None:
 
 def test_causal_work_is_the_same_on_every_rank() -> None:
     assert len({int((positions(24, 3, rank) + 1).sum()) for rank in range(3)}) == 1
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_compute_what_the_fused_block_does(causal: bool) -> None:
+    rows = 700  # two tiles
+    query, grad = torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, 8)
+    key, value = torch.randn(2, 1, 2, rows if causal else 40, 8).unbind(0)
+    out, total = attention_block(query, key, value, causal, 0.3)
+    torch.testing.assert_close(tiled_block(query, key, value, causal, 0.3), (out, total), rtol=1e-5, atol=1e-5)
+    expected = attention_block_backward(grad, query, key, value, out, total, causal, 0.3)
+    found = tiled_block_backward(grad, query, key, value, out, total, causal, 0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -69,3 +69,26 @@ def test_ulysses(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_four_ranks(name: str) -> None:
     assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 2), ("nanogpt", 2), ("llama", 4), ("mixtral", 4)])
+def test_ring(name: str, ranks: int) -> None:
+    modes = ("none", "full", "selective", "submodule") if ranks == 2 else ("none", "full")
+    assert run_ranks(ranks, _modes, name, ContextParallel(ranks, "ring"), modes) == [[]] * ranks
+
+
+def _limits_of_a_ring(rank: int, world_size: int) -> None:
+    inputs = batch("llama")
+    whole = build("llama")
+    expected, _ = step(copy.deepcopy(whole), inputs)
+    model = parallelize(whole, ac="full", cp=ContextParallel(2, "ring"))
+    ones = torch.ones_like(inputs["input_ids"])
+    found, _ = step(model, inputs | {"attention_mask": ones})
+    assert abs(found - expected) <= LOSS * expected
+    for more in ({"attention_mask": ones.tril(10)}, {"position_ids": torch.arange(13).remainder(6).expand(2, -1)}):
+        with pytest.raises(NotImplementedError, match="without a mask"):
+            model(**inputs, **more)
+
+
+def test_a_ring_says_what_it_has_not() -> None:
+    run_ranks(2, _limits_of_a_ring)

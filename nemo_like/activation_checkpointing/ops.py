@@ -101,6 +101,7 @@ _ROWS: dict[str, OpFacts] = {
     "nemo_like.heads_for_sequence.default": _GATHER,
     "nemo_like.sequence_for_heads.default": _GATHER,
     "nemo_like.scatter_sequence.default": _GATHER,
+    "nemo_like.ring_attention.default": _GATHER,
     "deepep.dispatch.default": _COLLECTIVE,
     "deepep.combine.default": _COLLECTIVE,
     "deep_ep.dispatch.default": _COLLECTIVE,

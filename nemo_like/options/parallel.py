@@ -165,7 +165,8 @@ class ContextParallel:
     method: str = "all_gather"
     """How queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for any attention.
     ``ulysses``: an all-to-all gives each rank some heads of the whole sequence; `size` must divide the heads.
-    ``ring``: is refused, with the reason, where it cannot be shown to be right."""
+    ``ring``: keys and values go from rank to rank, and no rank has those of the whole sequence; causal self-attention
+    without a mask, bias or dropout alone."""
 
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:

@@ -39,11 +39,6 @@ def check_context_parallel(
     Raises:
         ValueError: a model whose sequences cannot be cut, naming what mixes along them; a method that does not fit it.
     """
-    if options.method == "ring":
-        raise ValueError(
-            "ContextParallel.method is 'ring', which torch has for CUDA's flash and cuDNN kernels under plain causal masks "
-            "alone, and which was not shown to be right here. Use 'all_gather' or 'ulysses'."
-        )
     stacks = find_stacks(model, layers)
     config = getattr(bare(model), "config", None)
     if getattr(config, "output_router_logits", False):
@@ -53,6 +48,7 @@ def check_context_parallel(
         )
     for stack in stacks:
         _check_heads(stack, options)
+        _check_ring(stack, options)
     return stacks
 
 
@@ -85,6 +81,10 @@ def cut_for_planning(
 
     Rank 0 holds the last chunk of the sequence, whose queries see most keys, and so has the highest peak.
     """
+    if options.method == "ring":
+        raise ValueError(
+            "A budget counts with method='all_gather' or 'ulysses'; 'ring' is not planned: use a mode (ac='full')."
+        )
     stacks = check_context_parallel(model, options, layers)
     undo = install(model, stacks, Parts(options.size, 0, "", options.method, planning=True))
     try:
@@ -99,7 +99,9 @@ def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts) -> list[
     undo: list[Any] = []
     plain = [stack for stack in stacks if not stack.transformers]
     # Of attention that layers compute themselves no structure says that it is right: it is compared.
-    root = RootHooks(model, parts, any(not stack.transformers or stack.cached for stack in stacks))
+    root = RootHooks(
+        model, parts, parts.method == "ring" or any(not stack.transformers or stack.cached for stack in stacks)
+    )
     undo.append(model.register_forward_pre_hook(root.before, with_kwargs=True).remove)
     undo.append(model.register_forward_hook(root.after, always_call=True, prepend=True).remove)
     if plain:
@@ -152,6 +154,28 @@ def _reroute(stack: CutStack, parts: Parts) -> Iterator[Any]:
         before = getattr(config, _INTERNAL)
         setattr(config, _INTERNAL, attention.register(before or "eager"))
         yield _Set(config, _INTERNAL, before)
+
+
+def _check_ring(stack: CutStack, options: ContextParallel) -> None:
+    if options.method != "ring" or not stack.transformers:
+        return
+    config: Any = getattr(stack.module, "config", None)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    implementation = getattr(config, "_attn_implementation", None)
+    why = None
+    if stack.cached:
+        why = "computes its attention itself (linear biases)"
+    elif implementation != "sdpa":
+        why = f"has the attention implementation {implementation!r} (soft caps, sinks and biases need 'eager')"
+    elif kinds:
+        why = f"has layers of {sorted(kinds)[0]}"
+    elif getattr(config, "is_encoder_decoder", False) or "encoder_hidden_states" in stack.arguments:
+        why = "may look at an encoder's states"
+    if why is not None:
+        raise ValueError(
+            f"method='ring' has causal self-attention alone, and {stack.name or 'the model'}, a "
+            f"{type(stack.module).__name__}, {why}: use method='all_gather'."
+        )
 
 
 def _check_heads(stack: CutStack, options: ContextParallel) -> None:

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import masks
 from nemo_like.distributed.context_parallel.parts import Parts, parts_of
+from nemo_like.distributed.context_parallel.ring import ring_attention
 from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
 from nemo_like.torch_compat import is_fake
 
 _PREFIX = "nemo_like_parts|"
+_BESIDE_RING = ("s_aux", "softcap", "position_bias")
 _SDPA = F.scaled_dot_product_attention
 
 
@@ -62,6 +64,12 @@ def _attend(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if parts.method == "ulysses":
         return _in_heads(own, parts, module, query, key, value, attention_mask, kwargs)
+    if parts.method == "ring":
+        beside = [name for name in _BESIDE_RING if kwargs.get(name) is not None]
+        causal = causal and attention_mask is None and implementation == "sdpa" and not beside
+        return _in_a_ring(
+            parts, query, key, value, bool(causal), kwargs.get("dropout"), kwargs.get("scaling")
+        ).transpose(1, 2), None
     keys = key.shape[2]
     key, value = parts.gather(key, 2), parts.gather(value, 2)
     kwargs = _with_whole_bias(kwargs, keys, key.shape[2])
@@ -70,6 +78,26 @@ def _attend(
             return _causal_in_chunks(own, parts, module, query, key, value, kwargs)
         attention_mask = masks.causal(parts, key.shape[2], query, additive=implementation == "eager")
     return own(module, query, key, value, attention_mask, **kwargs | {"is_causal": False})
+
+
+def _in_a_ring(
+    parts: Parts, query: Tensor, key: Tensor, value: Tensor, plain: bool, dropout: float | None, scale: float | None
+) -> Tensor:
+    """(B, H, L, D); plain: the mask is causal, and nothing else is asked for."""
+    if (
+        not plain
+        or dropout
+        or query.shape[2] != key.shape[2]
+        or key.shape != value.shape
+        or query.shape[1] % key.shape[1]
+    ):
+        raise NotImplementedError(
+            "method='ring' has causal self-attention alone, without a mask (padding, packed documents, sliding windows), "
+            f"bias, soft cap or dropout, with values as wide as keys; this layer asks for more (queries {tuple(query.shape)}"
+            f", values {tuple(value.shape)}). Use method='all_gather'."
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return ring_attention(query, key, value, scale, parts.rank, parts.ranks, parts.group)[0]
 
 
 def _with_whole_bias(kwargs: dict[str, Any], part: int, whole: int) -> dict[str, Any]:
@@ -155,6 +183,10 @@ def plain_attention(parts: Parts) -> Callable[..., Tensor]:
             raise NotImplementedError(
                 f"cp cuts the sequence, and attention got {query.shape[-2]} queries and {key.shape[-2]} keys: whether these "
                 "keys are cut is not known here. Use cp=1 for this model."
+            )
+        if parts.method == "ring":
+            return _in_a_ring(
+                parts, query, key, value, causal and mask is None, given.get("dropout_p"), given.get("scale")
             )
         if parts.method == "ulysses":
             if mask is not None or query.shape[1] % parts.ranks or key.shape[1] % parts.ranks:

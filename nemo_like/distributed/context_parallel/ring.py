@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_like.distributed.context_parallel.ring_blocks import attention_block, attention_block_backward
 from nemo_like.distributed.context_parallel.sequence_ops import find_group
-from nemo_like.torch_compat import attention_block, attention_block_backward
 
 
 def _exchange(sent: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[Any]]:

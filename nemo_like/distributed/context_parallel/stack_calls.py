@@ -91,7 +91,10 @@ class StackHooks:
             documents = torch.cat(
                 [documents, documents[:, -1:].expand(-1, layout.padded_length(length, self._parts.ranks) - length)], 1
             )
-        return StackCall(self._parts, length, mask is not None, documents)
+        masked = mask is not None
+        if masked and self._parts.method == "ring":  # which takes no mask: one that hides nothing is none
+            masked = not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()))
+        return StackCall(self._parts, length, masked, documents)
 
     def _cut(self, call: StackCall, name: str, value: Any, given: dict[str, Any]) -> Any:
         parts, length = self._parts, call.length
