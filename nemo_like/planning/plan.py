@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.log import warn_once
@@ -210,9 +211,10 @@ class Plan:
 
 
 def layer_signature(module: nn.Module) -> str:
-    """Class name and a digest of parameter names, shapes and dtypes of a layer."""
+    """Class name and a digest of parameter names, whole shapes and dtypes of a layer, sharded or not."""
+    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
-    return f"{type(module).__name__}:{hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+    return f"{kind.__name__}:{hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
 
 
 class BudgetError(ValueError):

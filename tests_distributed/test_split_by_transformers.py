@@ -1,0 +1,74 @@
+"""Models that transformers has split and sharded by a `DistributedConfig`, checkpointed afterwards: the same gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nemo_like import apply_activation_checkpointing, plan_for
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from tests.models.decoders import batch, build
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("transformers.distributed", reason="transformers before 5.23 shards no models")
+
+MODES = ("full", "selective", "submodule", "sequential")
+SIZES = {"fsdp": dict(fsdp_size=2), "tp": dict(tp_size=2), "ep": dict(fsdp_size=2, ep_size=2)}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def _compare(rank: int, world_size: int, folder: str, name: str, sizes: dict[str, int]) -> None:
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    ids = batch(2, 12, seed=0 if "tp_size" in sizes else rank)
+
+    def loaded() -> Any:
+        kind = transformers.AutoModelForCausalLM
+        config = DistributedConfig(**sizes)
+        return kind.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
+
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        for _ in range(2):  # the second step has gathered and freed its shards before
+            model.zero_grad()
+            torch.manual_seed(3)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return _gradients(model)
+
+    wanted = step(loaded())
+    assert len(wanted) > 20
+    plan = plan_for(build(name), "50%", {"input_ids": ids, "labels": ids}, world_size=1, device="cpu")
+    for ac in (*MODES, plan):
+        model = loaded()
+        kept = dict(model.named_parameters())
+        apply_activation_checkpointing(model, ac)
+        assert {key: id(p) for key, p in model.named_parameters()} == {key: id(p) for key, p in kept.items()}
+        assert any(isinstance(module, CheckpointWrapper) for module in model.modules())
+        found = step(model)
+        assert found.keys() == wanted.keys()
+        for key, gradient in wanted.items():
+            assert torch.equal(found[key], gradient), (ac, key)
+    chunked = loaded()
+    apply_activation_checkpointing(chunked, "full", loss="chunked")
+    found = step(chunked)
+    for key, gradient in wanted.items():
+        assert (found[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, key
+
+
+@pytest.mark.parametrize(("name", "split"), [("qwen3", "fsdp"), ("qwen3", "tp"), ("mixtral", "ep")])
+def test_every_mode_and_a_plan(tmp_path: Path, name: str, split: str) -> None:
+    pytest.importorskip("scipy", reason="plans need the extra 'plan'")
+    build(name).save_pretrained(tmp_path)
+    run_ranks(2, _compare, str(tmp_path), name, SIZES[split], timeout=120)
