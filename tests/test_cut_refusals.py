@@ -19,7 +19,7 @@ from tests.models.families import FAMILIES, causal
 
 REFUSED = {
     "mamba": "Mamba", "mamba2": "Mamba", "jamba": "Mamba", "rwkv": "Rwkv", "qwen3_next": "GatedDeltaNet",
-    "bart": "takes no position_ids", "vit": "no layers of a language",
+    "vit": "no layers of a language",
     "transformer_encoder": "inside torch", "whisper": "states of another modality",
 }  # fmt: skip
 

@@ -90,6 +90,13 @@ def build(name: str) -> nn.Module:
     if name == "mpt":  # its biases are made once for max_seq_len
         make = hf("MptForCausalLM", "MptConfig", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
         return without_dropout(make().float().train())
+    if name == "mbart":
+        make = hf(
+            "MBartForConditionalGeneration", "MBartConfig", vocab_size=VOCAB, d_model=32, encoder_layers=2,
+            decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4,
+            decoder_attention_heads=4, max_position_embeddings=64,
+        )  # fmt: skip
+        return without_dropout(make().float().train())
     if name.startswith("falcon"):
         make = hf(
             "FalconForCausalLM", "FalconConfig", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2,

@@ -19,6 +19,7 @@ FAMILY_NAMES = (
 OWN_NAMES = ("bloom", "mpt", "falcon", "falcon_alibi", "gptj")
 MORE_NAMES = (
     "gemma2", "gemma3", "llama4", "llama4_tuned", "gpt2", "opt", "modernbert", "phi3", "stablelm", "llava", "olmoe",
+    "bart", "mbart",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.distributed.context_parallel import attention
 from nemo_like.distributed.context_parallel.cached import count_from_the_whole, counts_positions
 from nemo_like.distributed.context_parallel.parts import MARK, Parts
-from nemo_like.distributed.context_parallel.plain import AttentionHooks, PositionHook
+from nemo_like.distributed.context_parallel.plain import AttentionHooks, GivenPositions, PositionHook, takes_positions
 from nemo_like.distributed.context_parallel.relative_bias import over_whole_sequences
 from nemo_like.distributed.context_parallel.sequence_ops import name_group
 from nemo_like.distributed.context_parallel.stack_calls import StackHooks
@@ -117,6 +117,8 @@ def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts) -> list[
             undo.append(_Delete(module, MARK))
             if stack.transformers:
                 undo.extend(over_whole_sequences(module, parts))
+                if takes_positions(module) and "position_ids" not in stack.arguments:
+                    undo.append(module.register_forward_pre_hook(GivenPositions(parts), with_kwargs=True).remove)
                 if counts_positions(module):
                     undo.append(module.register_forward_pre_hook(count_from_the_whole, with_kwargs=True).remove)
             elif type(module) is nn.Embedding:
@@ -152,6 +154,8 @@ def _reroute(stack: CutStack, parts: Parts) -> Iterator[Any]:
             continue
         seen.add(id(config))
         before = getattr(config, _INTERNAL)
+        if before is not None and attention.unregistered(before) != before:
+            continue  # shared with a stack before this one, as an encoder's with its decoder's
         setattr(config, _INTERNAL, attention.register(before or "eager"))
         yield _Set(config, _INTERNAL, before)
 

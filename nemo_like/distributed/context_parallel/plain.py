@@ -1,7 +1,8 @@
-"""Plain PyTorch models: torch's attention function, and learned positions that are counted from zero inside."""
+"""Torch's attention function, and learned positions that are counted from zero inside."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.attention import plain_attention
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts
+from nemo_like.layers.structure import class_of
 from nemo_like.torch_compat import is_fake
 
 
@@ -50,3 +52,21 @@ class PositionHook:
             self._parts.positions(length * self._parts.ranks, index.device).view_as(index).to(index.dtype),
             *args[1:],
         )
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether `module` is a table of positions that counts them where it is given none (BART and its kin)."""
+    return isinstance(module, nn.Embedding) and "position_ids" in inspect.signature(class_of(module).forward).parameters
+
+
+class GivenPositions:
+    """A forward pre-hook of a table for which `takes_positions` holds: it is given this rank's."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if CURRENT.get() is None or self._parts.idle or not args or not isinstance(args[0], Tensor) or args[0].ndim < 2:
+            return None
+        whole = args[0].shape[1] * self._parts.ranks
+        return args, kwargs | {"position_ids": self._parts.positions(whole, args[0].device)}
