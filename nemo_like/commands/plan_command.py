@@ -22,6 +22,7 @@ from nemo_like.options import (
     ChunkedLoss,
     ContextParallel,
     OffloadConfig,
+    PipelineParallel,
     Precision,
     StepSpec,
     parse_bytes,
@@ -50,6 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cp", type=int, default=1, help="ranks that share each sequence, of --seq-len tokens (default: %(default)s)")
     add("--ep", type=int, default=1, help="ranks that each layer's experts are split over (default: %(default)s)")
     add("--imbalance", type=float, help="rows of the fullest rank's experts, 1 (balanced) to --ep (default: 1.5)")
+    add(
+        "--pp",
+        type=int,
+        default=1,
+        help="ranks of a pipeline (default: %(default)s); each stage is sharded over the others",
+    )
+    add("--schedule", default=PipelineParallel.schedule, help="of the pipeline (default: %(default)s)")
+    add(
+        "--balance",
+        default="time",
+        help="layers of a stage: time | memory | counts such as 8,8,7,7 (default: %(default)s)",
+    )
     add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
     add("--batch-size", type=int, default=1, help="sequences per rank and microbatch (default: %(default)s)")
     add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
@@ -109,12 +122,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
-    from nemo_like.commands import plan_inputs
+    from nemo_like.commands import pipeline_command, plan_inputs
     from nemo_like.planning import plan_report
     from nemo_like.planning.devices import resolve_device
     from nemo_like.planning.planner import Planner, Setup
 
     shard_ranks = _shard_ranks(args)
+    if args.pp > 1:
+        return pipeline_command.run(args, shard_ranks, _precision(args))
     loop = StepSpec(args.microbatches, args.sync, not args.drop_output, args.zero_grad, ema=args.ema)
     step = StepSpec.of(loop, args.optimizer)
     device = resolve_device(args.gpu)
@@ -250,15 +265,16 @@ def _precision(args: argparse.Namespace) -> Precision:
 
 
 def _shard_ranks(args: argparse.Namespace) -> int:
-    for name in ("world_size", "dp_replicate", "tp", "cp", "ep", "seq_len", "batch_size"):
+    for name in ("world_size", "dp_replicate", "tp", "cp", "ep", "pp", "seq_len", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
     if args.prefetch < 0:
         raise ValueError(f"--prefetch is {args.prefetch}; it must be >= 0.")
-    rest, left = divmod(args.world_size, args.dp_replicate * args.tp)
+    rest, left = divmod(args.world_size, args.dp_replicate * args.tp * args.pp)
     if left:
         raise ValueError(
-            f"--world-size {args.world_size} is not divisible by --dp-replicate {args.dp_replicate} x --tp {args.tp}."
+            f"--world-size {args.world_size} is not divisible by --dp-replicate {args.dp_replicate} x --tp {args.tp} x "
+            f"--pp {args.pp}."
         )
     if rest % args.cp:
         raise ValueError(f"--cp {args.cp} does not divide the {rest} ranks that parameters are sharded over.")

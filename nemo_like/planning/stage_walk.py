@@ -139,8 +139,12 @@ def rank_peak(
         if log is not None:
             log.append((action, most, sum(rank.now.values())))
     rank.finish(optimizer[1])
-    walk = rank.walk
-    return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at, 0)
+    parts = dict(rank.walk.best)
+    # What a first layer holds of its input is a receiving buffer, which is taken from what is outside of layers.
+    twice = min(0, parts["outside of layers"])
+    parts["outside of layers"] -= twice
+    parts["receive buffers"] += twice
+    return Peak({part: value for part, value in parts.items() if value}, rank.walk.best_at, 0)
 
 
 class _RankWalk:

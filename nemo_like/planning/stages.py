@@ -89,6 +89,12 @@ class PipelinePlanner:
         other.__dict__.pop("_memories", None)
         return other
 
+    def with_all_microbatches(self) -> PipelinePlanner:
+        """This planner with all actions of a step, also those of which nothing new is to be learned."""
+        other = copy.copy(self)
+        other.actions = actions_of(self.pp)
+        return other
+
     def replaying(self, replay: str) -> PipelinePlanner:
         """This planner for one replay or two of what is checkpointed, where backward is cut in two."""
         other = copy.copy(self)

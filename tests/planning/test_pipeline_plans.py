@@ -1,0 +1,134 @@
+"""Plans for pipelines without a process group: schedules in time, the dealing of layers, replays, the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like.cli import main
+from nemo_like.distributed.pipeline.order import Action, actions_of
+from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
+from nemo_like.planning import BudgetError, PipelinePlanner, Setup, plan_pipeline
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.schedule_time import timeline
+from nemo_like.planning.stage_balance import balanced
+from nemo_like.planning.stage_plans import choose, describe, times
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+
+def _model(layers: int = 4) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+SAMPLE = {"input_ids": torch.zeros(2, 64, dtype=torch.long), "labels": torch.zeros(2, 64, dtype=torch.long)}
+
+
+def _planner(pp: PipelineParallel, layers: int = 4) -> PipelinePlanner:
+    return PipelinePlanner(
+        _model(layers), SAMPLE, pp=pp, device=resolve_device("cpu"), setup=Setup(step=StepSpec(), fsdp=None)
+    )
+
+
+def _equal_seconds(stages: int, forward: float, backward: float) -> dict[tuple[str, int], float]:
+    kinds = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+    return {(kind, stage): seconds for kind, seconds in kinds.items() for stage in range(stages)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
+    # (P - 1) / (M + P - 1): Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
+    pp = PipelineParallel(4, schedule=schedule, microbatches=8)
+    found = timeline(actions_of(pp), _equal_seconds(4, 1.0, 2.0), 4)
+    assert found.seconds == (8 + 3) * 3.0
+    assert found.bubble == pytest.approx(3 / 11)
+
+
+def test_a_cut_backward_fills_the_bubble() -> None:
+    split = timeline(actions_of(PipelineParallel(2, schedule="zbv", microbatches=8)), _equal_seconds(4, 1.0, 2.0), 4)
+    whole = timeline(actions_of(PipelineParallel(2, schedule="1f1b", microbatches=8)), _equal_seconds(2, 2.0, 4.0), 2)
+    assert sum(map(len, split.spans)) > sum(map(len, whole.spans))
+    assert split.bubble < whole.bubble
+
+
+def test_an_order_that_cannot_be_is_an_error() -> None:
+    with pytest.raises(ValueError, match="standstill at 1F0"):
+        timeline([(Action("F", 1, 0),)], _equal_seconds(2, 1.0, 2.0), 2)
+
+
+def test_every_schedule_runs_every_microbatch_of_every_stage_once() -> None:
+    for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"):
+        pp = PipelineParallel(2, schedule=schedule, microbatches=4)
+        ran = [action for rank in actions_of(pp) for action in rank]
+        forwards = sorted((a.stage, a.microbatch) for a in ran if a.kind == "F")
+        backwards = sorted((a.stage, a.microbatch) for a in ran if a.kind in "BI")
+        assert forwards == backwards == [(s, m) for s in range(pp.stages) for m in range(4)], schedule
+        assert sum(a.kind == "I" for a in ran) == sum(a.kind == "W" for a in ran), schedule
+
+
+def test_layers_are_dealt_out_for_memory() -> None:
+    # Under 1F1B the first stage has most microbatches in flight, so that without checkpointing it gets fewer layers.
+    planner = _planner(PipelineParallel(2, microbatches=4), layers=6)
+    other = balanced(planner, "none")
+    worst = [max(peak.total for peak in p.peaks(p.uniform("none"))) for p in (planner, other)]
+    assert planner.counts == [3, 3] and sum(other.counts) == 6
+    assert other.counts[0] < other.counts[1] and worst[1] < worst[0]
+
+
+def test_two_replays_where_one_holds_too_much() -> None:
+    pp = PipelineParallel(2, schedule="zbv", microbatches=4)
+    once, twice = (_planner(pp).replaying(word) for word in ("once", "twice"))
+    least = [max(peak.total for peak in p.peaks(p.uniform("full"))) for p in (once, twice)]
+    assert least[1] < least[0]  # nothing is kept between the halves
+    between = (sum(least) // 2 + 1023) // 1024
+    with pytest.raises(BudgetError, match=r"rank \d of the pipeline"):
+        choose(once, MemoryBudget.parse(f"{between}KiB"))
+    plan = plan_pipeline(_model(), f"{between}KiB", SAMPLE, pp, device="cpu")
+    assert plan.step["replay"] == "twice" and plan.peak_bytes <= between * 1024
+    roomy = plan_pipeline(_model(), "1GiB", SAMPLE, pp, device="cpu")
+    assert roomy.step["replay"] == "once" and roomy.replay_flops == 0
+
+
+def test_replay_costs_time_in_the_half_that_replays() -> None:
+    planner = _planner(PipelineParallel(2, schedule="zbv", microbatches=4))
+    full, none = planner.uniform("full"), planner.uniform("none")
+    assert times(planner, full).seconds > times(planner, none).seconds
+    assert times(planner.replaying("twice"), full).seconds > times(planner, full).seconds
+
+
+def test_the_plan_of_a_pipeline_names_every_layer_once() -> None:
+    planner = _planner(PipelineParallel(2, microbatches=2))
+    plan = describe(planner, planner.uniform("full"), "full")
+    assert [layer.fqn for layer in plan.layers] == [f"model.layers.{i}" for i in range(4)]
+    assert plan.peak_bytes == max(peak.total for peak in planner.peaks(planner.uniform("full")))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(_model().config.to_dict()))
+    base = ["plan", "--model", str(config), "--gpu", "cpu", "--world-size", "2", "--seq-len", "64", "--batch-size", "2"]
+    out = tmp_path / "plan.json"
+    picture = tmp_path / "plan.png"
+    more = ["--pp", "2", "--microbatches", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
+    pytest.importorskip("matplotlib")
+    assert main([*base, *more, "--plot", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "Layers per stage [2, 2], microbatches in flight [2, 1]" in said and "pp=PipelineParallel(2" in said
+    body = json.loads(out.read_text())
+    assert body["recommended"] == "none" and len(body["rows"][0]["rank_peak_bytes"]) == 2
+    assert 0 < body["rows"][0]["bubble"] < 1 and picture.stat().st_size > 1000
+    assert main([*base, "--pp", "2", "--microbatches", "4", "--memory", "100KiB"]) == 1
+    assert main([*base, "--pp", "3"]) == 2
+    assert main([*base, "--pp", "2", "--cp", "2", "--world-size", "4"]) == 2
+    assert main([*base, "--pp", "2", "--balance", "some"]) == 2
+    assert "--balance is 'some'" in capsys.readouterr().err
