@@ -108,6 +108,12 @@ def cache_positions(layer: nn.Module) -> dict[int, str]:
     return {index: name for index, name in enumerate(_parameter_names(layer)) if name in CACHE_ARGUMENTS}
 
 
+def is_filled_cache(value: Any) -> bool:
+    """Whether `value` is a key/value cache, by what it can do, that keeps what it is given."""
+    able = all(callable(getattr(type(value), name, None)) for name in ("update", "get_seq_length"))
+    return able and not getattr(value, "keeps_nothing", False)
+
+
 def shares_states_explicitly(layers: Iterable[nn.Module]) -> bool:
     """Whether every layer is handed shared keys and values as an argument, so that whole layers may be replayed."""
     layers = list(layers)

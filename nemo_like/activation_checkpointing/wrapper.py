@@ -9,7 +9,7 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
-from nemo_like.activation_checkpointing.kv_sharing import CACHE_ARGUMENTS, cache_positions
+from nemo_like.activation_checkpointing.kv_sharing import CACHE_ARGUMENTS, cache_positions, is_filled_cache
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.only_ours import FLAGS, second_replay
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
@@ -118,10 +118,12 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         caches = [(name, kwargs.get(name)) for name in CACHE_ARGUMENTS]
         caches += [(name, args[at]) for at, name in self._cache_positions.items() if at < len(args)]
         given = [name for name, cache in caches if cache is not None and not getattr(cache, "keeps_nothing", False)]
+        given += [name for name, value in kwargs.items() if is_filled_cache(value)]
         if given:
             raise RuntimeError(
                 f"{self.region_name} was called with {given[0]}= while gradients are on: its replay would write "
-                "that cache a second time. Call the model with use_cache=False in training, or under torch.no_grad()."
+                "that cache a second time. Call the model with use_cache=False in training, or under torch.no_grad(); a "
+                "model that makes a cache at every call, and cannot be told not to, cannot replay its attention."
             )
 
     def _forward_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

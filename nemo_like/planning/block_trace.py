@@ -16,7 +16,7 @@ from torch import nn
 
 from nemo_like.activation_checkpointing import ops
 from nemo_like.op_lookup import argument, packet_name
-from nemo_like.planning.fake import FakeRun
+from nemo_like.planning.fake import FakeRun, FakeTensor
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import OpOverload, TorchDispatchMode
 
@@ -273,14 +273,15 @@ def trace_block(
         dtype: the dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
     """
     kwargs = dict(kwargs or {})
-    shared_ids = {id(t) for t in shared}
+    shared_ids, in_progress = {id(t) for t in shared}, run is not None
     with fake_run(run) as run:
         state = run.state(module, dtype) if state is None else state
         replaced: dict[int, torch.Tensor] = {}
 
         def stand_in(value: torch.Tensor) -> torch.Tensor:
             if id(value) not in replaced:
-                made = run.sample(value)
+                # In a run in progress, what is not fake is known, as a mask made of constants is.
+                made = value.detach() if in_progress and not isinstance(value, FakeTensor) else run.sample(value)
                 replaced[id(value)] = made.requires_grad_(value.requires_grad) if value.requires_grad else made
             return replaced[id(value)]
 

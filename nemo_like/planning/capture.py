@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
+from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, is_filled_cache
 from nemo_like.module_tree import bare
 from nemo_like.planning.block_trace import BlockTrace, trace_block
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
@@ -126,8 +126,15 @@ def trace_model(
 
 def run_forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Call `model` with `state` in the place of its tensors; raises ValueError where that is not possible."""
-    try:
+    with named_reason(model, describe(args, kwargs)):
         return torch.func.functional_call(model, dict(state), args, dict(kwargs))
+
+
+@contextmanager
+def named_reason(model: nn.Module, given: str) -> Iterator[None]:
+    """Errors of a forward pass of `model` without values as ValueErrors that say why, and what to do; `given`: its input."""
+    try:
+        yield
     except Exception as error:
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
             way_out = (
@@ -141,7 +148,7 @@ def run_forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple
         if isinstance(error, RuntimeError | TypeError | IndexError | AttributeError):
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
-                f"The forward pass of {type(model).__name__} failed on the sample input ({describe(args, kwargs)}), run on "
+                f"The forward pass of {type(model).__name__} failed on the sample input ({given}), run on "
                 f"tensors without values: {reason}. Give what one step of one rank gives to the "
                 "model; if that is what this is, the model cannot be planned: use a mode instead of a budget."
             ) from error
@@ -192,6 +199,7 @@ class _Watcher:
 
         def watching(*args: Any, **kwargs: Any) -> Any:
             grad = torch.is_grad_enabled()
+            self._refuse_cache(layer.fqn, kwargs)
             key = (settings, _call_key(args), _call_key(kwargs), grad)
             for tensor in tensors_in((args, kwargs)):
                 storage = tensor.untyped_storage()
@@ -218,6 +226,15 @@ class _Watcher:
 
         return watching
 
+    def _refuse_cache(self, fqn: str, kwargs: Mapping[str, Any]) -> None:
+        given = [name for name, value in kwargs.items() if is_filled_cache(value)]
+        if given and torch.is_grad_enabled():
+            raise ValueError(
+                f"{type(self.model).__name__} hands {fqn} a key/value cache ({given[0]}=) that it makes in every forward "
+                "and cannot be told not to: a replay would write it a second time, so no plan can be made. Use ac='none', "
+                "or layers= that are not handed it."
+            )
+
     def finish(
         self, run: FakeRun, state: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any],
         dtype: torch.dtype | None,
@@ -234,7 +251,7 @@ class _Watcher:
             at = {place: tensor for place, tensor in given.items() if id(tensor.untyped_storage()) in shared}
             kind.shared_at, kind.shared = frozenset(at), tuple(at.values())
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
-            with torch.set_grad_enabled(kind.grad):
+            with torch.set_grad_enabled(kind.grad), named_reason(self.model, describe(args, kwargs)):
                 kind.trace = trace_block(
                     kind.module,
                     kind.args,

@@ -53,7 +53,7 @@ class OuterMemory:
     head: Stretch
     """From the last layer's forward to the model's output: norm, head, and the loss where the model computes it."""
     middle: Stretch
-    """From there to the last layer's backward: the loss where the model does not compute it, and the head's backward."""
+    """From the loss to the last layer's backward: the head's."""
     backward: tuple[Stretch, ...]
     """Between the layers' backwards, from the last layer to the first; one less than there are calls."""
     tail: Stretch
@@ -76,6 +76,12 @@ class OuterMemory:
     """Whether the head made its gradients in forward, so that its backward begins with that of the loss."""
     seconds: float = 0.0
     """Its forward and backward by the device's roofline; 0 where no device was given."""
+    loss: Stretch = Stretch(0, 0)
+    """From the model's output to the loss, where the model does not compute it."""
+    idle: frozenset[int] = frozenset()
+    """Layer calls that have no backward: what they return is not in the loss, or nothing before them trains."""
+    dropped: frozenset[int] = frozenset()
+    """Of those, the ones that hold nothing when backward begins: nobody has what they returned any more."""
     events: OuterEvents = field(default_factory=OuterEvents)
     """What it allocates and frees, in order."""
     weights: Stretch | None = None
@@ -89,7 +95,7 @@ class OuterMemory:
             return Stretch(stretch.peak - less, stretch.left - less)
 
         return replace(
-            self, forward=tuple(map(one, self.forward)), head=one(self.head), middle=one(self.middle),
+            self, forward=tuple(map(one, self.forward)), head=one(self.head), middle=one(self.middle), loss=one(self.loss),
             backward=tuple(map(one, self.backward)), tail=one(self.tail),
         )  # fmt: skip
 
@@ -152,10 +158,11 @@ def outer_memory(
     before = with_gradients(state.values(), traced.run) if accumulate else []
     meter = LiveBytes([*state.values(), *before, *tensors_in((traced.args, traced.kwargs))])
     forward: list[Stretch] = []
-    backward: list[Stretch] = []
+    backward: list[tuple[int, Stretch]] = []
     used: list[set[int]] = [set() for _ in traced.kinds]
     layouts: list[dict[int, tuple[int, ...]]] = [{} for _ in traced.kinds]
     inputs: list[list[weakref.ref[Any]]] = []
+    alive: dict[int, weakref.ref[_StubCall]] = {}
     calls: list[ForwardCall] = []
     backs: list[BackwardCall] = []
 
@@ -177,7 +184,9 @@ def outer_memory(
             numbers, at = tuple(dict.fromkeys(map(meter.number, own))), len(meter.log)
             del own
             lap = functools.partial(_lap, meter, backward, backs, twice, len(forward))
-            output, records = _stand_in(kind, args, kwargs, lap, used[number], layouts[number])
+            output, records, standing = _stand_in(kind, args, kwargs, lap, used[number], layouts[number])
+            if standing is not None:
+                alive[len(forward) - 1] = standing
             calls.append(ForwardCall(at, len(meter.log), numbers))
             record_again(bare(layer.module), records)
             return output
@@ -196,8 +205,10 @@ def outer_memory(
         head, forward_end = Stretch(meter.lap(), meter.live, twice(len(forward))), len(meter.log)
         loss = loss_of(output, step.loss_fn)
         own_loss = any(loss is t for t in tensors_in(output))
+        scored = Stretch(meter.lap(), meter.live, twice(len(forward)))
         if not step.keeps_output:
             del output
+        gone = {i for i, ref in alive.items() if ref() is None}
         rest = None if halves else loss.backward()
         if halves:
             rest = backward_of_inputs([loss], None, _given(traced), state.values())
@@ -213,19 +224,40 @@ def outer_memory(
     grads = {name: t.grad.untyped_storage().nbytes() for name, t in state.items() if t.grad is not None}
     numbers = {name: meter.number(t.grad) for name, t in state.items() if t.grad is not None}
     events = OuterEvents(tuple(meter.log), tuple(calls), forward_end, tuple(backs), backward_end, numbers)
-    if len(backward) != len(forward):  # layers without gradients: a frozen tower has no backward
-        backward = backward + [Stretch(tail.peak, tail.left)] * (len(forward) - len(backward))
+    before_each = _before_each(backward, len(forward), tail)
+    idle = frozenset(range(len(forward))) - {i for i, _ in backward}
     whole = tuple(whole_logits)
     return OuterMemory(
-        tuple(forward), head, backward[0] if backward else tail, tuple(backward[1:]), tail, grads,
+        tuple(forward), head, before_each[0] if before_each else tail, tuple(before_each[1:]), tail, grads,
         tuple(map(frozenset, used)), tuple(layouts), kept, whole, own_loss, chunks is not None and not whole,
-        0.0 if timer is None else timer.seconds, events, weights,
+        0.0 if timer is None else timer.seconds, scored, idle, idle & gone, events, weights,
     )  # fmt: skip
 
 
 def _given(traced: ModelTrace) -> list[torch.Tensor]:
     """Those tensors of the model's input that get a gradient: the hidden states that a pipeline's stage is sent."""
     return [t for t in tensors_in((traced.args, traced.kwargs)) if t.requires_grad]
+
+
+def _before_each(backward: Sequence[tuple[int, Stretch]], count: int, tail: Stretch) -> list[Stretch]:
+    """The stretch before each of `count` layer calls' backward, from the last call to the first.
+
+    A call without backward takes no time in it: the stretch of the next one that has is its own, and at its end nothing is
+    left to do before that one.
+    """
+    if sorted(backward, key=lambda lap: -lap[0]) != list(backward):  # not in the order of forward: as they came
+        return [stretch for _, stretch in backward] + [tail] * (count - len(backward))
+    found, coming, begun = [], list(backward), False
+    for i in reversed(range(count)):
+        if not coming:
+            found.append(tail)
+            continue
+        at, stretch = coming[0]
+        found.append(replace(stretch, peak=stretch.left) if begun else stretch)
+        begun = at != i
+        if not begun:
+            coming.pop(0)
+    return found
 
 
 def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -235,16 +267,16 @@ def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _lap(
-    meter: LiveBytes, laps: list[Stretch], backs: list[BackwardCall], twice: Callable[[int], tuple], calls: int,
+    meter: LiveBytes, laps: list[tuple[int, Stretch]], backs: list[BackwardCall], twice: Callable[[int], tuple], calls: int,
     grads: Sequence[torch.Tensor | None],
 ) -> Callable[[], None]:  # fmt: skip
     """The backward of a stand-in begins; what is returned is to be called when it has made its gradients."""
-    laps.append(Stretch(meter.lap(), meter.live, twice(calls)))
+    laps.append((calls - 1, Stretch(meter.lap(), meter.live, twice(calls))))
     at, numbers = len(meter.log), tuple(meter.number(grad) for grad in grads if grad is not None)
     return lambda: backs.append(BackwardCall(calls - 1, at, len(meter.log), numbers))
 
 
-@dataclass
+@dataclass(eq=False)
 class _StubCall:
     """One call of a stand-in."""
 
@@ -290,8 +322,8 @@ def _stand_in(
     lap: Callable[[Sequence[torch.Tensor | None]], Callable[[], None]],
     used: set[int],
     layouts: dict[int, tuple[int, ...]],
-) -> tuple[Any, Any]:
-    """The output of a layer that is not run, and what recorders in it would have seen."""
+) -> tuple[Any, Any, weakref.ref[_StubCall] | None]:
+    """The output of a layer that is not run, what recorders in it would have seen, and what its backward will hold."""
     given = tensors_in((args, kwargs))
     outputs = tensors_in(kind.output)
     places = [place for place in range(len(outputs)) if place not in kind.passed]
@@ -302,8 +334,9 @@ def _stand_in(
     if inputs:
         held = [tensor for place, tensor in by_argument(args, kwargs).items() if place in kind.shared_at]
         call = _StubCall(lap, used, layouts, places, held)
+        standing = weakref.ref(call)
         made = iter(_StubLayer.apply(call, wanted, *inputs))
     else:
-        made = map(torch.empty_like, wanted)
+        made, standing = map(torch.empty_like, wanted), None
     output = kind.output_with(lambda _: next(made), args, kwargs)
-    return output, map_tensors(lambda _: next(made), kind.records)
+    return output, map_tensors(lambda _: next(made), kind.records), standing

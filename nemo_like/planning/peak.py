@@ -8,7 +8,7 @@ forward and backward; and what the running layer, or the stretch between two lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_like.options import OffloadConfig
 from nemo_like.planning.block_memory import BlockMemory
@@ -35,6 +35,8 @@ class LayerMemory:
     """Whole gradients of its parameters; used where they are freed while it runs (`Microbatch.frees`)."""
     experts: UnitBytes | None = None
     """The unit of its experts, inside; None where they are not split."""
+    copied: int = 0
+    """What its region copies of its buffers while forward runs."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def walk_forward(
         comm.before_forward(i)
         now["outside of layers"] = outer.forward[i].left
         comm.before_experts(layer.experts)
-        walk.look(f"forward of layer {i}", running_layer=layer.memory.forward_peak)
+        walk.look(f"forward of layer {i}", running_layer=layer.memory.forward_peak + layer.copied)
         comm.after_experts(layer.experts)
         now["held activations"] = held_bytes(layers[: i + 1], offload)
         comm.after_forward(i)
@@ -123,6 +125,9 @@ def walk_backward(
     """
     now = walk.now
     now["outside of layers"] -= outer.kept
+    _stretch(walk, _less(outer.loss, outer.kept), "loss")
+    holding = [replace(layer, held=0, moved=0) if i in outer.dropped else layer for i, layer in enumerate(layers)]
+    now["held activations"] = held_bytes(holding, offload)
     if outer.in_chunks:
         comm.before_tail_backward()
     _stretch(walk, _less(outer.middle, outer.kept), "backward of the head")
@@ -130,8 +135,14 @@ def walk_backward(
     now["outside of layers"] -= tail_grads  # reduced, or among the gradients
     for i in reversed(range(len(layers))):
         layer, stretch = layers[i], _less(_backward_stretch(outer, len(layers), i), outer.kept)
+        waiting = [holding[j] for j in range(len(layers)) if j < i or j in outer.idle]
+        now["held activations"] = held_bytes(waiting, offload)
+        after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
+        if i in outer.idle:
+            now["receive buffers"] += after_last_layer if i == len(layers) - 1 else 0
+            _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}")
+            continue
         comm.before_backward(i)
-        now["held activations"] = held_bytes(layers[:i], offload)
         now["outside of layers"] = stretch.left - tail_grads - layer.memory.output_grad
         gathered = comm.gathered_in_backward(layer.experts)
         walk.look(
@@ -148,7 +159,6 @@ def walk_backward(
         now["running layer"] = 0
         if i == len(layers) - 1:
             now["receive buffers"] += after_last_layer
-        after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
         _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}, backward")
 
 

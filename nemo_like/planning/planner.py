@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.module_state import copied_in_forward
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
@@ -320,7 +321,9 @@ class Planner:
         """Ids of the model's parameters that get a gradient in a step: others have no optimizer state."""
         ids = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         found = {ids[name] for name in self.outer().param_grads if name in ids}
-        for call in self.traced.calls:
+        for i, call in enumerate(self.traced.calls):
+            if i in self.outer().idle:
+                continue
             own = dict(call.module.named_parameters(remove_duplicate=False))
             memory = self.memory(call.kind, self.problems[call.kind].none())
             found |= {id(own[name]) for name in memory.trained if name in own}
@@ -416,7 +419,8 @@ class Planner:
             state += trace.state_bytes if choice.decisions else 0
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
             unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
-            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, unit, moved, whole, experts))
+            copied = copied_in_forward(call.module) if choice.decisions else 0
+            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, unit, moved, whole, experts, copied))
         return layers
 
     def outer_grads(self, micro: Microbatch) -> tuple[int, int]:

@@ -254,7 +254,8 @@ class _RankWalk:
         own = self._begin_backward(stage, one, one.outer, key)
         now["outside of layers"] = 0
         last, kept = len(one.layers) - 1, 0
-        walk.look("first half of backward of the head", outside_of_layers=outer.middle.peak - outer.kept)
+        peak = max(outer.loss.peak, outer.middle.peak)
+        walk.look("first half of backward of the head", outside_of_layers=peak - outer.kept)
         for i in reversed(range(len(one.layers))):
             layer, halves = one.layers[i], one.halves[i]
             stretch = outer.middle if i == last else outer.backward[last - 1 - i]

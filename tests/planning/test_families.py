@@ -9,7 +9,9 @@ from torch import nn
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 pytest.importorskip("scipy", reason="needs the extra 'plan'")
 
+from nemo_like import parallelize
 from nemo_like.commands.plan_survey import model_types, planned_and_run, survey_one
+from nemo_like.commands.tiny_models import build_tiny
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,8 @@ from nemo_like.commands.plan_survey import model_types, planned_and_run, survey_
         "nystromformer",  # a convolution of single channels, fewer than a block
         "qwen2_audio_encoder",  # a gradient whose rows are columns, which the last layer copies
         "altclip",  # a trainable scalar, which only FSDP refuses
+        "codegen",  # a region copies a small position table while forward runs, to see whether it changes
+        "xmod",  # it picks rows by the values of a constant
         "resnet",  # a region keeps the running statistics as they were
     ],
 )
@@ -63,6 +67,41 @@ def test_the_peak_of_torchs_own_encoder_is_the_predicted_one() -> None:
     assert row.ran, row.problem
     assert abs(row.peak_error) <= 0.01
     assert abs(row.held_error) <= 0.001
+
+
+class _TwoEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(3))
+        self.more = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(4))
+        self.head = nn.Linear(32, 512)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # (B, S, 32) -> (B, S, 512), (B, S, 32)
+        for layer in self.layers:
+            x = layer(x)
+        y = x
+        for layer in self.more:
+            y = layer(y)
+        return self.head(x), y
+
+
+def test_layers_whose_output_is_not_in_the_loss_have_no_backward() -> None:
+    """They were taken to run backward in the place of those before them, and their parameters to be trained."""
+    row = planned_and_run("two ends", _TwoEnds(), {"x": torch.randn(4, 64, 32)})
+    assert row.ran, row.problem
+    assert abs(row.peak_error) <= 0.01
+    assert abs(row.held_error) <= 0.001
+
+
+@pytest.mark.parametrize("model_type", ["flaubert"])
+def test_a_cache_that_a_model_makes_in_every_forward_is_refused_by_name(model_type: str) -> None:
+    """A replay would fill it a second time: attention then goes over twice the tokens."""
+    row = survey_one(model_type, model_types()[model_type])
+    assert row.trains and not row.ran and "hands transformer.attentions.0 a key/value cache (cache=)" in row.problem
+    model = build_tiny(row.model_class)
+    parallelize(model, "single", "full")
+    with pytest.raises(RuntimeError, match="was called with cache= while gradients are on"):
+        model(torch.ones(2, 8, dtype=torch.long))
 
 
 class _Convolutions(nn.Module):

@@ -49,6 +49,12 @@ def _version(buffer: Tensor) -> int:
     return 0 if buffer.is_inference() else buffer._version
 
 
+def copied_in_forward(module: nn.Module) -> int:
+    """Bytes that a region of `module` copies before every forward, and drops after it where they did not change."""
+    buffers = (known.owner.get(known.name) for known in _buffers_of(module))
+    return sum(b.nbytes for b in buffers if isinstance(b, Tensor) and b.nbytes <= _SMALL)
+
+
 class BufferSnapshot:
     """The buffers that `module` changes in its forward, as they were before it.
 
