@@ -34,6 +34,8 @@ def advice(report: PlanReport, sample: str) -> str:
     ]
     if report.tp > 1 and any(r.fits and r.name not in MODES for r in report.rows):
         lines.append("  # parallelize takes no budget beside tp=: of what fits, this is the fastest that it can run.")
+    if report.tight is not None:
+        lines.append(report.tight.words(row.name))
     if spread := routing(report):
         lines.append(spread)
     return "\n".join([*lines, *_reach_lines(report), *_ways_out(report)])

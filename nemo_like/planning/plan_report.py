@@ -20,11 +20,13 @@ from nemo_like.options import (
     dtype_word,
 )
 from nemo_like.planning.balanced import balanced_peak
+from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.plan_search import Reach
 from nemo_like.planning.planner import BudgetError, Planner, Setup
+from nemo_like.planning.tight import Tight, tight
 
 MODES = ("none", "full", "selective")
 _MARKS = {"none": "none", "full": "full", "selective": "selective (every second matmul)"}
@@ -89,6 +91,8 @@ class PlanReport:
     """Bytes that the recommended row peaks at where every rank's experts get as many tokens; None: it is planned so."""
     padding: int = 0
     """Bytes of parameters, gradients and optimizer state on a rank that are padding: the ranks do not divide a weight."""
+    tight: Tight | None = None
+    """The recommended row would reserve more than the device has; None: it would not."""
 
     @property
     def tp(self) -> int:
@@ -161,15 +165,20 @@ def make_report(
     return PlanReport(
         tuple(rows), best, limit, planner.setup, planner.device.name, problem, dp_replicate, special, tuple(unmet),
         _gain(planner, limit), None if reach is None else reach(limit), tokens, _balanced(planner, best), _padding(planner),
+        None if best is None else tight(planner, _choices(planner, best)),
     )  # fmt: skip
+
+
+def _choices(planner: Planner, row: PlanRow) -> list[Choice]:
+    if row.name in MODES:
+        return planner.uniform(row.name)
+    return planner.choose(MemoryBudget.parse(row.name), row.name)[0]
 
 
 def _balanced(planner: Planner, best: PlanRow | None) -> int | None:
     if best is None or planner.setup.ep == 1:
         return None
-    mode = best.name in MODES
-    choices = planner.uniform(best.name) if mode else planner.choose(MemoryBudget.parse(best.name), best.name)[0]
-    peak = balanced_peak(planner, choices)
+    peak = balanced_peak(planner, _choices(planner, best))
     return None if peak is None else peak.total
 
 
@@ -314,6 +323,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "unmet": list(report.unmet),
         "balanced_peak_bytes": report.balanced,
         "reserved_compared_with_gpu": False,
+        "tight": None if report.tight is None else asdict(report.tight),
         "padding_bytes": report.padding,
         "tokens": report.tokens,
         "largest_batch": report.reach.largest_batch if report.reach else None,

@@ -38,17 +38,25 @@ class Reserved:
     """Most in tensors: `Peak.total`, if the replay and the planner's arithmetic agree."""
     workspaces: int
     """Of `reserved`, what libraries take for themselves."""
+    given_back: int = 0
+    """How often in the last step free segments went back to the device, because its memory had run out."""
 
 
-def replay(planner: Planner, choices: Sequence[Choice], config: AllocatorConfig | None = None) -> Reserved:
+def replay(
+    planner: Planner, choices: Sequence[Choice], config: AllocatorConfig | None = None, memory: int | None = None
+) -> Reserved:
     """Replay the step of `planner` under `choices` through the allocator.
 
     Args:
         planner: of a CUDA device.
         choices: one for each layer call.
         config: the allocator's settings; None: torch's defaults.
+        memory: bytes of the device; None: as many as are asked for.
+
+    Raises:
+        DeviceMemoryError: `memory` does not suffice.
     """
-    allocator = CachingAllocator(config)
+    allocator = CachingAllocator(config, memory)
     live: dict[int, MemoryBlock] = {}
     steps = _Steps(planner, choices)
     sizes: dict[int, int] = {}
@@ -57,7 +65,7 @@ def replay(planner: Planner, choices: Sequence[Choice], config: AllocatorConfig 
     for size in workspaces:
         allocator.allocate(size)
     for number in range(MOST_STEPS):
-        before = allocator.reserved
+        before, retries = allocator.reserved, allocator.retries
         steps.step(first=number == 0)
         for storage, size, stream in steps.events.log:
             if size:
@@ -69,9 +77,10 @@ def replay(planner: Planner, choices: Sequence[Choice], config: AllocatorConfig 
                 allocator.free(live.pop(storage))
                 now -= sizes.pop(storage)
         steps.events.log.clear()
-        if number > 1 and allocator.reserved == before:
+        if number > 1 and allocator.reserved == before and memory is None:
             break
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, tensors, sum(workspaces))
+    given_back = allocator.retries - retries
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, tensors, sum(workspaces), given_back)
 
 
 class _Steps:

@@ -17,6 +17,7 @@ from nemo_like.planning import Plan, Planner, Setup
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.reserved import replay
 from nemo_like.planning.step_events import COMPUTE, Events
+from nemo_like.planning.tight import tight
 
 pytest.importorskip("transformers")
 
@@ -142,6 +143,23 @@ def test_the_command_says_so(capsys, monkeypatch):
     )
     assert plain["reserved_compared_with_gpu"] is False
     assert all(row["reserved_bytes"] >= row["peak_bytes"] for row in plain["rows"])
+
+
+def test_a_step_that_wants_more_than_there_is():
+    planner = _planner(SETUPS["sharded"])
+    choices = planner.uniform("none")
+    found = planner.reserved(choices)
+    assert tight(planner, choices) is None and found.given_back == 0
+    device = planner.device
+    planner.device = replace(device, memory_bytes=found.reserved - 2 * MIB)
+    short = tight(planner, choices)
+    assert (short.reserved, short.memory) == (found.reserved, found.reserved - 2 * MIB)
+    assert short.given_back == 2
+    assert short.growing == replay(planner, choices, AllocatorConfig(expandable_segments=True)).reserved
+    assert "gives free segments back 2 times a step" in short.words("none")
+    planner.device = replace(device, memory_bytes=found.tensors - MIB)
+    assert tight(planner, choices).given_back is None
+    assert "runs out of memory" in tight(planner, choices).words("none")
 
 
 def test_a_storage_is_freed_by_its_last_holder():
