@@ -6,9 +6,12 @@ torchrun gives its ranks 30 s for this and then kills them; the last complete ch
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any
+
+from nemo_like.log import warn_once
 
 # A launcher passes one Ctrl-C on to ranks that got it from the terminal already, so a second signal within this many
 # seconds is the same request; one after it comes from a person who does not want to wait for the step.
@@ -17,7 +20,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """A context manager in which the first SIGINT or SIGTERM only sets `requested`; a later one acts as usual."""
+    """A context manager in which the first SIGINT or SIGTERM only sets `requested`; a later one acts as usual.
+
+    Outside of the main thread, where Ray Train runs a job and Python handles no signal, none is caught.
+    """
 
     def __init__(self) -> None:
         self.requested: int = 0
@@ -26,6 +32,12 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
+        if threading.current_thread() is not threading.main_thread():
+            warn_once(
+                "The training job runs outside of the main thread, where Python handles no signal: SIGTERM and Ctrl-C do "
+                "as whoever started it says, and save nothing. The last complete checkpoint stays."
+            )
+            return self
         for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self

@@ -1,0 +1,74 @@
+"""nemo_like's checkpointing where torchtitan takes a policy: ``activation_checkpoint=`` of its trainer's config.
+
+    from nemo_like.integrations.torchtitan import activation_checkpoint
+
+    config = llama3_debugmodel()                       # any of torchtitan's, or one of your own
+    config.activation_checkpoint = activation_checkpoint("selective")
+
+torchtitan then compiles and shards around it as around its own. torchtitan is imported when the policy is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from nemo_like.extras import require
+from nemo_like.parallelizer import apply_activation_checkpointing
+from nemo_like.planning.plan import Plan
+
+
+def activation_checkpoint(ac: Any = "selective", *, sample_input: Any = None) -> Any:
+    """A config for torchtitan's ``activation_checkpoint``, whose policy is `nemo_like.apply_activation_checkpointing`.
+
+    Args:
+        ac: as for `nemo_like.parallelize`: a mode, a budget, a `Plan` or the path of a saved one (``*.json``), or a policy
+            object.
+        sample_input: what one rank gives to the model in a step; needed by budgets.
+
+    Raises:
+        MissingExtraError: torchtitan is not installed.
+        ValueError: where torchtitan applies it, for its own settings of PyTorch's checkpointing
+            (``preserve_rng_state=False``, ``determinism_check``, ``debug``), and as `nemo_like.parallelize`.
+    """
+    return _policy().Config(ac=ac, sample_input=sample_input)
+
+
+@functools.lru_cache(maxsize=1)
+def _policy() -> Any:
+    titan: Any = require(
+        "torchtitan.distributed.activation_checkpoint", "torchtitan", "for its activation checkpointing"
+    )
+
+    class NemoLikeAC(titan.ActivationCheckpointing):
+        """A policy of torchtitan's that wraps as we do."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(titan.ActivationCheckpointing.Config):
+            """See `activation_checkpoint`."""
+
+            ac: Any = "selective"
+            sample_input: Any = None
+
+        def apply(self, model: nn.Module) -> None:
+            """Checkpoint the blocks of `model`, or of one pipeline stage of it, in place."""
+            _apply(model, self.config)
+
+    return NemoLikeAC
+
+
+def _apply(model: nn.Module, config: Any) -> None:
+    if not config.preserve_rng_state or config.debug or config.determinism_check != "default":
+        raise ValueError(
+            f"preserve_rng_state={config.preserve_rng_state}, determinism_check={config.determinism_check!r}, "
+            f"debug={config.debug}: these are settings of PyTorch's checkpointing. nemo_like always replays with the "
+            "forward's random numbers, and compares replay and forward in the first step. Leave them as they are."
+        )
+    saved = isinstance(config.ac, str) and config.ac.endswith(".json")
+    # torchtitan compiles the blocks afterwards, or does not; what is wrapped is the same.
+    apply_activation_checkpointing(
+        model, Plan.load(config.ac) if saved else config.ac, compile=True, sample_input=config.sample_input
+    )
