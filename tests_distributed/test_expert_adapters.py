@@ -61,6 +61,7 @@ def _trained(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize(("name", "ranks"), [("mixtral", 2), ("gpt_oss", 2), ("llama4", 2), ("mixtral", 4)])
 def test_adapters_on_the_weights_of_experts(name: str, ranks: int) -> None:
+    pytest.importorskip("peft")
     run_ranks(ranks, _trained, name, ("none", "full", "selective", "50%"), timeout=120)
 
 
@@ -70,4 +71,5 @@ def _beside_tp(rank: int, world_size: int) -> None:
 
 
 def test_beside_tensor_parallelism_they_are_refused() -> None:
+    pytest.importorskip("peft")
     run_ranks(2, _beside_tp)

@@ -278,6 +278,7 @@ def _with_adapters(rank: int, world_size: int) -> None:
 
 
 def test_adapters_in_the_experts_of_a_list() -> None:
+    pytest.importorskip("peft")
     run_ranks(2, _with_adapters)
 
 
