@@ -247,11 +247,11 @@ def _of_kind(path: str, name: str, kind: Any, value: Any, may_be_none: bool) -> 
         return None
     fits = isinstance(value, bool) if kind is bool else isinstance(value, (str, int, float)) and value is not None
     if not fits or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"--config {path}: {name} is {value!r}; it must be a {kind.__name__}.")
+        raise ValueError(f"--config {path}: {name} is {value!r}; it must be of type {kind.__name__}.")
     try:
         made = kind(value)
     except ValueError as error:
-        raise ValueError(f"--config {path}: {name} is {value!r}; it must be a {kind.__name__}.") from error
+        raise ValueError(f"--config {path}: {name} is {value!r}; it must be of type {kind.__name__}.") from error
     if kind is int and isinstance(value, float) and made != value:
         raise ValueError(f"--config {path}: {name} is {value!r}; it must be a whole number.")
     return made
