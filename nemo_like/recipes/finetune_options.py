@@ -64,7 +64,8 @@ class FinetuneOptions(RunOptions):
     steps: int = option(0, "steps of the whole run, those before a resume included; 0: as many as --epochs take", int)
     precision: str = option(
         "bfloat16",
-        "dtype to compute in, and of frozen weights: float32 | bfloat16; what trains, and gradient sums, stay float32",
+        "dtype to compute in, and of frozen weights: float32 | bfloat16; or fp8 | fp8-rowwise: bfloat16, and the layers' "
+        "matmuls in float8 (torchao), scaled by tensor or by row; what trains, and gradient sums, stay float32",
     )
     loss: str = option("chunked", "model | chunked: head and loss of a few tokens at a time, never the whole logits")
     seq_len: int = option(1024, "longest sample, in tokens; what is longer is cut at its end", int)
@@ -102,7 +103,25 @@ class FinetuneOptions(RunOptions):
             raise ValueError(f"--lora-dropout is {self.lora_dropout}; it must be less than 1.")
         if self.export == "best" and self.eval_samples == 0:
             raise ValueError("--export best takes the best of the evaluations, and --eval-samples 0 makes none.")
-        parse_dtype("--precision", self.precision)
+        parse_dtype("--precision", self.compute)
+        if self.float8 and self.lora:
+            raise ValueError(
+                f"--precision is {self.precision!r} beside adapters, whose frozen weights stay bfloat16. Use bf16."
+            )
+
+    def _check_precision(self) -> None:
+        if not self.float8:
+            super()._check_precision()
+
+    @property
+    def float8(self) -> bool:
+        """Whether matmuls of the layers run in float8."""
+        return self.precision in ("fp8", "fp8-rowwise")
+
+    @property
+    def compute(self) -> str:
+        """The dtype that everything else is computed in."""
+        return "bfloat16" if self.float8 else self.precision
 
 
 def parse_finetune_options(arguments: Sequence[str] | None = None) -> FinetuneOptions:

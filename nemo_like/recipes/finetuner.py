@@ -315,7 +315,7 @@ def _parallelize(model: nn.Module, options: FinetuneOptions, ranks: Ranks, rows:
         ac_scope=options.scopes,
         loss=options.loss,
         compile=False if options.compile == "none" else options.compile,
-        precision=Precision(parse_dtype("--precision", options.precision)),
+        precision=Precision(parse_dtype("--precision", options.compute)),
         dp_replicate=options.dp_replicate,
         offload=None if options.offload == "none" else options.offload,
         sample_input=_planned_input(size, width, options.loss),

@@ -73,7 +73,7 @@ def predicted_peak(source: ModelSource, options: FinetuneOptions, ranks: Ranks, 
             keeps_output=False,
             loss_fn=planned_loss if options.loss == "model" else None,
         ),
-        precision=Precision(parse_dtype("--precision", options.precision)),
+        precision=Precision(parse_dtype("--precision", options.compute)),
         fsdp=FSDP2(cpu_offload=options.cpu_offload) if sharded else None,
         ddp=options.strategy == "ddp" and ranks.world_size > 1,
         offload=OffloadConfig.of(None if options.offload == "none" else options.offload),
@@ -92,7 +92,7 @@ def _changes(options: FinetuneOptions, ranks: Ranks) -> Iterator[tuple[str, dict
         yield "--loss chunked", {"loss": "chunked"}
     if options.batch_size % (2 * options.grad_accum * ranks.data_ranks) == 0:
         yield f"--grad-accum {2 * options.grad_accum}", {"grad_accum": 2 * options.grad_accum}
-    if parse_dtype("--precision", options.precision) is torch.float32:
+    if parse_dtype("--precision", options.compute) is torch.float32:
         yield "--precision bf16", {"precision": "bfloat16"}
     if not options.lora:
         yield "--lora", {"lora": True, "train": None}
