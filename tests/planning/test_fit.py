@@ -206,3 +206,19 @@ def test_what_binds_is_said_by_what_takes_most():
     assert not small.candidates and small.binds.startswith("memory: head")
     assert any(words.startswith("chunk the loss: -") for words in small.helps)
     assert json.loads(json.dumps(small.as_json()))["helps"] == list(small.helps)
+
+
+def test_no_step_of_a_shape_is_faster_than_its_bound():
+    """The bound of a shape that was not traced, by one that was, against its steps once it is."""
+    pins = read_pins({"micro_batch": [1, 4], "cp": [1, 2], "ac": "none", "loss": "model", "offload": "none", "tp": 1})
+    question = Question(
+        gpus=2, device=resolve_device("h100-80gb"), seq_len=64, limit=1 << 40, global_batch=8, pins=pins,
+        precision=Precision("bf16"),
+    )  # fmt: skip
+    search = make_search(_model(2), question)[0]
+    keys = list(search.by_shape)
+    assert len(keys) == 4 and search._bound(keys[0]) == 0.0
+    for n, key in enumerate(keys):
+        bound = search._bound(key)
+        assert (bound > 0.0) is (n > 0)
+        assert bound <= min(seconds for seconds, _ in search._entries(key))

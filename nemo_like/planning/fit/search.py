@@ -54,7 +54,8 @@ class Search:
         self.shapes: dict[ShapeKey, TracedShape | str] = {}
         """The traced ones; why the model cannot have the others."""
         self.by_shape: dict[ShapeKey, list[Layout]] = {}
-        for layout in layouts:
+        # Shapes that others are bounded by come first.
+        for layout in sorted(layouts, key=lambda layout: (layout.cp, layout.micro_batch, layout.tp, layout.ep)):
             self.by_shape.setdefault(ShapeKey.of(layout), []).append(layout)
         self.hopeless: dict[Any, bool] = {}
 
@@ -70,7 +71,7 @@ class Search:
         while queue and len(self.found.best) < count:
             bound, _, item = heapq.heappop(queue)
             if isinstance(item, ShapeKey):
-                if (better := self._bound(item)) > bound:
+                if not self.found.best and (better := self._bound(item)) > bound:
                     heapq.heappush(queue, (better, next(order), item))  # other shapes were traced meanwhile
                 elif self.found.best:
                     later += len(self.by_shape[item])
@@ -124,19 +125,22 @@ class Search:
         return self.shapes[key]
 
     def _bound(self, key: ShapeKey) -> float:
-        """Seconds per token of one GPU that no layout of the shape is faster than: those of the layers' kernels in a traced
-        shape with the same weights, whose operators have as many FLOPs and bytes per token and share the weights' bytes
-        among fewer tokens. 0 where none was traced."""
+        """Seconds of one GPU for a token that no layout of the shape is faster than, by the shapes that were traced; 0 where
+        none of them has such weights. Without split experts no rank has more rows than with them."""
         like = [
-            shape
+            (other, shape)
             for other, shape in self.shapes.items()
-            if isinstance(shape, TracedShape) and (other.tp, other.ep, other.whole) == (key.tp, key.ep, key.whole)
+            if isinstance(shape, TracedShape)
+            and (other.tp, other.whole) == (key.tp, key.whole)
+            and other.ep in (key.ep, 1)
         ]
-        if not like:
-            return 0.0
-        kernels = max(shape.least_seconds_per_token() for shape in like) * key.tp
-        sent = max(shape.least_sent_per_token(key) for shape in like) * key.tp
-        return kernels + sent
+        # One of each kind says all: the same split of experts, with and without parts of sequences.
+        kinds = {(other.ep, other.cp > 1): shape for other, shape in like if other.cp == 1 or key.cp > 1}
+        bounds = [
+            min(shape.least_step(layout) * layout.gpus / layout.sequences for layout in self.by_shape[key])
+            for shape in kinds.values()
+        ]
+        return max(bounds, default=0.0) / self.question.seq_len
 
     def _entries(self, key: ShapeKey) -> Iterator[tuple[float, tuple[Layout, Variant, Peak | None]]]:
         """All configurations of a traced shape by the least seconds per token that they take."""

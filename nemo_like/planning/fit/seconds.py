@@ -52,12 +52,12 @@ def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
     return tiles / (-(-tiles // processors) * processors)
 
 
-def least_seconds(problem: BlockProblem, device: Device) -> float:
+def least_seconds(problem: BlockProblem, device: Device) -> tuple[float, float]:
     """Forward and backward of a block per call, as a bound for other numbers of tokens: a token's share of the kernels'
     FLOPs and bytes is at least this in any shape with the same weights, since launches, part waves and the bytes of
     weights, which are read once for all tokens, are left out. Attention over all keys of whole sequences has as many FLOPs
     per token however the sequences are cut."""
-    total = 0.0
+    forward = backward = 0.0
     for op in problem.records:
         known = facts(op.op)
         if known.exchange or _sequence_op(op):
@@ -65,10 +65,10 @@ def least_seconds(problem: BlockProblem, device: Device) -> float:
         kind = "half" if op.half else "single"
         moved = 0 if known.attention else max(0, op.moved - problem.trace.param_bytes)
         speed = (device.attention_flops if known.attention else device.matmul_flops)[kind]
-        back = _ATTENTION_BACKWARD if known.attention else _BACKWARD
         least = max(op.flops / speed, moved / device.bandwidth)
-        total += least * ((1 + back) if problem.trace.saves_something else 1)
-    return total
+        forward += least
+        backward += least * (_ATTENTION_BACKWARD if known.attention else _BACKWARD)
+    return forward, backward if problem.trace.saves_something else 0.0
 
 
 def _sequence_op(op: OpRecord) -> bool:

@@ -16,7 +16,6 @@ from nemo_like.losses.model_loss import find_head
 from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig, StepSpec
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice, best_of
-from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
@@ -34,6 +33,10 @@ _KERNELS_PER_PARAMETER = 12
 
 _MENU = 10
 """Choices of one kind of layer that plans are mixed of while searching, beside all and nothing."""
+
+
+_QUICK = 64
+"""Operators of a block whose best choices with skips are all known in a moment."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class TracedShape:
         )  # fmt: skip
         self.base = Planner(own, self.sample, device=question.device, setup=setup)
         self.blocks = [BlockSeconds.of(problem, question.device) for problem in self.base.problems]
-        self._least: dict[int, float] = {}
+        self._least: dict[int, tuple[float, float]] = {}
         self._least_of: dict[Any, tuple[list[Choice], int]] = {}
         self._runs: dict[Any, list[LayerRun]] = {}
         self._kept: list[Sequence[Choice]] = []
@@ -166,9 +169,9 @@ class TracedShape:
         for kind, problem in enumerate(self.base.problems):
             key = (self.key.tp, self.key.ep, kind, tuple(str(record.op) for record in problem.records))
             if key not in self.shared.decisions:
-                self.shared.decisions[key] = [
-                    choice.decisions for choice in _few(problem.frontier(skip=self.base.skip))
-                ]
+                # Of a block of many operators, whose best skips a solver looks for, the winner alone gets any.
+                skips = self.base.skip and len(problem.records) <= _QUICK
+                self.shared.decisions[key] = [choice.decisions for choice in _few(problem.frontier(skip=skips))]
             choices = [_choice(problem, words) for words in self.shared.decisions[key] if words]
             made.append(best_of([problem.full(), *choices, problem.none()]))
         return made
@@ -275,32 +278,36 @@ class TracedShape:
         self._kept.append(choices)  # told apart by id, so they must live
         return made
 
-    def least_seconds_per_token(self) -> float:
-        """Of the layers and the head alone: their kernels without launches, part waves, and the bytes of weights."""
-        device, tokens = self.question.device, self.key.micro_batch * self.question.seq_len / self.key.cp
-        total = 0.0
-        for call in self.base.traced.calls:
-            problem = self.base.problems[call.kind]
-            if self._least.get(call.kind) is None:
-                self._least[call.kind] = least_seconds(problem, device)
-            total += self._least[call.kind]
+    def least_step(self, layout: Layout) -> float:
+        """Seconds that no step of `layout` is faster than, whose local shape was not traced but has the same weights (or
+        those of some of the experts, where this one has all of them): kernels without launches, part waves and the bytes
+        of weights, and all collectives but those between parts of sequences, where this shape has none."""
+        key, device = ShapeKey.of(layout), self.question.device
+        rows = key.micro_batch / self.key.micro_batch  # whole sequences
+        share = rows * self.key.cp / key.cp  # tokens
+        resharding = self.question.pins.get("reshard_after_forward", (None, False))
+        variant = Variant("none", "model", "none", False if False in resharding else resharding[0])
+        runs = []
+        for run in self._layer_runs(layout, variant, self.uniform["none"]):
+            kind = next(n for n, block in enumerate(self.blocks) if block is run.block)
+            if kind not in self._least:
+                self._least[kind] = least_seconds(self.base.problems[kind], device)
+            forward, backward = (seconds * share for seconds in self._least[kind])
+            block = replace(
+                run.block, kernels=(), forward=forward, backward=backward,
+                sequence_bytes=int(run.block.sequence_bytes * rows) if key.cp > 1 else 0,
+                expert_bytes=int(run.block.expert_bytes * share), boundary_bytes=int(run.block.boundary_bytes * share),
+            )  # fmt: skip
+            # Of other splits of the experts, only what does not depend on the split is known.
+            same = key.ep == self.key.ep
+            runs.append(
+                replace(run, block=block, unit=run.unit if same else None, experts=run.experts if same else None)
+            )
         head = 6.0 * self._head_weights() / device.matmul_flops["half"]
-        return total / tokens + head
-
-    def least_sent_per_token(self, key: ShapeKey) -> float:
-        """Of the same layers in the shape `key`: the sums of tensor parallelism, and the gathers of keys and values where
-        this shape, too, splits sequences."""
-        device, layout = self.question.device, Layout(1, 1, key.tp, key.cp, 1, 1, None, key.micro_batch, 1)
-        links, total = Links.of(layout, device), 0.0
-        sequences = key.micro_batch / self.key.micro_batch
-        tokens = key.micro_batch * self.question.seq_len / key.cp
-        for call in self.base.traced.calls:
-            block = self.blocks[call.kind]
-            hidden = block.boundary_bytes * sequences * self.key.cp / key.cp
-            total += 4 * network.reduce_seconds(int(hidden), links.tensor, device)
-            gathered = block.sequence_bytes * sequences if key.cp > 1 and self.key.cp > 1 else 0
-            total += 2 * network.gather_seconds(int(gathered), links.sequence, device)
-        return total / tokens
+        return step_seconds(
+            runs, [], Links.of(layout, device), layout, sync=self.question.step.sync, optimizer=0.0,
+            outer=head * key.micro_batch * self.question.seq_len / key.cp,
+        ).total  # fmt: skip
 
     def _head_weights(self) -> int:
         head = find_head(self.base.model)
