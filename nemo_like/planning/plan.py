@@ -88,7 +88,7 @@ class Plan:
     """Where in the step the peak is."""
     reserved_bytes: int | None = None
     """Predicted bytes per rank that CUDA's caching allocator reserves for such steps (`nemo_like.planning.reserved`); no
-    GPU's were compared. None: not known, with what waits in host memory, or another allocator runs."""
+    GPU's were compared. None: not known, with what waits in host memory and in pipelines, or another allocator runs."""
     step: Mapping[str, Any] = field(default_factory=dict)
     """The step that the peak is of: the fields of its `StepSpec`; ``loss``, of the ``model`` or of the ``loop``; and the
     tensors of the ``sample``."""
