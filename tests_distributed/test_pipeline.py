@@ -251,7 +251,7 @@ def _refusals(rank: int, world_size: int) -> None:
     refused(
         _build("llama"), r"balance is \[1, 1\], 2 layers, and the model has 4", pp=PipelineParallel(2, balance=[1, 1])
     )
-    refused(_build("llama"), "ac is .* beside pp", ac="1GiB")
+    refused(_build("llama"), r"Budget .* per rank, and the least .* on rank 0 of the pipeline", ac="1KiB")
     refused(families.FAMILIES["t5"].build(), "pp cannot cut T5", sample_input=dict(families.FAMILIES["t5"].inputs()))
     router = causal("Mixtral", **_SMALL, **_HEADS, num_local_experts=4, output_router_logits=True)()
     refused(router, "output_router_logits=True")
