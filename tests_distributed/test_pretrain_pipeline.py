@@ -36,7 +36,7 @@ def test_stages_train_as_one_process_and_resume_on_another_number_of_them(job: l
     whole = run_job(1, [*job, "--steps", "9"], tmp_path / "whole")
     kept = [*job, "--checkpoint-dir", str(tmp_path / "kept"), "--keep", "9"]
     runs = [
-        run_job(2, [*kept, "--steps", "3", "--pp", "2", "--pp-schedule", "zbv"], tmp_path / "first"),
+        run_job(2, [*kept, "--steps", "3", "--pp", "2", "--pp-schedule", "zbv", "--ac", "30MiB"], tmp_path / "first"),
         run_job(1, [*kept, "--steps", "6", "--resume"], tmp_path / "second"),
         run_job(
             4, [*kept, "--steps", "9", "--resume", "--pp", "2", "--ac", "full", "--loss", "chunked"], tmp_path / "third"

@@ -118,7 +118,7 @@ class PipelinePlanner:
         tree, received = cut(self.whole, self.parts, piece, torch.device("cpu"))
         setattr(tree, STAGE_MARK, True)
         given = self.batch if piece.is_first else self.batch | {"given": self.hidden}
-        step = replace(self.setup.step, microbatches=1, keeps_output=True)
+        step = replace(self.setup.step, microbatches=1, keeps_output=True, loss_fn=None)
         setup = replace(
             self.setup, loss=self.setup.loss if piece.is_last else None,
             step=step if piece.is_last else replace(step, loss_fn=_ReceivedGradient.apply),

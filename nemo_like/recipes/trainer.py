@@ -205,6 +205,7 @@ def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceM
         check_own_loss(model)
     if options.pp > 1:
         check_piped(model)
+    tokens = torch.zeros(samples, options.seq_len, dtype=torch.int64)  # the shapes of a microbatch
     made: Any = parallelize(
         model,
         FSDP2(cpu_offload=options.cpu_offload) if options.strategy == "fsdp2" else options.strategy,
@@ -220,7 +221,7 @@ def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceM
         mesh=mesh,
         ep=options.ep,
         pp=options.pipeline if options.pp > 1 else 1,
-        sample_input=torch.zeros(samples, options.seq_len, dtype=torch.int64),  # the shapes of a microbatch
+        sample_input={"input_ids": tokens, "labels": tokens} if options.pp > 1 else tokens,
         step=StepSpec(
             microbatches=options.grad_accum,
             sync="last",
