@@ -18,7 +18,7 @@ from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import counts_of, slices
 from nemo_like.distributed.pipeline.pipeline import Stage
-from nemo_like.distributed.pipeline.schedules import KINDS, stages_of
+from nemo_like.distributed.pipeline.schedules import kind_of, stages_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.log import is_rank_zero, logger
 from nemo_like.losses.model_loss import check_head
@@ -74,7 +74,7 @@ def parallelize_pipeline(
     asked = read_ac(options["ac"])
     found, _ = layers_for(model, asked, options["ac_scope"], options["layers"])
     _refuse(model, found, asked)
-    if options["compile"] and KINDS[pp.schedule].splits_backward and not splits_compiled_backward():
+    if options["compile"] and kind_of(pp).splits_backward and not splits_compiled_backward():
         raise ValueError(
             f"compile is {options['compile']!r} beside the schedule {pp.schedule!r}, which cuts backward in two: torch "
             f"{torch.__version__} cannot do that to compiled layers (2.13 can). Use 'interleaved_1f1b', or compile=False."

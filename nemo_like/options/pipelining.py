@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_like.options.schedule_file import ScheduleFile, is_schedule_file, read_schedule
 from nemo_like.options.words import did_you_mean, normalise
 
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
@@ -21,7 +22,8 @@ class PipelineParallel:
     size: int = 1
     """Ranks of one pipeline; must divide the number of ranks."""
     schedule: str = "1f1b"
-    """``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` | ``zbv`` | ``dualpipev``: torch's."""
+    """``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` | ``zbv`` | ``dualpipev``: torch's; or a CSV
+    file of torch's, with one line per rank (``0F0,0F1,,0B0``), which says stages and microbatches, too."""
     microbatches: int | None = None
     """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
     stages_per_rank: int | None = None
@@ -37,6 +39,9 @@ class PipelineParallel:
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ValueError(f"pp is {self.size!r}; it must be a whole number of ranks >= 1.")
+        if is_schedule_file(self.schedule):
+            self._take_file(read_schedule(str(self.schedule)))
+            return
         object.__setattr__(
             self, "schedule", normalise(self.schedule) if isinstance(self.schedule, str) else self.schedule
         )
@@ -54,12 +59,36 @@ class PipelineParallel:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"PipelineParallel.{name} is {value!r}; it must be a whole number >= 1.")
         self._check_schedule()
+        self._check_rest()
+
+    def _check_rest(self) -> None:
         if isinstance(self.balance, list):
             object.__setattr__(self, "balance", tuple(self.balance))
         if self.balance not in ("time", "memory"):
             self._check_counts()
         if self.replay not in ("auto", "once", "twice"):
             raise ValueError(f"PipelineParallel.replay is {self.replay!r}; it must be 'auto', 'once' or 'twice'.")
+
+    def _take_file(self, table: ScheduleFile) -> None:
+        """Stages and microbatches are the file's."""
+        if len(table.ranks) != self.size:
+            raise ValueError(
+                f"pp is {self.size}, and {self.schedule!r} has {len(table.ranks)} lines, one for each rank."
+            )
+        most = max(len(table.of_rank(rank)) for rank in range(self.size))
+        for name, value in (("microbatches", table.microbatches), ("stages_per_rank", most)):
+            if getattr(self, name) not in (None, value):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, and the file {self.schedule!r} has {value}; leave it out."
+                )
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "schedule", str(self.schedule))
+        self._check_rest()
+
+    @property
+    def file(self) -> ScheduleFile | None:
+        """The schedule's table, where it is one of a file."""
+        return read_schedule(self.schedule) if is_schedule_file(self.schedule) else None
 
     def _check_schedule(self) -> None:
         """What torch's schedules ask for."""
@@ -102,12 +131,9 @@ class PipelineParallel:
     @property
     def stages(self) -> int:
         """Stages of one pipeline."""
+        if (table := self.file) is not None:
+            return table.stages
         return self.size * (self.stages_per_rank or 1)
-
-    @property
-    def is_v_shaped(self) -> bool:
-        """The first and the last stage share a rank."""
-        return self.schedule in _V_SHAPED
 
     @classmethod
     def of(cls, pp: int | PipelineParallel) -> PipelineParallel:

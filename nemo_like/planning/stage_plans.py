@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, actions_of
-from nemo_like.distributed.pipeline.schedules import KINDS
+from nemo_like.distributed.pipeline.schedules import kind_of
 from nemo_like.options import MemoryBudget, PipelineParallel
 from nemo_like.planning.block import Choice
 from nemo_like.planning.devices import Device, device_at_hand, resolve_device
@@ -74,7 +74,7 @@ def balance_for_memory(
 
 def best_replay(planner: PipelinePlanner, budget: MemoryBudget, asked: str) -> Plan:
     """The plan for `budget`, with the number of replays that is faster where ``replay="auto"`` leaves that open."""
-    if planner.pp.replay != "auto" or not KINDS[planner.pp.schedule].splits_backward:
+    if planner.pp.replay != "auto" or not kind_of(planner.pp).splits_backward:
         return describe(planner, choose(planner, budget, asked), asked)
     plans, errors = [], []
     for replay in ("once", "twice"):

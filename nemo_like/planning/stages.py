@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, Received, StageEnd, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, actions_of
-from nemo_like.distributed.pipeline.schedules import KINDS, rank_of, stages_of
+from nemo_like.distributed.pipeline.schedules import kind_of, rank_of, stages_of
 from nemo_like.layers import find_layers
 from nemo_like.module_tree import bare_modules
 from nemo_like.options import PipelineParallel
@@ -191,7 +191,7 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
         rest = Microbatch(stays + whole, accumulates=not cast, reduces=False, adds=True)
     else:
         first, rest = Microbatch(stays, accumulates=bool(stays)), Microbatch(own, accumulates=True)
-    splits = KINDS[pp.schedule].splits_backward and stage.slice.index > 0
+    splits = kind_of(pp).splits_backward and stage.slice.index > 0
 
     def one(micro: Microbatch) -> StageRound:
         root, tail = planner.outer_grads(micro)

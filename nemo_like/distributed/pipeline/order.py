@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from nemo_like.distributed.pipeline.schedules import KINDS, make_schedule, stages_of
+from nemo_like.distributed.pipeline.schedules import kind_of, make_schedule, stages_of
 from nemo_like.options import PipelineParallel
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
@@ -33,7 +33,7 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
     ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
     count = pp.microbatches or 1
-    if not KINDS[pp.schedule].several:
+    if not kind_of(pp).several:
         return [tuple(_one_stage(rank, pp.size, count, pp.schedule)) for rank in range(pp.size)]
     schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], _no_loss)
     return [tuple(_flat(action for action in schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size)]

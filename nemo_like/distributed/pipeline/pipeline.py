@@ -20,7 +20,7 @@ from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
 from nemo_like.distributed.pipeline.cut import StageForward, merged
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
-from nemo_like.distributed.pipeline.schedules import make_schedule, stages_of
+from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
 from nemo_like.distributed.slots import show_shards
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import ConnectedStage
@@ -48,7 +48,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.stages, self.parts, self.options, self.device = list(stages), parts, options, device
         self.group = mesh["pp"].get_group()
-        self._last_rank = 0 if options.is_v_shaped else options.size - 1
+        self._last_rank = rank_of(options, options.stages - 1)
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch.distributed import pipelining
 
 from nemo_like.options import PipelineParallel
+from nemo_like.torch_compat import schedule_from_file
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,22 @@ KINDS: dict[str, ScheduleKind] = {
 }
 
 
+def kind_of(options: PipelineParallel) -> ScheduleKind:
+    """What `options.schedule` is, a file's included."""
+    if (table := options.file) is None:
+        return KINDS[options.schedule]
+    make = functools.partial(schedule_from_file, options.schedule)
+    return ScheduleKind(make, several=True, splits_backward=table.splits_backward)
+
+
 def stages_of(options: PipelineParallel, rank: int) -> list[int]:
     """Numbers of the stages that rank `rank` of the pipeline holds.
 
     >>> stages_of(PipelineParallel(2, schedule="zbv"), 0), stages_of(PipelineParallel(2, schedule="interleaved_1f1b"), 1)
     ([0, 3], [1, 3])
     """
+    if (table := options.file) is not None:
+        return table.of_rank(rank)
     if KINDS[options.schedule].v_shaped:
         return [rank, 2 * options.size - 1 - rank]
     return list(range(rank, options.stages, options.size))
@@ -54,6 +66,6 @@ def rank_of(options: PipelineParallel, stage: int) -> int:
 
 def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Callable[..., Any]) -> Any:
     """torch's schedule for the stages of this rank. Gradients are not scaled: the losses are weighted."""
-    kind = KINDS[options.schedule]
+    kind = kind_of(options)
     given = list(stages) if kind.several else stages[0]
     return kind.make(given, options.microbatches, loss_fn=loss_fn, scale_grads=False)
