@@ -200,7 +200,8 @@ def _mesh(options: Options, ranks: Ranks) -> DeviceMesh | None:
 
 
 def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceMesh | None) -> nn.Module | Pipeline:
-    samples = options.batch_size // (options.grad_accum * ranks.data_ranks)
+    microbatches = (options.pipeline.microbatches or 1) if options.pp > 1 else options.grad_accum
+    samples = -(-options.batch_size // (microbatches * ranks.data_ranks))
     if options.loss == "chunked":
         check_own_loss(model)
     if options.pp > 1:
