@@ -124,6 +124,9 @@ def _schedule(rank: int, world_size: int, schedule: str, name: str, ac: str, rep
         torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
         _check(pipeline, model, exact=True, where=f"{schedule} {name} {ac}")
     torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
+    whole = pipeline.full_state_dict()
+    wanted = model.state_dict() if rank == 0 else {}
+    assert whole.keys() == wanted.keys() and all(torch.equal(whole[name], wanted[name]) for name in wanted)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
     _check(pipeline, model, exact=False, where="clipped")

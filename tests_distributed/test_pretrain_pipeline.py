@@ -14,6 +14,15 @@ from nemo_like.recipes.pretrain import main
 from tests_distributed.pretrain_job import LLAMA, run_job
 from tests_distributed.spawn import run_ranks
 
+transformers = pytest.importorskip("transformers")
+
+
+def _names_of(folder: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(str(folder / "model.safetensors"), "pt") as file:
+        return list(file.keys())
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -39,10 +48,27 @@ def test_stages_train_as_one_process_and_resume_on_another_number_of_them(job: l
         run_job(2, [*kept, "--steps", "3", "--pp", "2", "--pp-schedule", "zbv", "--ac", "30MiB"], tmp_path / "first"),
         run_job(1, [*kept, "--steps", "6", "--resume"], tmp_path / "second"),
         run_job(
-            4, [*kept, "--steps", "9", "--resume", "--pp", "2", "--ac", "full", "--loss", "chunked"], tmp_path / "third"
+            4,
+            [
+                *kept,
+                "--steps",
+                "9",
+                "--resume",
+                "--pp",
+                "2",
+                "--ac",
+                "full",
+                "--loss",
+                "chunked",
+                "--export",
+                str(tmp_path / "folder"),
+            ],
+            tmp_path / "third",
         ),
     ]
     assert [run["first_step"] for run in runs] == [0, 3, 6]
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert sorted(dict(exported.named_parameters())) == sorted(_names_of(tmp_path / "folder"))
     found = torch.tensor([loss for run in runs for loss in run["losses"]])
     torch.testing.assert_close(found, torch.tensor(whole["losses"]), rtol=1e-5, atol=0)
     assert runs[-1]["eval_losses"][-1]["loss"] == pytest.approx(whole["eval_losses"][-1]["loss"], rel=1e-5)

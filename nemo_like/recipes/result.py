@@ -34,9 +34,15 @@ def save_adapter(model: nn.Module, folder: Path, ranks: Ranks) -> None:
     _replace(folder, write, ranks)
 
 
-def save_model(model: nn.Module, folder: Path, ranks: Ranks, tokenizer: Any, dtype: torch.dtype | None) -> None:
-    """Write the whole model, as `dtype` (None: as it is trained), and the tokenizer, if there is one. A collective."""
-    state = get_model_state(model, full=True)
+def save_model(
+    model: nn.Module, folder: Path, ranks: Ranks, tokenizer: Any, dtype: torch.dtype | None,
+    state: dict[str, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Write the whole model, as `dtype` (None: as it is trained), and the tokenizer, if there is one. A collective.
+
+    `state`: its weights, on rank 0, where they are others than `model` has (a pipeline's).
+    """
+    state = get_model_state(model, full=True) if state is None else state
 
     def write(target: Path) -> None:
         cast = {name: _cast(tensor, dtype) for name, tensor in state.items()}

@@ -139,7 +139,9 @@ class Trainer(TrainingJob):
         """Write the folder that ``--export`` asks for. A collective."""
         if self.options.export is not None:
             tokenizer = for_transformers(self.tokenizer) if self.tokenizer else None
-            save_model(self.model, Path(self.options.export), self.ranks, tokenizer, None)
+            state = None if self.pipeline is None else self.pipeline.full_state_dict()
+            model = self.model if self.pipeline is None else self.source.build("meta", torch.float32)
+            save_model(model, Path(self.options.export), self.ranks, tokenizer, None, state)
 
     def _evaluate(self) -> float | None:
         if self.held_out is None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.clip import clip_grad_norm_
@@ -212,6 +213,34 @@ class Pipeline:
         for stage in self.stages:
             show_shards(stage.module)
             state |= stage.module.state_dict()
+        return state
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole bare model's tensors, whole, in host memory, on rank 0 only (others get ``{}``). A collective.
+
+        For files of other tools: ``model.save_pretrained(folder, state_dict=pipeline.full_state_dict())``. Gathered and sent
+        one tensor at a time.
+        """
+        first = dist.get_global_rank(self.group, 0) == 0  # other pipelines have the same weights
+        mine = dist.get_rank(self.group)
+        state: dict[str, Tensor] = {}
+        for owner in range(self.options.size):
+            own = self.state_dict() if mine == owner else {}
+            forms: list[Any] = [[(name, tuple(t.shape), t.dtype) for name, t in own.items()]]
+            dist.broadcast_object_list(forms, group=self.group, group_src=owner)
+            for name, shape, dtype in forms[0]:
+                tensor = own.get(name)
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if not first:
+                    continue
+                if owner and mine == owner and whole is not None:
+                    dist.send(whole.contiguous().to(self.device), group=self.group, group_dst=0)
+                elif mine == 0:
+                    if whole is None:
+                        whole = torch.empty(shape, dtype=dtype, device=self.device)
+                        dist.recv(whole, group=self.group, group_src=owner)
+                    state[name] = whole.detach().to("cpu", copy=True)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
