@@ -37,9 +37,11 @@ from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.distributed.units import sharded_by_caller
+from nemo_like.float8 import check_float8, float8_linears
 from nemo_like.layers import find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
+from nemo_like.module_tree import bare
 from nemo_like.options import (
     DDP,
     FSDP2,
@@ -164,8 +166,8 @@ def parallelize(
         loss: ``"model"``, or ``"chunked"`` (`ChunkedLoss(...)` with sizes): where the model computes a cross entropy of its
             head's output from ``labels`` in training mode, it does so a chunk of tokens at a time, and
             ``output.logits`` is None; where it does something else with the logits, they are made, and this is logged.
-        precision: the dtype to compute in (``"bf16"``), a `Precision` (also for reduction and outputs) or torch's
-            `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast.
+        precision: the dtype to compute in (``"bf16"``), ``"fp8"`` (bfloat16, with the matmuls of the layers' linears in
+            float8, by torchao), a `Precision` (also for reduction and outputs) or torch's `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast.
         compile: ``True``/``"inductor"`` or ``"aot_eager"``: compile each layer in place.
         offload: what waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these
             and what checkpointing keeps), ``"all"``, or an `OffloadConfig`.
@@ -206,6 +208,7 @@ def parallelize(
     found, chosen = layers_for(model, asked, ac_scope, layers)
     backend = parse_compile(compile)
     _check_compile(backend is not None, asked)
+    _check_float8(cast, asked, {"tp": tensor.size, "ep": expert.size})
     in_chunks = ChunkedLoss.of(loss)
     if in_chunks is not None:
         check_head(model)
@@ -237,6 +240,8 @@ def parallelize(
     # Nothing has been changed up to here.
     start_from_the_same_weights(model, shard_mesh)
     names = [layer.fqn for layer in found]
+    if cast.matmuls is not None:
+        float8_linears([bare(layer.module) for layer in found], cast.matmuls, target.type)
     if not hasattr(model, STAGE_MARK):  # stages do it themselves
         keep_documents_apart(model)
     if split and shard_mesh is not None:
@@ -269,6 +274,21 @@ def parallelize(
     if isinstance(asked, Plan) and is_rank_zero() and not (staged or fsdp.cpu_offload or place.mode != "none"):
         watch_first_step(model, asked, target)
     return model
+
+
+def _check_float8(cast: Precision, asked: Any, sizes: Mapping[str, int]) -> None:
+    """Raise where float8 matmuls are asked for beside what was never tried with them, or torchao is not installed."""
+    if cast.matmuls is None:
+        return
+    split = next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
+    if split is None and isinstance(asked, MemoryBudget | Plan):
+        split = f"ac={asked if isinstance(asked, MemoryBudget) else 'a plan'}"
+    if split is not None:
+        raise ValueError(
+            f"precision is {cast.matmuls!r} beside {split}: the planner knows no float8 kernels, and weights that are split "
+            "were not tried with them. Use a mode such as ac='selective', without tp and ep; or precision='bf16'."
+        )
+    check_float8(cast.matmuls)
 
 
 def _planning(

@@ -13,6 +13,7 @@ from nemo_like.options.words import did_you_mean, normalise, parse_dtype
 
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
+FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise")
 EXPERT_CALLS: tuple[str, ...] = ("routed", "every", "each")
 
 
@@ -250,8 +251,13 @@ class Precision:
     """The dtype of the model's floating-point outputs; None: as they come."""
     cast_forward_inputs: bool = True
     """FSDP2: cast what a unit's forward is called with to `param_dtype`."""
+    matmuls: str | None = None
+    """``"fp8"``: the layers' linears multiply in float8 with one scale per tensor; ``"fp8-rowwise"``: with one per row (both
+    by torchao, extra ``fp8``). None: as everything else."""
 
     def __post_init__(self) -> None:
+        if self.matmuls not in (None, *FLOAT8):
+            raise ValueError(f"Precision.matmuls is {self.matmuls!r}; it must be None or one of {', '.join(FLOAT8)}.")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             object.__setattr__(self, name, parse_dtype(name, getattr(self, name)))
         if self.param_dtype is not None and self.reduce_dtype is None:
@@ -259,7 +265,8 @@ class Precision:
 
     @classmethod
     def of(cls, precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None) -> Precision:
-        """What ``precision=`` means: a dtype to compute in (or its name), torch's policy, or the object.
+        """What ``precision=`` means: a dtype to compute in (or its name), torch's policy, or the object. ``"fp8"`` and
+        ``"fp8-rowwise"`` are bfloat16 with such matmuls.
 
         Raises:
             ValueError: an unknown or integer dtype. TypeError: something else.
@@ -272,6 +279,8 @@ class Precision:
             # There, None means that gradients are reduced as they are computed.
             reduce = precision.reduce_dtype or precision.param_dtype
             return cls(precision.param_dtype, reduce, precision.output_dtype, precision.cast_forward_inputs)
+        if isinstance(precision, str) and precision.lower().replace("_", "-") in FLOAT8:
+            return cls(torch.bfloat16, matmuls=precision.lower().replace("_", "-"))
         if isinstance(precision, str | torch.dtype):
             return cls(parse_dtype("precision", precision))
         raise TypeError(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nemo_like.extras import require
-from nemo_like.options import FSDP2, Precision, StepSpec, parse_dtype
+from nemo_like.options import FSDP2, Precision, StepSpec
 from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
@@ -315,7 +315,7 @@ def _parallelize(model: nn.Module, options: FinetuneOptions, ranks: Ranks, rows:
         ac_scope=options.scopes,
         loss=options.loss,
         compile=False if options.compile == "none" else options.compile,
-        precision=Precision(parse_dtype("--precision", options.compute)),
+        precision=Precision(options.compute, matmuls=options.precision if options.float8 else None),
         dp_replicate=options.dp_replicate,
         offload=None if options.offload == "none" else options.offload,
         sample_input=_planned_input(size, width, options.loss),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -18,7 +17,6 @@ from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.slots import bare_name, find_slots
 from nemo_like.distributed.sources import LayeredSource, Source, StateDictSource, open_source
 from nemo_like.extras import require
-from nemo_like.layers import find_layers
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.module_tree import glob_to_regex
 from nemo_like.options import parse_dtype
@@ -85,8 +83,6 @@ def build_on_meta(source: ModelSource, options: FinetuneOptions) -> nn.Module:
             slot.put(slot.tensor.detach().to(frozen))
     if options.qlora:
         quantise_layers(model, frozen)
-    if options.float8:
-        _with_float8(model, options)
     return model.train()
 
 
@@ -107,23 +103,6 @@ def _with_adapters(model: nn.Module, options: FinetuneOptions) -> nn.Module:
         raise ValueError(
             f"--lora-targets is {options.lora_targets!r}: {error} The model's linears end with {', '.join(linears)}."
         ) from error
-
-
-def _with_float8(model: nn.Module, options: FinetuneOptions) -> None:
-    """Have the linears of the layers multiply in float8, with scales of each call's own; emulated without a GPU."""
-    float8 = require("torchao.float8", "fp8", "for --precision fp8")
-    config = float8.Float8LinearConfig.from_recipe_name(
-        "rowwise" if options.precision == "fp8-rowwise" else "tensorwise"
-    )
-    if options.device == "cpu" or not torch.cuda.is_available():
-        config = dataclasses.replace(config, emulate=True)
-    for layer in find_layers(model):
-        float8.convert_to_float8_training(
-            layer.module,
-            config=config,
-            # Its matmuls need multiples of 16.
-            module_filter_fn=lambda module, name: module.in_features % 16 == 0 and module.out_features % 16 == 0,
-        )
 
 
 def _train_only(model: nn.Module, globs: str) -> None:

@@ -1,0 +1,61 @@
+"""``precision="fp8"``: the layers' matmuls in float8, emulated on the CPU; the same bits in every mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like import parallelize
+from nemo_like.options import Precision
+
+transformers = pytest.importorskip("transformers")
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def _gradients(precision: Any, ac: str) -> tuple[float, dict[str, torch.Tensor]]:
+    model = parallelize(_model(), ac=ac, precision=precision, device="cpu")
+    ids = torch.arange(32).reshape(2, 16)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("word", ["fp8", "fp8-rowwise"])
+def test_every_mode_gives_the_same_bits(word: str) -> None:
+    pytest.importorskip("torchao.float8")
+    runs = {ac: _gradients(word, ac) for ac in ("none", "full", "selective", "submodule", "sequential")}
+    loss, grads = runs["none"]
+    lowered, _ = _gradients("bf16", "none")
+    assert loss != lowered and abs(loss - lowered) < 0.05 * lowered
+    for ac, (other, others) in runs.items():
+        assert other == loss, ac
+        assert [torch.equal(a, b) for a, b in zip(grads.values(), others.values())] == [True] * len(grads), ac
+
+
+def test_linears_of_layers_alone_are_replaced_and_names_stay() -> None:
+    float8 = pytest.importorskip("torchao.float8.float8_linear")
+    names = [name for name, _ in _model().named_parameters()]
+    model = parallelize(_model(), ac="none", precision="fp8", device="cpu")
+    found = [name for name, module in model.named_modules() if isinstance(module, float8.Float8Linear)]
+    assert len(found) == 2 * 7 and not any("lm_head" in name for name in found)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_what_was_not_tried_is_refused_before_a_change() -> None:
+    model = _model()
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match="precision is 'fp8' beside ac=50%"):
+        parallelize(model, ac="50%", precision="fp8", sample_input=torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"Precision\.matmuls is 'fp4'"):
+        Precision("bf16", matmuls="fp4")
+    assert {name: type(module) for name, module in model.named_modules()} == before
