@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.tensors import tensors_in
 
 
@@ -80,3 +81,38 @@ def allocator_events(run: Callable[[], Any]) -> tuple[int, int]:
         live += event.nbytes()
         peak = max(peak, live)
     return peak, live
+
+
+def _received(pipeline: Pipeline) -> list[torch.Tensor]:
+    """The buffers that torch's stages keep between steps."""
+    (schedule,) = pipeline._schedules.values()
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    infos = [
+        info
+        for stage in stages
+        for table in (stage.args_recv_info, stage.grad_recv_info)
+        for row in table.values()
+        for info in row
+    ]
+    buffers = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+    return buffers + [buffer.grad for buffer in buffers if buffer.grad is not None]
+
+
+def pipeline_peak_bytes(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> int:
+    """The most bytes alive in a step: the least of a few, since a rank may see a buffer of gloo's thread go late."""
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)
+
+    def step() -> None:
+        pipeline.step(**batch)
+        optimizer.step()
+        pipeline.zero_grad()
+
+    step()
+    step()
+    peaks = []
+    for _ in range(3):
+        gc.collect()
+        state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+        before = bytes_of([*pipeline.parameters(), *state, *_received(pipeline)])
+        peaks.append(before + allocator_events(step)[0])
+    return min(peaks)

@@ -7,20 +7,20 @@ import torch
 
 from nemo_like import parallelize
 from nemo_like.planning.fit import fit
-from tests_distributed.allocated import step_peak_bytes
+from tests_distributed.allocated import pipeline_peak_bytes, step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 
-def _model():
+def _model(layers=3):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=48, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+            hidden_size=48, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
             num_key_value_heads=2, vocab_size=512, max_position_embeddings=64, use_cache=False,
         )
     ).train()  # fmt: skip
@@ -60,3 +60,25 @@ def test_the_best_for_two_ranks_runs_and_peaks_as_predicted(pins):
     for call, predicted, measured in found:
         assert predicted <= 3 << 20
         assert abs(predicted - measured) <= 0.01 * measured, (call, predicted, measured)
+
+
+def _run_stages(rank, world_size, limit, pins):
+    best = fit(_model(6), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, pp=2, **pins).best
+    pipeline = parallelize(_model(6), device="cpu", **best.kwargs())
+    ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
+    return best.call(), best.peak_bytes, pipeline_peak_bytes(pipeline, {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"micro_batch": 2, "schedule": "1f1b", "ac": "plan", "loss": "model"},
+        {"micro_batch": 1, "schedule": ["interleaved_1f1b", "zbv"], "ac": "full", "loss": "model"},
+    ],
+)
+def test_the_best_pipeline_for_two_ranks_runs_and_peaks_as_predicted(pins):
+    found = run_ranks(2, _run_stages, 3 << 20, pins, timeout=280)
+    (call, predicted, _), worst = found[0], max(measured for _, _, measured in found)
+    assert {other for other, _, _ in found} == {call} and "PipelineParallel(2" in call
+    assert predicted <= 3 << 20
+    assert abs(predicted - worst) <= 0.01 * worst, (call, predicted, worst)

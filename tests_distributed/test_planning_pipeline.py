@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 
 from nemo_like import parallelize
-from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import PipelinePlanner, Plan, Setup
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.stage_plans import choose, describe
-from tests_distributed.allocated import allocator_events, bytes_of
+from tests_distributed.allocated import pipeline_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("scipy")
@@ -51,42 +49,6 @@ def _planner(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfi
     )  # fmt: skip
 
 
-def _received(pipeline: Pipeline) -> list[torch.Tensor]:
-    """The buffers that torch's stages keep between steps."""
-    (schedule,) = pipeline._schedules.values()
-    stages = getattr(schedule, "_stages", None) or [schedule._stage]
-    infos = [
-        info
-        for stage in stages
-        for table in (stage.args_recv_info, stage.grad_recv_info)
-        for row in table.values()
-        for info in row
-    ]
-    buffers = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
-    return buffers + [buffer.grad for buffer in buffers if buffer.grad is not None]
-
-
-def _measured(pipeline: Pipeline) -> int:
-    """The most bytes alive in a step: the least of a few, since a rank may see a buffer of gloo's thread go late."""
-    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)
-    batch = _batch()
-
-    def step() -> None:
-        pipeline.step(**batch)
-        optimizer.step()
-        pipeline.zero_grad()
-
-    step()
-    step()
-    peaks = []
-    for _ in range(3):
-        gc.collect()
-        state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
-        before = bytes_of([*pipeline.parameters(), *state, *_received(pipeline)])
-        peaks.append(before + allocator_events(step)[0])
-    return min(peaks)
-
-
 def _peaks(rank: int, world_size: int, schedule: str, modes: tuple[str, ...], name: str) -> list[Any]:
     pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
     planner = _planner(pp, world_size // 2, name)
@@ -100,7 +62,7 @@ def _peaks(rank: int, world_size: int, schedule: str, modes: tuple[str, ...], na
             predicted = planner.rank_peak(rank // (world_size // 2), choices)
             plan = describe(planner, choices, mode)
             pipeline = parallelize(_build(name), ac=plan, pp=pp, sample_input=_microbatch())
-        rows.append((mode, predicted.total, _measured(pipeline), predicted.at, predicted.parts))
+        rows.append((mode, predicted.total, pipeline_peak_bytes(pipeline, _batch()), predicted.at, predicted.parts))
     return rows
 
 
@@ -140,7 +102,7 @@ def _budget(rank: int, world_size: int, schedule: str, budget: str) -> Any:
     same = all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), planned.parameters(), strict=True))
     planned.zero_grad()
     del plain
-    return losses[0] == losses[1], same, _measured(planned)
+    return losses[0] == losses[1], same, pipeline_peak_bytes(planned, _batch())
 
 
 @pytest.mark.parametrize(("schedule", "budget"), [("1f1b", "7MiB"), ("zbv", "10MiB")])

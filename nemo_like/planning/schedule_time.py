@@ -10,7 +10,7 @@ from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIG
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action runs, seconds from the step's start; sending takes no time."""
+    """When each action runs, seconds from the step's start."""
 
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     """For each rank: action, begin and end."""
@@ -28,13 +28,16 @@ class Timeline:
         return 1 - busy / total if total else 0.0
 
 
-def timeline(actions: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], stages: int) -> Timeline:
+def timeline(
+    actions: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], stages: int, sending: float = 0.0
+) -> Timeline:
     """Run the schedule.
 
     Args:
         actions: of each rank, in its order.
         seconds: by kind of action and stage.
         stages: how many there are.
+        sending: seconds from the end of an action to the begin of one on another rank that needs it.
 
     Raises:
         ValueError: the order is none in which every action gets what it needs.
@@ -43,12 +46,17 @@ def timeline(actions: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, in
     free, at = [0.0] * len(actions), [0] * len(actions)
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in actions]
     left = sum(map(len, actions))
+    ranks = {action.stage: rank for rank, own in enumerate(actions) for action in own}
+    late = {
+        (stage, other): sending if ranks[stage] != ranks[other] else 0.0
+        for stage in ranks for other in (stage - 1, stage, stage + 1) if other in ranks
+    }  # fmt: skip
     while left:
         before = left
         for rank, own in enumerate(actions):
             while at[rank] < len(own):
                 action = own[at[rank]]
-                ready = _ready(action, done, stages)
+                ready = _ready(action, done, stages, late)
                 if ready is None:
                     break
                 begin = max(ready, free[rank])
@@ -66,8 +74,10 @@ def _result(action: Action) -> str:
     return INPUTS if action.kind == BACKWARD else action.kind
 
 
-def _ready(action: Action, done: Mapping[tuple[str, int, int], float], stages: int) -> float | None:
-    """When what `action` needs is there; None: not yet."""
+def _ready(
+    action: Action, done: Mapping[tuple[str, int, int], float], stages: int, late: Mapping[tuple[int, int], float]
+) -> float | None:
+    """When what `action` needs is there; None: not yet. `late`: how long it takes between two stages."""
     stage, number = action.stage, action.microbatch
     needed: list[tuple[str, int, int]] = []
     if action.kind == FORWARD:
@@ -76,5 +86,6 @@ def _ready(action: Action, done: Mapping[tuple[str, int, int], float], stages: i
         needed = [(FORWARD, stage, number)] + ([(INPUTS, stage + 1, number)] if stage + 1 < stages else [])
     elif action.kind == WEIGHTS:
         needed = [(INPUTS, stage, number)]
-    times = [done.get(key) for key in needed]
-    return None if None in times else max((t for t in times if t is not None), default=0.0)
+    if any(key not in done for key in needed):
+        return None
+    return max((done[key] + late[stage, key[1]] for key in needed), default=0.0)

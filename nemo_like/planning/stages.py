@@ -64,22 +64,49 @@ class PipelinePlanner:
         Raises:
             ValueError: a model that cannot be cut or traced.
         """
-        self.pp, self.setup, self.device, self.whole = pp, setup, device, model
+        self.setup, self.device, self.whole = setup, device, model
         dtype = setup.precision.dtypes["param_dtype"]
         found = find_layers(model, layers)
         lowered = {} if dtype is None else {"autocast" if setup.fsdp is None else "dtype": dtype}
         self.parts = stage_parts(model, found, microbatch, **lowered)
-        self.count = pp.microbatches or 1
-        # In 1F1B, what is in flight is the same from some microbatch on.
-        enough = min(self.count, 2 * pp.size + 2) if pp.schedule == "1f1b" else self.count
-        self.actions = actions_of(replace(pp, microbatches=enough))
-        self.counts = counts_of(self.parts, pp)
         args, batch = split_sample(microbatch)
         names = dict(zip(_argument_names(model), args))
         self.batch = names | dict(batch)
         self.hidden = _hidden_of(self.batch, self.parts)
         self._more, self._planners = more, dict[Any, Planner]()
+        self._schedule(pp)
+
+    def _schedule(self, pp: PipelineParallel) -> None:
+        self.pp, self.count = pp, pp.microbatches or 1
+        # In 1F1B, what is in flight is the same from some microbatch on.
+        enough = min(self.count, 2 * pp.size + 2) if pp.schedule == "1f1b" else self.count
+        self.actions = actions_of(replace(pp, microbatches=enough))
+        self.counts = counts_of(self.parts, pp)
         self.stages = self.stages_for(self.counts)
+
+    def scheduled(self, pp: PipelineParallel) -> PipelinePlanner:
+        """This planner for another cut or schedule; stages of the same layers are not traced again."""
+        other = copy.copy(self)
+        other.__dict__.pop("_memories", None)
+        other._schedule(pp)
+        return other
+
+    def with_setup(self, setup: Setup) -> PipelinePlanner:
+        """This planner for other ranks to shard over, another offloading or loss; but for the last stage of another loss,
+        nothing is traced again."""
+        other = copy.copy(self)
+        other.__dict__.pop("_memories", None)
+        other.setup, other._planners = setup, {}
+        for key, planner in self._planners.items():
+            if key[1] and setup.loss != self.setup.loss:
+                continue
+            _ = planner.trained  # traced once for all copies
+            made = copy.copy(planner)
+            made.setup = replace(planner.setup, shard_ranks=setup.shard_ranks, offload=setup.offload)
+            made.__dict__.pop("sharding", None)
+            other._planners[key] = made
+        other.stages = other.stages_for(other.counts)
+        return other
 
     def dealt(self, counts: Sequence[int]) -> PipelinePlanner:
         """This planner for another number of layers on each stage."""

@@ -9,14 +9,17 @@ import torch
 
 from nemo_like import parallelize
 from nemo_like.cli import main
-from nemo_like.options import Precision
+from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.options import PipelineParallel, Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
 from nemo_like.planning.fit.network import gather_seconds, group_of
 from nemo_like.planning.fit.question import Question, read_pins
+from nemo_like.planning.fit.report import recipe
 from nemo_like.planning.fit.seconds import fused
+from nemo_like.planning.schedule_time import timeline
 from tests_distributed.allocated import step_peak_bytes
 
 pytest.importorskip("transformers")
@@ -105,6 +108,11 @@ def test_an_impossible_wish_ends_with_1_and_says_what_needs_least(capsys):
         (2, 3 << 20, {"micro_batch": 4, "tp": [1, 2], "offload": "none"}),
         (2, 1 << 40, {"micro_batch": [2, 8], "cp": [1, 2], "ac": ["none", "full"]}),
         (2, 2 << 20, {"micro_batch": [1, 8], "cp": [1, 2], "ac": ["none", "full", "selective"], "loss": "chunked"}),
+        (
+            2,
+            3 << 20,
+            {"micro_batch": [2, 4], "pp": [1, 2], "schedule": "1f1b", "ac": ["none", "full"], "loss": "model"},
+        ),
     ],
 )
 def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
@@ -222,3 +230,34 @@ def test_no_step_of_a_shape_is_faster_than_its_bound():
         bound = search._bound(key)
         assert (bound > 0.0) is (n > 0)
         assert bound <= min(seconds for seconds, _ in search._entries(key))
+
+
+def test_stages_are_looked_at_where_they_are_asked_for_and_say_what_they_wait_for():
+    asked = {"gpus": 2, "gpu": "cpu", "seq_len": 64, "global_batch": 4, "ac": ["none", "full"], "loss": "model"}
+    report = fit(_model(2), pp=[1, 2], schedule="1f1b", micro_batch=1, offload="none", cp=1, tp=1, **asked)
+    staged = next(candidate for candidate in report.candidates if candidate.layout.pp == 2)
+    parts = staged.seconds.parts
+    # Two stages of a layer each, and four microbatches: about one part in four is waited for.
+    assert 0.1 < parts["pipeline bubble"] / (staged.step_seconds - parts["optimizer"]) < 0.4
+    assert parts["pipeline sends"] > 0 and "parameter gathers" not in parts
+    assert staged.kwargs()["pp"].microbatches == 4 and staged.layout.gpus == 2
+    assert "--pp 2" in recipe(report, staged) and "--batch-size 4 --grad-accum 4" in recipe(report, staged)
+    rates = [candidate.tokens_per_second_per_gpu for candidate in report.candidates]
+    assert rates == sorted(rates, reverse=True)
+    assert not any(c.layout.pp > 1 for c in fit(_model(2), micro_batch=2, offload="none", **asked).candidates)
+
+
+def test_a_send_delays_only_what_another_rank_needs():
+    actions = actions_of(PipelineParallel(2, microbatches=2))
+    seconds = {(kind, stage): 1.0 for kind in "FB" for stage in range(2)}
+    assert timeline(actions, seconds, 2).seconds == 6
+    # The first microbatch's way there and back, and the second one's back: forward is sent while the other rank computes.
+    assert timeline(actions, seconds, 2, 0.25).seconds == 6.5
+    alone = actions_of(PipelineParallel(1, microbatches=2))
+    assert timeline(alone, seconds, 1, 0.25).seconds == timeline(alone, seconds, 1).seconds
+
+
+def test_no_stage_is_resharded_or_offloaded_and_the_report_says_so():
+    asked = {"gpus": 2, "gpu": "cpu", "seq_len": 64, "global_batch": 4, "micro_batch": 1, "loss": "model"}
+    report = fit(_model(2), pp=2, schedule="1f1b", ac="full", offload="boundary", **asked)
+    assert not report.candidates and any("beside pp" in reason for reason in report.rejected)

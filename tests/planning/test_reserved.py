@@ -27,6 +27,7 @@ SETUPS = {
     "one device": Setup(fsdp=None),
     "one device, momentum, zeroed": Setup(fsdp=None, step=StepSpec(optimizer="sgd-momentum", zero_grad="zero")),
     "accumulated": Setup(fsdp=None, step=StepSpec(microbatches=4, keeps_output=False)),
+    "accumulated, the output kept": Setup(fsdp=None, precision=BF16, step=StepSpec(microbatches=32)),
     "ddp": Setup(fsdp=None, ddp=True),
     "sharded": Setup(shard_ranks=8, precision=BF16),
     "sharded, loop": Setup(shard_ranks=3, step=StepSpec(optimizer="adamw-loop")),

@@ -20,8 +20,9 @@ from nemo_like.planning.fit.advice import binds, ways_out
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Room, layouts
 from nemo_like.planning.fit.question import Question, read_pins
-from nemo_like.planning.fit.search import Search, quietly
+from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
+from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.sharding import local_twin, same_on_all_ranks
 
 
@@ -166,7 +167,8 @@ def _helps(
 ) -> list[str]:
     key = ShapeKey.of(nearest.layout)
     shape = search.shapes[key]
-    assert isinstance(shape, TracedShape)
+    if not isinstance(shape, TracedShape):
+        return []  # a pipeline
 
     def at_length(length: int) -> TracedShape:
         if sample is not None:
@@ -186,7 +188,9 @@ def make_search(
 
     shared = Shared()
 
-    def trace(key: ShapeKey) -> TracedShape:
+    def trace(key: ShapeKey) -> Shape:
+        if key.staged:
+            return StagedShape(model, key, question, make)
         return TracedShape(model, key, question, make, shared)
 
     return Search(question, found, trace), rejected, len(found)

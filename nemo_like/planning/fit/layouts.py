@@ -13,7 +13,7 @@ MOST_TOKENS = 1 << 17
 """Of one rank in one microbatch: more are not looked at, unless somebody pins ``micro_batch``."""
 MOST_CONTEXT, MOST_STAGES = 64, 32
 """Ranks of ``cp`` and of ``pp`` that are looked at, unless somebody pins more."""
-SEARCHED_SCHEDULES = ("1f1b", "interleaved_1f1b")
+SEARCHED_SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv")
 
 
 @dataclass(frozen=True, order=True)

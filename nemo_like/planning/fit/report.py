@@ -51,8 +51,8 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     """The command that trains so."""
     layout = candidate.layout
     said = {
-        "--model": report.model, "--seq-len": report.question.seq_len, "--batch-size": layout.micro_batch,
-        "--grad-accum": layout.grad_accum if layout.pp == 1 else 1, "--ac": candidate.ac,
+        "--model": report.model, "--seq-len": report.question.seq_len, "--batch-size": layout.sequences,
+        "--grad-accum": layout.grad_accum, "--ac": candidate.ac,
         "--precision": precision_word(candidate.precision),
     }  # fmt: skip
     axes = {"--dp-replicate": layout.dp_replicate, "--tp": layout.tp, "--cp": layout.cp, "--ep": layout.ep,

@@ -18,15 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nemo_like.planning.block import Choice
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import StepSeconds
 from nemo_like.planning.fit.shapes import ShapeKey, TracedShape, Variant
+from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.peak import Peak
 
-Tracer = Callable[[ShapeKey], TracedShape]
+Shape = TracedShape | StagedShape
+Tracer = Callable[[ShapeKey], Shape]
 
 
 @dataclass
@@ -51,11 +52,13 @@ class Search:
     def __init__(self, question: Question, layouts: Iterable[Layout], trace: Tracer) -> None:
         self.question, self.trace = question, trace
         self.found = Found()
-        self.shapes: dict[ShapeKey, TracedShape | str] = {}
+        self.shapes: dict[ShapeKey, Shape | str] = {}
         """The traced ones; why the model cannot have the others."""
         self.by_shape: dict[ShapeKey, list[Layout]] = {}
         # Shapes that others are bounded by come first.
-        for layout in sorted(layouts, key=lambda layout: (layout.cp, layout.micro_batch, layout.tp, layout.ep)):
+        for layout in sorted(
+            layouts, key=lambda layout: (layout.pp > 1, layout.cp, layout.micro_batch, layout.tp, layout.ep)
+        ):
             self.by_shape.setdefault(ShapeKey.of(layout), []).append(layout)
         self.hopeless: dict[Any, bool] = {}
 
@@ -84,7 +87,7 @@ class Search:
                 self.found.rejected["slower than another way to run the same layout"] += 1
                 continue
             shape = self._traced(ShapeKey.of(layout))
-            assert isinstance(shape, TracedShape)
+            assert not isinstance(shape, str)
             if peak is not None:
                 self.found.best.append(self.candidate(shape, layout, variant, peak))
             elif (resolved := self._resolve(shape, layout, variant)) is not None:
@@ -93,7 +96,7 @@ class Search:
         later += sum(1 if isinstance(item, tuple) else len(self.by_shape[item]) for _, _, item in queue)
         if later:
             self.found.rejected["slower than the best, not looked at"] += later
-        self.found.traced = sum(isinstance(shape, TracedShape) for shape in self.shapes.values())
+        self.found.traced = sum(not isinstance(shape, str) for shape in self.shapes.values())
         if self.found.best:
             self.found.best[0] = self._refined(self.found.best[0])
         return self.found
@@ -104,7 +107,7 @@ class Search:
         for key in self.by_shape:
             for _, (layout, variant, _) in self._entries(key):
                 shape = self._traced(key)
-                assert isinstance(shape, TracedShape)
+                assert not isinstance(shape, str)
                 resolved = self._resolve(shape, layout, variant)
                 if resolved is not None:
                     per_token = self._per_token(resolved[0], layout)
@@ -115,7 +118,7 @@ class Search:
 
     # --- shapes ---------------------------------------------------------------------------------------------------
 
-    def _traced(self, key: ShapeKey) -> TracedShape | str:
+    def _traced(self, key: ShapeKey) -> Shape | str:
         if key not in self.shapes:
             try:
                 with quietly():
@@ -127,6 +130,13 @@ class Search:
     def _bound(self, key: ShapeKey) -> float:
         """Seconds of one GPU for a token that no layout of the shape is faster than, by the shapes that were traced; 0 where
         none of them has such weights. Without split experts no rank has more rows than with them."""
+        if key.staged:
+            whole_models = [
+                shape
+                for other, shape in self.shapes.items()
+                if isinstance(shape, TracedShape) and other.tp == key.tp and other.ep in (key.ep, 1) and not other.whole
+            ]
+            return max((self._least_per_token(key, shape.least_staged) for shape in whole_models), default=0.0)
         like = [
             (other, shape)
             for other, shape in self.shapes.items()
@@ -136,11 +146,11 @@ class Search:
         ]
         # One of each kind says all: the same split of experts, with and without parts of sequences.
         kinds = {(other.ep, other.cp > 1): shape for other, shape in like if other.cp == 1 or key.cp > 1}
-        bounds = [
-            min(shape.least_step(layout) * layout.gpus / layout.sequences for layout in self.by_shape[key])
-            for shape in kinds.values()
-        ]
-        return max(bounds, default=0.0) / self.question.seq_len
+        return max((self._least_per_token(key, shape.least_step) for shape in kinds.values()), default=0.0)
+
+    def _least_per_token(self, key: ShapeKey, least: Callable[[Layout], float]) -> float:
+        made = (least(layout) * layout.gpus / layout.sequences for layout in self.by_shape[key])
+        return min(made) / self.question.seq_len
 
     def _entries(self, key: ShapeKey) -> Iterator[tuple[float, tuple[Layout, Variant, Peak | None]]]:
         """All configurations of a traced shape by the least seconds per token that they take."""
@@ -161,17 +171,26 @@ class Search:
         """Whether what takes at least so many bytes could need less than anything yet: worth a look if nothing fits."""
         return self.found.nearest is None or least < self.found.nearest.peak_bytes
 
-    def _variants(self, shape: TracedShape, layout: Layout) -> Iterator[Variant]:
+    def _variants(self, shape: Shape, layout: Layout) -> Iterator[Variant]:
         pins = self.question.pins
         losses = pins.get("loss", ("model", "chunked"))
-        # A budget beside pp is not built.
         modes = pins.get("ac", ("none", "full", "selective", "plan"))
         sharded = layout.shard_ranks > 1
+        reshards = pins.get("reshard_after_forward", (None, False) if sharded else (None,))
+        offloads = pins.get("offload", ("none", "boundary"))
+        if layout.pp > 1:
+            # Stages stay gathered for a whole step, and no budget is planned for weights that tp splits.
+            reshards = tuple(dict.fromkeys(reshard if reshard else None for reshard in reshards))
+            modes = tuple(mode for mode in modes if mode != "plan" or layout.tp == 1)
+            offloads = tuple(offload for offload in offloads if offload == "none")
+            if True in reshards or not modes or not offloads:
+                self.found.rejected["not planned beside pp: resharding, offloading, a budget with tp"] += 1
+                return
         for loss in losses:
             if loss == "chunked" and shape.chunked is None:
                 continue
-            for reshard in pins.get("reshard_after_forward", (None, False) if sharded else (None,)):
-                for offload in pins.get("offload", ("none", "boundary")):
+            for reshard in reshards:
+                for offload in offloads:
                     for mode in modes:
                         if offload != "none" and mode == "none":
                             continue  # there is no region whose inputs could wait elsewhere
@@ -183,7 +202,7 @@ class Search:
         """Seconds of one GPU for a token."""
         return seconds.total * layout.gpus / (layout.sequences * self.question.seq_len)
 
-    def _resolve(self, shape: TracedShape, layout: Layout, variant: Variant) -> tuple[StepSeconds, Peak] | None:
+    def _resolve(self, shape: Shape, layout: Layout, variant: Variant) -> tuple[StepSeconds, Peak] | None:
         """Its seconds and its peak; None where it does not fit, which is counted."""
         self.found.looked_at += 1
         limit = self.question.limit
@@ -197,25 +216,26 @@ class Search:
                     self.found.rejected["memory"] += 1
                     return None
                 return shape.seconds(layout, variant, made[0]), made[1]
-            choices = shape.uniform[variant.ac]
+            choices: Any = shape.choices(layout, variant)
             peak = shape.peak(layout, variant, choices)
             if peak.total > limit:
                 self.found.rejected["memory"] += 1
                 return None
             return shape.seconds(layout, variant, choices), peak
 
-    def _is_hopeless(self, shape: TracedShape, layout: Layout, variant: Variant) -> bool:
+    def _is_hopeless(self, shape: Shape, layout: Layout, variant: Variant) -> bool:
         """Nothing holds less than the layers' inputs, so where these are too much, all other modes are, too."""
-        key = (shape.key, layout.shard_ranks, layout.pp, min(layout.grad_accum, 3), replace(variant, ac="full"))
+        turns = layout.grad_accum if layout.pp > 1 else min(layout.grad_accum, 3)
+        key = (shape.key, layout.shard_ranks, layout.pp, layout.schedule, turns, replace(variant, ac="full"))
         if key not in self.hopeless:
             least = replace(variant, ac="full")
-            peak = shape.peak(layout, least, shape.uniform["full"])
+            peak = shape.peak(layout, least, shape.choices(layout, least))
             self.hopeless[key] = peak.total > self.question.limit
             if self.hopeless[key]:
                 self._remember_nearest(shape, layout, least, peak)
         return self.hopeless[key]
 
-    def _remember_nearest(self, shape: TracedShape, layout: Layout, variant: Variant, peak: Peak) -> None:
+    def _remember_nearest(self, shape: Shape, layout: Layout, variant: Variant, peak: Peak) -> None:
         nearest = self.found.nearest
         if nearest is None or peak.total < nearest.peak_bytes:
             self.found.nearest = self.candidate(shape, layout, variant, peak)
@@ -236,9 +256,7 @@ class Search:
         ac = candidate.ac if candidate.plan is None else "plan"
         return Variant(ac, candidate.loss, candidate.offload, candidate.reshard_after_forward)
 
-    def candidate(
-        self, shape: TracedShape, layout: Layout, variant: Variant, peak: Peak, choices: list[Choice] | None = None
-    ) -> Candidate:
+    def candidate(self, shape: Shape, layout: Layout, variant: Variant, peak: Peak, choices: Any = None) -> Candidate:
         """All that is known of one configuration."""
         question, ac, plan = self.question, variant.ac, None
         if ac == "plan":
@@ -248,7 +266,7 @@ class Search:
             with quietly():
                 plan = shape.plan(layout, variant, chosen, ac)
         else:
-            chosen = shape.uniform[ac]
+            chosen = shape.choices(layout, variant)
         with quietly():
             reserved = shape.reserved(layout, variant, chosen) if peak.total <= question.limit else None
         return Candidate(

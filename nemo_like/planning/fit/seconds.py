@@ -192,20 +192,18 @@ class Links:
 
 def step_seconds(
     runs: Sequence[LayerRun], outside: Sequence[UnitBytes], links: Links, layout: Layout, *, outer: float,
-    optimizer: float, sync: str = "every", stages: int = 1, hidden_bytes: int = 0,
+    optimizer: float, sync: str = "every",
 ) -> StepSeconds:  # fmt: skip
-    """A whole step.
+    """A whole step without pipeline stages.
 
     Args:
         runs: the layer calls of one rank (of its stages), grouped.
         outside: FSDP2's units beside the layers: tail and root.
         links: who is connected how.
-        layout: how many microbatches, and the bubble of a pipeline.
+        layout: how many microbatches; without stages.
         outer: seconds of one microbatch's embedding, head and loss, forward and backward.
         optimizer: seconds of the optimizer's step.
         sync: microbatches that reduce gradients: ``every`` or ``last``.
-        stages: stages of one rank of a pipeline.
-        hidden_bytes: what a stage hands to the next.
     """
     device, turns = links.device, layout.grad_accum
     reduced = turns if sync == "every" else 1
@@ -231,36 +229,31 @@ def step_seconds(
             continue
         ahead = block.forward + 2 * sums + gathered + sent
         behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
-        gather, reduce = _unit_seconds(run, links)
+        gather, reduce = _run_seconds(run, links)
         parts["parameter gathers"] += n * max(0.0, gather - ahead)
         if run.unit.reshard:
             parts["parameter gathers"] += n * max(0.0, gather - behind)
             behind = max(0.0, behind - gather)
         parts["gradient reductions"] += run.count * reduced * max(0.0, reduce - behind)
     for unit in outside:
-        gather, reduce = _seconds_of(unit, links.shards, links)
+        gather, reduce = unit_seconds(unit, links.shards, links)
         parts["parameter gathers"] += gather  # of the first microbatch: tail and root stay gathered
         parts["gradient reductions"] += reduced * reduce
     parts["head and embedding"] = turns * outer
-    if layout.pp > 1:
-        work = sum(parts.values())
-        parts["pipeline bubble"] = work * (layout.pp - 1) / turns / stages
-        handed = network.send_seconds(hidden_bytes, links.device.gpus_per_host > layout.gpus // layout.pp, device)
-        parts["pipeline sends"] = 2 * handed * (turns * stages + layout.pp - 1)
     parts["optimizer"] = optimizer
     return StepSeconds({name: value for name, value in parts.items() if value})
 
 
-def _unit_seconds(run: LayerRun, links: Links) -> tuple[float, float]:
+def _run_seconds(run: LayerRun, links: Links) -> tuple[float, float]:
     assert run.unit is not None
-    gather, reduce = _seconds_of(run.unit, links.shards, links)
+    gather, reduce = unit_seconds(run.unit, links.shards, links)
     if run.experts is not None:
-        more = _seconds_of(run.experts, links.expert_shards, links)
+        more = unit_seconds(run.experts, links.expert_shards, links)
         gather, reduce = gather + more[0], reduce + more[1]
     return gather, reduce
 
 
-def _seconds_of(unit: UnitBytes, shards: RankGroup, links: Links) -> tuple[float, float]:
+def unit_seconds(unit: UnitBytes, shards: RankGroup, links: Links) -> tuple[float, float]:
     """To gather a unit, and to reduce its gradients, over replicas too."""
     device = links.device
     gather = network.gather_seconds(unit.gathered, shards, device)

@@ -27,7 +27,7 @@ from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.stack import Stack
 from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
 
-_KERNELS_PER_PARAMETER = 12
+KERNELS_PER_PARAMETER = 12
 """Of an AdamW step that goes through its parameters one by one."""
 
 
@@ -48,10 +48,12 @@ class ShapeKey:
     ep: int
     micro_batch: int
     whole: bool
+    staged: bool = False
+    """Cut into the stages of a pipeline, of which `whole` then speaks."""
 
     @classmethod
     def of(cls, layout: Layout) -> ShapeKey:
-        return cls(layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.gpus == 1)
+        return cls(layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.gpus == layout.pp, layout.pp > 1)
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,10 @@ class TracedShape:
         """The modes that need no budget."""
         return {mode: self.base.uniform(mode) for mode in ("none", "full", "selective")}
 
+    def choices(self, layout: Layout, variant: Variant) -> list[Choice]:
+        """Of a mode that needs no budget."""
+        return self.uniform[variant.ac]
+
     @cached_property
     def stack(self) -> Stack:
         """All layers as one choice, with a few choices of each kind: the whole frontier is for the winner alone."""
@@ -249,7 +255,7 @@ class TracedShape:
         sharding, step = planner.sharding, planner.setup.step
         made = self._layer_runs(layout, variant, choices)
         outside = [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.world > 1 else []
-        loop = len(sharding.trained) * _KERNELS_PER_PARAMETER * device.launch_seconds
+        loop = len(sharding.trained) * KERNELS_PER_PARAMETER * device.launch_seconds
         return step_seconds(
             made, outside, Links.of(layout, device), layout, outer=planner.outer().seconds, sync=step.sync,
             optimizer=max(loop, optimizer_seconds(sharding.trained, step.optimizer, device)),
@@ -308,6 +314,16 @@ class TracedShape:
             runs, [], Links.of(layout, device), layout, sync=self.question.step.sync, optimizer=0.0,
             outer=head * key.micro_batch * self.question.seq_len / key.cp,
         ).total  # fmt: skip
+
+    def least_staged(self, layout: Layout) -> float:
+        """Seconds that no pipeline of `layout` is faster than, which has the same weights in a layer: its kernels without
+        launches, part waves and the bytes of weights, dealt out evenly."""
+        work = 0.0
+        for call in self.base.traced.calls:
+            if call.kind not in self._least:
+                self._least[call.kind] = least_seconds(self.base.problems[call.kind], self.question.device)
+            work += sum(self._least[call.kind])
+        return work * layout.micro_batch * self.key.cp / self.key.micro_batch * layout.grad_accum / layout.pp
 
     def _head_weights(self) -> int:
         head = find_head(self.base.model)

@@ -1,0 +1,207 @@
+"""A model cut into stages, traced in one local shape: schedules, cuts, ranks and microbatches are arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, actions_of
+from nemo_like.losses.model_loss import find_head
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, PipelineParallel
+from nemo_like.planning.fit import network
+from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.question import Question
+from nemo_like.planning.fit.seconds import BlockSeconds, Links, StepSeconds, unit_seconds
+from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Variant
+from nemo_like.planning.peak import Peak
+from nemo_like.planning.plan import BudgetError, Plan
+from nemo_like.planning.planner import Setup
+from nemo_like.planning.schedule_time import timeline
+from nemo_like.planning.stage_plans import choose, describe
+from nemo_like.planning.stages import Choices, PipelinePlanner, PlannedStage
+from nemo_like.planning.step_time import optimizer_seconds
+
+
+class StagedShape:
+    """One local shape of the model in stages; what `TracedShape` is for layouts without `pp`."""
+
+    def __init__(self, model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any]) -> None:
+        """Nothing is traced yet, but for the model as a whole; raises ValueError where it cannot be cut."""
+        self.key, self.question, self.model, self.sample = key, question, model, sample(key.micro_batch)
+        self.setup = Setup(
+            shard_ranks=1, step=question.step, precision=question.precision, tp=key.tp, ep=key.ep,
+            fsdp=None if key.whole else FSDP2(reshard_after_forward=False), imbalance=question.imbalance,
+        )  # fmt: skip
+        self._first: dict[str, PipelinePlanner] = {}
+        self._planners: dict[Any, PipelinePlanner] = {}
+        self._blocks: dict[int, BlockSeconds] = {}
+        self._peaks: dict[Any, Peak] = {}
+        self._plans: dict[Any, tuple[Choices, Peak] | None] = {}
+
+    def planner(self, layout: Layout, variant: Variant) -> PipelinePlanner:
+        """Of this layout and variant; stages of the same layers are traced once for all of them."""
+        key = (*self._layout_key(layout), variant.loss, variant.offload)
+        if key not in self._planners:
+            pp = PipelineParallel(layout.pp, layout.schedule or "1f1b", layout.grad_accum)
+            setup = replace(
+                self.setup, shard_ranks=layout.shard_ranks, offload=OffloadConfig(variant.offload),
+                loss=ChunkedLoss() if variant.loss == "chunked" else None,
+            )  # fmt: skip
+            known = self._first.get(variant.loss) or next(iter(self._first.values()), None)
+            if known is None:
+                made = PipelinePlanner(self.model, self.sample, pp=pp, device=self.question.device, setup=setup)
+            else:
+                made = known.with_setup(setup).scheduled(pp)
+            self._first.setdefault(variant.loss, made)
+            self._planners[key] = made
+        return self._planners[key]
+
+    def _layout_key(self, layout: Layout) -> tuple[Any, ...]:
+        return layout.pp, layout.schedule, layout.grad_accum, layout.shard_ranks
+
+    @cached_property
+    def chunked(self) -> bool | None:
+        """Whether the last stage can have its loss in chunks; None: it cannot."""
+        return None if find_head(self.model) is None else True
+
+    # --- choices --------------------------------------------------------------------------------------------------
+
+    def choices(self, layout: Layout, variant: Variant) -> Any:
+        """Of a mode that needs no budget, for each stage."""
+        return self.planner(layout, variant).uniform(variant.ac)
+
+    def least(self, layout: Layout, variant: Variant) -> tuple[Any, int]:
+        """Choices that no others of this variant are faster than, and bytes that their peak is not below: none are known."""
+        mode = "none" if variant.ac == "plan" else variant.ac
+        return self.choices(layout, replace(variant, ac=mode)), 0
+
+    def planned(self, layout: Layout, variant: Variant) -> tuple[Any, Peak] | None:
+        """The fastest plan of each stage within the limit, and the highest rank's peak; None: there is none."""
+        key = (*self._layout_key(layout), variant)
+        if key not in self._plans:
+            planner = self.planner(layout, variant)
+            try:
+                choices = choose(planner, MemoryBudget(peak_bytes=self.question.limit))
+                self._plans[key] = choices, _highest(planner, choices)
+            except BudgetError:
+                self._plans[key] = None
+        return self._plans[key]
+
+    refined = planned
+
+    def peak(self, layout: Layout, variant: Variant, choices: Any) -> Peak:
+        """Of a whole step, on the rank of the pipeline that has the highest."""
+        key = (*self._layout_key(layout), variant)
+        if key not in self._peaks:
+            self._peaks[key] = _highest(self.planner(layout, variant), choices)
+        return self._peaks[key]
+
+    def plan(self, layout: Layout, variant: Variant, choices: Any, asked: str) -> Plan:
+        """Choices as what `nemo_like.parallelize` takes."""
+        return describe(self.planner(layout, variant), choices, asked)
+
+    def reserved(self, layout: Layout, variant: Variant, choices: Any) -> int | None:
+        """None: not known with several microbatches in flight."""
+        return None
+
+    # --- seconds --------------------------------------------------------------------------------------------------
+
+    def seconds(self, layout: Layout, variant: Variant, choices: Any) -> StepSeconds:
+        """Of a whole step: what the busiest rank of the pipeline computes and sends, what it waits for, and what its stages
+        gather and reduce, which is once in a step."""
+        planner, device = self.planner(layout, variant), self.question.device
+        links = Links.of(layout, device)
+        parts = [self._stage_parts(stage, own, links) for stage, own in zip(planner.stages, choices)]
+        ranks = [planner.of_rank(rank) for rank in range(planner.pp.size)]
+        sums = [{name: sum(parts[index][name] for index in own) for name in parts[0]} for own in ranks]
+        busiest = max(sums, key=lambda one: sum(one.values()))
+        found = {name: value * layout.grad_accum for name, value in busiest.items()}
+        actions, count = actions_of(planner.pp), len(planner.stages)
+        seconds = _actions(parts)
+        handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > layout.gpus // layout.pp, device)
+        computing = timeline(actions, seconds, count).seconds
+        found["pipeline bubble"] = max(0.0, computing - sum(found.values()))
+        found["pipeline sends"] = max(0.0, timeline(actions, seconds, count, handed).seconds - computing)
+        gathers, reductions, steps = [], [], []
+        for own in ranks:
+            units = [self._unit_seconds(planner.stages[index], links) for index in own]
+            gathers.append(sum(gather for gather, _ in units))
+            reductions.append(sum(reduction for _, reduction in units))
+            steps.append(sum(self._optimizer_seconds(planner.stages[index]) for index in own))
+        found["parameter gathers"], found["gradient reductions"] = max(gathers), max(reductions)
+        found["optimizer"] = max(steps)
+        return StepSeconds({name: value for name, value in found.items() if value})
+
+    def _stage_parts(self, stage: PlannedStage, choices: Any, links: Links) -> dict[str, float]:
+        """Seconds of one microbatch in one stage."""
+        planner, device = stage.planner, self.question.device
+        parts = dict.fromkeys(
+            ("forward", "backward", "replay", "tensor-parallel sums", "expert exchanges", "head and embedding"), 0.0
+        )
+        for call, choice in zip(planner.traced.calls, choices):
+            problem = planner.problems[call.kind]
+            if id(problem) not in self._blocks:
+                self._blocks[id(problem)] = BlockSeconds.of(problem, device)
+            block = self._blocks[id(problem)]
+            again = 1 if choice.label == "full" else 0
+            parts["forward"] += block.forward
+            parts["backward"] += block.backward
+            parts["replay"] += block.replay(choice, problem.reachable)
+            sums = network.reduce_seconds(block.boundary_bytes, links.tensor, device)
+            parts["tensor-parallel sums"] += sums * (4 + again)
+            parts["expert exchanges"] += network.exchange_seconds(block.expert_bytes, links.experts, device) * (
+                2 + again
+            )
+        parts["head and embedding"] += planner.outer().seconds
+        return parts
+
+    def _unit_seconds(self, stage: PlannedStage, links: Links) -> tuple[float, float]:
+        """To gather a stage's parameters and to reduce its gradients; nothing is said to hide them."""
+        sharding = stage.planner.sharding
+        if sharding.world == 1:
+            return 0.0, 0.0
+        own = [
+            unit_seconds(unit, links.shards, links) for unit in sharding.all if unit not in sharding.experts.values()
+        ]
+        own += [unit_seconds(unit, links.expert_shards, links) for unit in sharding.experts.values()]
+        return sum(gather for gather, _ in own), sum(reduction for _, reduction in own)
+
+    def _optimizer_seconds(self, stage: PlannedStage) -> float:
+        trained, device = stage.planner.sharding.trained, self.question.device
+        loop = len(trained) * KERNELS_PER_PARAMETER * device.launch_seconds
+        return max(loop, optimizer_seconds(trained, self.question.step.optimizer, device))
+
+    def flops(self) -> float:
+        """Of one microbatch in all stages: forward and backward of layers and head, nothing twice."""
+        planner = next(iter(self._first.values()))
+        layers = sum(
+            stage.planner.problems[call.kind].trace.flops
+            for stage in planner.stages
+            for call in stage.planner.traced.calls
+        )
+        head = find_head(self.model)
+        weights = 0 if head is None else sum(p.numel() for p in head.parameters())
+        tokens = self.key.micro_batch * self.question.seq_len
+        return 3.0 * (layers + 2.0 * weights * tokens / self.key.tp)
+
+
+def _highest(planner: PipelinePlanner, choices: Any) -> Peak:
+    return max(planner.peaks(choices), key=lambda peak: peak.total)
+
+
+def _actions(parts: list[dict[str, float]]) -> dict[tuple[str, int], float]:
+    """Seconds by kind of action and stage; see `nemo_like.planning.stage_plans.times`, which leaves communication out."""
+    seconds: dict[tuple[str, int], float] = {}
+    for index, own in enumerate(parts):
+        outer, replay, back = own.get("head and embedding", 0.0), own.get("replay", 0.0), own.get("backward", 0.0)
+        # Forward and backward send as much, and a replay before it; shares of it are near enough.
+        sent = own.get("tensor-parallel sums", 0.0) + own.get("expert exchanges", 0.0)
+        seconds[FORWARD, index] = own.get("forward", 0.0) + outer / 3 + sent / 2
+        seconds[BACKWARD, index] = back + replay + outer * 2 / 3 + sent / 2
+        seconds[INPUTS, index] = 0.0 if index == 0 else back / 2 + replay + outer / 3 + sent / 2
+        seconds[WEIGHTS, index] = seconds[BACKWARD, index] if index == 0 else back / 2 + outer / 3
+    return seconds
