@@ -167,7 +167,8 @@ def parallelize(
             head's output from ``labels`` in training mode, it does so a chunk of tokens at a time, and
             ``output.logits`` is None; where it does something else with the logits, they are made, and this is logged.
         precision: the dtype to compute in (``"bf16"``), ``"fp8"`` (bfloat16, with the matmuls of the layers' linears in
-            float8, by torchao), a `Precision` (also for reduction and outputs) or torch's `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast.
+            float8, by torchao), a `Precision` (also for reduction and outputs) or torch's `MixedPrecisionPolicy`. FSDP2
+            casts parameters; the other strategies use autocast.
         compile: ``True``/``"inductor"`` or ``"aot_eager"``: compile each layer in place.
         offload: what waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these
             and what checkpointing keeps), ``"all"``, or an `OffloadConfig`.

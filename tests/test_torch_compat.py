@@ -77,7 +77,8 @@ def private_names(source):
             yield from ((node.lineno, part) for part in parts if _is_private(part))
         elif isinstance(node, ast.Attribute) and _is_private(node.attr):
             chain = _chain(node)
-            operator = "ops" in chain[:2]  # torch.ops.aten._grouped_mm: the name of an operator
+            ours = getattr(getattr(node.value, "func", None), "id", "") == "super"
+            operator = ours or "ops" in chain[:2]  # torch.ops.aten._grouped_mm: the name of an operator
             if chain[:1] not in (["self"], ["cls"]) and not operator and node.attr not in OF_OBJECTS:
                 yield node.lineno, node.attr
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):

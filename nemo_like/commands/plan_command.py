@@ -122,14 +122,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
-    from nemo_like.commands import pipeline_command, plan_inputs
+    from nemo_like.commands import plan_inputs, plan_stages
     from nemo_like.planning import plan_report
     from nemo_like.planning.devices import resolve_device
     from nemo_like.planning.planner import Planner, Setup
 
     shard_ranks = _shard_ranks(args)
     if args.pp > 1:
-        return pipeline_command.run(args, shard_ranks, _precision(args))
+        return plan_stages.run(args, shard_ranks, _precision(args))
     loop = StepSpec(args.microbatches, args.sync, not args.drop_output, args.zero_grad, ema=args.ema)
     step = StepSpec.of(loop, args.optimizer)
     device = resolve_device(args.gpu)

@@ -136,13 +136,14 @@ def walk_backward(
     for i in reversed(range(len(layers))):
         layer, stretch = layers[i], _less(_backward_stretch(outer, len(layers), i), outer.kept)
         waiting = [holding[j] for j in range(len(layers)) if j < i or j in outer.idle]
-        now["held activations"] = held_bytes(waiting, offload)
         after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
         if i in outer.idle:
+            now["held activations"] = held_bytes(waiting, offload)
             now["receive buffers"] += after_last_layer if i == len(layers) - 1 else 0
             _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}")
             continue
-        comm.before_backward(i)
+        comm.before_backward(i)  # what the layer holds is there still
+        now["held activations"] = held_bytes(waiting, offload)
         now["outside of layers"] = stretch.left - tail_grads - layer.memory.output_grad
         gathered = comm.gathered_in_backward(layer.experts)
         walk.look(

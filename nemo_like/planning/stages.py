@@ -73,10 +73,10 @@ class PipelinePlanner:
         names = dict(zip(_argument_names(model), args))
         self.batch = names | dict(batch)
         self.hidden = _hidden_of(self.batch, self.parts)
-        self._more, self._planners = more, dict[Any, Planner]()
-        self._schedule(pp)
+        self._more, self.planners = more, dict[Any, Planner]()
+        self.scheduled_as(pp)
 
-    def _schedule(self, pp: PipelineParallel) -> None:
+    def scheduled_as(self, pp: PipelineParallel) -> None:
         self.pp, self.count = pp, pp.microbatches or 1
         # In 1F1B, what is in flight is the same from some microbatch on.
         enough = min(self.count, 2 * pp.size + 2) if pp.schedule == "1f1b" else self.count
@@ -88,7 +88,7 @@ class PipelinePlanner:
         """This planner for another cut or schedule; stages of the same layers are not traced again."""
         other = copy.copy(self)
         other.__dict__.pop("_memories", None)
-        other._schedule(pp)
+        other.scheduled_as(pp)
         return other
 
     def with_setup(self, setup: Setup) -> PipelinePlanner:
@@ -96,15 +96,15 @@ class PipelinePlanner:
         nothing is traced again."""
         other = copy.copy(self)
         other.__dict__.pop("_memories", None)
-        other.setup, other._planners = setup, {}
-        for key, planner in self._planners.items():
+        other.setup, other.planners = setup, {}
+        for key, planner in self.planners.items():
             if key[1] and setup.loss != self.setup.loss:
                 continue
             _ = planner.trained  # traced once for all copies
             made = copy.copy(planner)
             made.setup = replace(planner.setup, shard_ranks=setup.shard_ranks, offload=setup.offload)
             made.__dict__.pop("sharding", None)
-            other._planners[key] = made
+            other.planners[key] = made
         other.stages = other.stages_for(other.counts)
         return other
 
@@ -136,9 +136,9 @@ class PipelinePlanner:
         for piece in slices(counts):
             names = tuple(self.parts.layers[i] for i in piece.layers)
             key = (piece.is_first, piece.is_last, tuple(layer_signature(modules[name]) for name in names))
-            if key not in self._planners:
-                self._planners[key] = self._planner(piece, names)
-            made.append(PlannedStage(piece, names, self._planners[key]))
+            if key not in self.planners:
+                self.planners[key] = self._planner(piece, names)
+            made.append(PlannedStage(piece, names, self.planners[key]))
         return made
 
     def _planner(self, piece: StageSlice, names: tuple[str, ...]) -> Planner:

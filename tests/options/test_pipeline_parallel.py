@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from nemo_like.distributed.pipeline.schedules import stages_of
 from nemo_like.options import SCHEDULES, PipelineParallel
 
 
@@ -16,11 +17,11 @@ def test_defaults() -> None:
         "1f1b",
         8,
         4,
-        "once",
+        "auto",
     )
     assert PipelineParallel.of(options) is options
     assert [PipelineParallel(2, schedule=name).stages for name in SCHEDULES] == [2, 2, 4, 4, 4, 4]
-    assert PipelineParallel(2, schedule="ZBV").is_v_shaped
+    assert stages_of(PipelineParallel(2, schedule="ZBV"), 0) == [0, 3]
 
 
 @pytest.mark.parametrize(
@@ -36,10 +37,10 @@ def test_defaults() -> None:
         ({"schedule": "zbv", "stages_per_rank": 3}, "'zbv' has two on each rank"),
         ({"schedule": "interleaved_1f1b", "microbatches": 5}, "goes 2 rounds of equal length: use 4 or 6"),
         ({"schedule": "dualpipev", "microbatches": 3}, "at least as many as stages, 4 here"),
-        ({"balance": "even"}, "balance is 'even'; it must be 'time' or how many"),
+        ({"balance": "even"}, "balance is 'even'; it must be 'time', 'memory' or how many"),
         ({"balance": [2, 0]}, "balance is .2, 0."),
         ({"balance": [2, 2, 2]}, "balance has 3 numbers and there are 2 stages"),
-        ({"replay": "never"}, "replay is 'never'; it must be 'once' or 'twice'"),
+        ({"replay": "never"}, "replay is 'never'; it must be 'auto', 'once' or 'twice'"),
     ],
 )
 def test_errors(arguments: dict[str, Any], message: str) -> None:

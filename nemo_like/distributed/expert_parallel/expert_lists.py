@@ -69,7 +69,7 @@ class StackedExperts(nn.Module):
             self.register_parameter(own, nn.Parameter(whole, parameter.requires_grad))
         # Not registered: its weights are stand-ins. In a tuple, which `nn.Module` does not look into.
         self._one = (copy.deepcopy(members[0]).to("meta"),)
-        self._pass: _BlockPass | None = None
+        self.block_pass: _BlockPass | None = None
 
     def train(self, mode: bool = True) -> StackedExperts:
         self._one[0].train(mode)
@@ -133,13 +133,17 @@ class _ExpertHandle:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         rows = (*args, *kwargs.values())
-        if self._stack._pass is None or len(rows) != 1 or not isinstance(rows[0], Tensor):
+        if self._stack.block_pass is None or len(rows) != 1 or not isinstance(rows[0], Tensor):
             raise NotImplementedError(
                 f"Expert {self._number} of a list that ep splits was called "
-                + ("outside of its block's forward" if self._stack._pass is None else f"with {len(rows)} arguments")
+                + (
+                    "outside of its block's forward"
+                    if self._stack.block_pass is None
+                    else f"with {len(rows)} arguments"
+                )
                 + ": experts take their rows alone, (..., D) to (..., D), in the forward of the module that has the list."
             )
-        return self._stack._pass.call(self._number, rows[0])
+        return self._stack.block_pass.call(self._number, rows[0])
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -182,14 +186,14 @@ class BlockOfList:
         others = {name: _AnsweredOnce(child) for name, child in block._modules.items() if child not in (None, stack)}
         before, buffers = _random(), {name: (b, b.clone()) for name, b in block._buffers.items() if b is not None}
         registered: dict[str, Any] = dict(block._modules)
-        stack._pass = _BlockPass()
+        stack.block_pass = _BlockPass()
         try:
             block._modules.update(others)  # type: ignore[arg-type]
             self._own(*args, **kwargs)
             after = _random()
-            calls = list(stack._pass.calls)
+            calls = list(stack.block_pass.calls)
             answers, tie = self._exchanged(calls, tensors_in((args, kwargs))[0])
-            stack._pass.answers = answers
+            stack.block_pass.answers = answers
             for buffer, value in buffers.values():
                 if not torch.equal(buffer, value):  # a count that the block keeps: once is right
                     buffer.copy_(value)
@@ -200,7 +204,7 @@ class BlockOfList:
             _set_random(after)
         finally:
             block._modules.update(registered)
-            stack._pass = None
+            stack.block_pass = None
         return out if calls else _tied(out, tie)
 
     def _exchanged(self, calls: Sequence[tuple[int, Tensor]], like: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -95,12 +95,12 @@ class TracedShape:
         self.base = Planner(own, self.sample, device=question.device, setup=setup)
         self.blocks = [BlockSeconds.of(problem, question.device) for problem in self.base.problems]
         self._least: dict[int, tuple[float, float]] = {}
-        self._least_of: dict[Any, tuple[list[Choice], int]] = {}
+        self.least_of: dict[Any, tuple[list[Choice], int]] = {}
         self._runs: dict[Any, list[LayerRun]] = {}
         self._kept: list[Sequence[Choice]] = []
-        self._planners: dict[Any, Planner] = {}
-        self._peaks: dict[Any, Peak] = {}
-        self._plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
+        self.planners: dict[Any, Planner] = {}
+        self.peaks: dict[Any, Peak] = {}
+        self.plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
 
     def with_step(self, step: StepSpec) -> TracedShape:
         """The same shape, and nothing traced again, for another optimizer."""
@@ -108,7 +108,7 @@ class TracedShape:
         other.base = copy.copy(self.base)
         other.base.setup = replace(self.base.setup, step=step)
         other.__dict__.pop("chunked", None)
-        other._planners, other._peaks, other._plans, other._least_of = {}, {}, {}, {}
+        other.planners, other.peaks, other.plans, other.least_of = {}, {}, {}, {}
         return other
 
     def sharded(self) -> TracedShape:
@@ -126,7 +126,7 @@ class TracedShape:
     def planner(self, layout: Layout, variant: Variant) -> Planner:
         """This shape's planner, for so many ranks, so many microbatches and this variant; nothing is traced."""
         key = (layout.shard_ranks, layout.grad_accum, variant.loss, variant.offload, variant.reshard)
-        if key not in self._planners:
+        if key not in self.planners:
             base = self.base if variant.loss == "model" else self.chunked
             assert base is not None, "variants with a loss in chunks are only asked for where there are chunks"
             _ = base.trained  # traced once for all copies
@@ -137,8 +137,8 @@ class TracedShape:
                 fsdp=None if base.setup.fsdp is None else FSDP2(reshard_after_forward=variant.reshard),
             )  # fmt: skip
             made.__dict__["sharding"] = self._sharding(made)
-            self._planners[key] = made
-        return self._planners[key]
+            self.planners[key] = made
+        return self.planners[key]
 
     def _sharding(self, planner: Planner) -> Sharding:
         """What lies on one rank: of shapes with the same weights the same, but for the ids of modules and parameters."""
@@ -186,9 +186,9 @@ class TracedShape:
         """Choices that no fitting ones of this variant are faster than, and bytes that their peak is not below: what is
         held when forward ends, parameters and optimizer state. Nothing runs for it."""
         key = (layout.shard_ranks, variant.ac, variant.offload)
-        if key not in self._least_of:
-            self._least_of[key] = self._least_choices(layout, variant)
-        return self._least_of[key]
+        if key not in self.least_of:
+            self.least_of[key] = self._least_choices(layout, variant)
+        return self.least_of[key]
 
     def _least_choices(self, layout: Layout, variant: Variant) -> tuple[list[Choice], int]:
         planner = self.planner(layout, variant)
@@ -209,7 +209,7 @@ class TracedShape:
     def planned(self, layout: Layout, variant: Variant) -> tuple[list[Choice], Peak] | None:
         """The fastest mix of the menu within the limit, and its peak; None: there is none."""
         key = (layout.shard_ranks, min(layout.grad_accum, 3), variant)
-        if key not in self._plans:
+        if key not in self.plans:
             planner, mixes = self.planner(layout, variant), self.stack.mixes
 
             def peak_of(mix: solver.Mix) -> Peak:
@@ -217,10 +217,10 @@ class TracedShape:
 
             fits = bisect_right(mixes, self.question.limit, key=lambda mix: peak_of(mix).total) - 1
             if fits < 0:
-                self._plans[key] = None
+                self.plans[key] = None
             else:
-                self._plans[key] = planner.proved_all(self.stack.assignment(mixes[fits])), peak_of(mixes[fits])
-        return self._plans[key]
+                self.plans[key] = planner.proved_all(self.stack.assignment(mixes[fits])), peak_of(mixes[fits])
+        return self.plans[key]
 
     def refined(self, layout: Layout, variant: Variant) -> tuple[list[Choice], Peak] | None:
         """`planned` over the whole frontier; None: nothing fits."""
@@ -234,9 +234,9 @@ class TracedShape:
     def peak(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> Peak:
         """Of a whole step."""
         key = (layout.shard_ranks, min(layout.grad_accum, 3), variant)
-        if key not in self._peaks:
-            self._peaks[key] = self.planner(layout, variant).peak(choices)
-        return self._peaks[key]
+        if key not in self.peaks:
+            self.peaks[key] = self.planner(layout, variant).peak(choices)
+        return self.peaks[key]
 
     def plan(self, layout: Layout, variant: Variant, choices: Sequence[Choice], asked: str) -> Plan:
         """Choices as what `nemo_like.parallelize` takes."""
