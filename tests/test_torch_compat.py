@@ -745,7 +745,7 @@ def test_a_pipeline_stage_opens_no_connection_to_its_own_rank(monkeypatch):
     name = "_get_init_p2p_neighbors_ops"
     base = torch_compat.ConnectedStage.__mro__[2]
     asked = [SimpleNamespace(group_peer=peer) for peer in (0, 1, 2, 1)]
-    monkeypatch.setattr(base, name, lambda self: asked)
+    monkeypatch.setattr(base, name, lambda self: asked, raising=False)
     assert [op.group_peer for op in getattr(stage, name)()] == [0, 2]
     monkeypatch.delattr(base, name)  # as a later torch may
     assert getattr(stage, name)() == []
