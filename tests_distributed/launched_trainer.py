@@ -99,7 +99,8 @@ def main(folder: Path) -> None:
     jobs = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
     for name, job in jobs.items():
         try:
-            result = run(folder / name, **(dict(mine=None, arguments={}, model="llama", resume=None) | job))
+            defaults = dict(mine=None, arguments={}, model="llama", resume=None)
+            result = run(folder / job.pop("output", name), **(defaults | job))
         except ValueError as error:
             result = f"{type(error).__name__}: {error}"
         if os.environ["RANK"] == "0":

@@ -83,7 +83,8 @@ def test_settings_change_no_bit_of_a_sharded_trainers_run(tmp_path: Path) -> Non
         "cp": {"model": "qwen3", "mine": {"ac": "selective", "cp": 2}},
         "saved bare": {"arguments": SAVING},
         "saved": {"mine": {"ac": "selective"}, "arguments": SAVING},
-        "resumed": {"mine": {"ac": "selective"}, "arguments": SAVING, "resume": saved},
+        # Into the same folder: sharded weights make theirs late, so that what step 2 wrote of the best one is a race's.
+        "resumed": {"mine": {"ac": "selective"}, "arguments": SAVING, "resume": saved, "output": "saved"},
         "compiled": {"mine": {"ac": "selective"}, "arguments": COMPILED},
     }
     found = launch(tmp_path, "  fsdp_state_dict_type: SHARDED_STATE_DICT\nmixed_precision: 'no'\n", jobs)
