@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nemo_like.commands import loss_survey, plan_survey
+from nemo_like.commands import loss_survey, plan_page, plan_survey
 from nemo_like.extras import require
 from nemo_like.layers import LayersNotFoundError, find_layers
 from nemo_like.options import did_you_mean
@@ -116,21 +116,21 @@ def _survey_plans(args: argparse.Namespace) -> int:
     known = plan_survey.model_types()
     _check_types(args.only or (), list(known))
     before = _page(args.output) if args.only or args.resume else ""
-    done = plan_survey.surveyed(before) if args.resume else frozenset()
+    done = plan_page.surveyed(before) if args.resume else frozenset()
     rows = []
     for row in plan_survey.survey(name for name in args.only or known if name not in done):
         rows.append(row)
         if args.output is not None:  # after each: what was measured is not lost when the survey is stopped
-            _write_section(args.output, plan_survey.SECTION, plan_survey.markdown(rows, before))
+            _write_section(args.output, plan_page.SECTION, plan_page.markdown(rows, before))
     if args.output is None:
-        sys.stdout.write(plan_survey.markdown(rows))
-    wrong = list(plan_survey.failures(rows))
+        sys.stdout.write(plan_page.markdown(rows))
+    wrong = list(plan_page.failures(rows))
     for line in wrong:
         print(f"nemo-like coverage: {line}", file=sys.stderr)
     return 1 if wrong else 0
 
 
-_SECTIONS = (plan_survey.SECTION, loss_survey.SECTION)
+_SECTIONS = (plan_page.SECTION, loss_survey.SECTION)
 """What stands on the page below the table of layers, in this order; each is made by an option of its own."""
 
 

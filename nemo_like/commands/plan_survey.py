@@ -6,23 +6,23 @@ import gc
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nemo_like.bench.measured_step import cpu_events
-from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, cell, one_line, within
+from nemo_like.commands.code_version import code_version
+from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, one_line, within
 from nemo_like.extras import require
 from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.first_step import bytes_between_steps
-from nemo_like.planning.outer import loss_of
 from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.step_loss import loss_of
 
-SECTION = "## Budgets"
 BUDGET = 0.35
 """Share of the activation bytes of no checkpointing."""
 SECONDS = 120
@@ -35,26 +35,6 @@ _HEADS = (
     "SPEECH_SEQ_2_SEQ", "",
 )  # fmt: skip
 """The kinds of head that are tried for a type, in this order; the last is the model without one."""
-
-CAUSES: dict[str, str] = {
-    "bailing_hybrid": "a layer of many small ops: planning takes longer than the survey waits",
-    "flaubert": "it fills a key/value cache in every forward, and cannot be told not to",
-    "ibert": "its quantization needs values",
-    "jetmoe": "its router needs values",
-    "kimi_linear": "a layer of many small ops: planning takes longer than the survey waits",
-    "levit": "planning takes longer than the survey waits; not looked into",
-    "longcat_flash": "its expert loop needs values",
-    "longformer": "its windows of attention need values",
-    "mra": "its attention needs a GPU, and is zeros that ask for a gradient on the CPU: leaves, which autograd keeps",
-    "openai_privacy_filter": "its expert loop needs values",
-    "rwkv": "a loop over tokens: planning takes longer than the survey waits",
-    "sam2_hiera_det_model": "planning takes longer than the survey waits; not looked into",
-    "sam3_tracker": "not run again since scratch of convolutions is counted otherwise",
-    "vits": "its masks need values",
-    "xlm": "it fills a key/value cache in every forward, and cannot be told not to",
-    "zamba": "a layer of many small ops: planning takes longer than the survey waits",
-}
-"""Model types whose peak is off by more than `CLOSE`, or that cannot be planned: each with the cause."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +55,8 @@ class SurveyedPlan:
     """The same for what is alive between forward and backward, without parameters and optimizer state."""
     problem: str = ""
     """What it raised."""
+    code: str = field(default_factory=code_version)
+    """The commit of this package that it was tried with."""
 
     @property
     def close(self) -> bool:
@@ -227,82 +209,3 @@ def measured(model: nn.Module, sample: dict[str, Tensor]) -> tuple[int, int]:
     alive = cpu_events(lambda: outputs.append(model(**sample)))[-1]
     outputs.clear()
     return bytes_between_steps(model, optimizer, gradients=False) + max(cpu_events(step)), alive
-
-
-def failures(rows: Iterable[SurveyedPlan]) -> Iterator[str]:
-    """What is wrong, one line each, those in `CAUSES` left out; budgets that are exceeded are never left out."""
-    for row in rows:
-        if row.exceeded:
-            yield f"{row.model_type}: its step peaks {-row.peak_error:.1%} higher than predicted"
-        elif row.trains and not row.close and row.model_type not in CAUSES:
-            yield f"{row.model_type}: {row.problem or f'its peak is predicted {row.peak_error:.1%} too high'}"
-
-
-_COLUMNS = "| model type | class | planned | ran | peak error | held error | cause |"
-
-
-def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
-    """The section of `docs/model-coverage.md`; what the section in `page` says of types that are not in `rows` stays."""
-    rows = list(rows)
-    version = require("transformers", "hf", "to name its version").__version__
-    anew = {row.model_type for row in rows}
-    kept, others = ({name: line for name, line in found.items() if name not in anew} for found in _tables_in(page))
-    lines = kept | {row.model_type: _line(row) for row in rows if row.trains}
-    others |= {row.model_type: f"| {row.model_type} | {cell(row.problem)} |" for row in rows if not row.trains}
-    cells = [[part.strip() for part in line.split("|")[1:-1]] for line in lines.values()]
-    errors = [float(row[4].rstrip("%")) / 100 for row in cells if row[3] == "yes"]
-    close = sum(abs(error) <= CLOSE for error in errors)
-    return "\n".join((
-        SECTION,
-        "",
-        "Made by `nemo-like coverage --plan --output docs/model-coverage.md`; `--only` renews the rows of some types, "
-        "`--resume` goes on where it was stopped.",
-        "",
-        f"Of the {len(model_types())} model types of transformers {version}, {len(lines) + len(others)} were tried, and "
-        f"{len(lines)} of these train here tiny (CPU, torch {torch.__version__}) on random input of the kind that they "
-        f"name as their main one: {BATCH} x {TOKENS} tokens, two pictures, or two sounds. Each was planned (in at most "
-        f"{SECONDS} s of CPU time) for {BUDGET:.0%} of its activation bytes (or the least that it can hold, where that "
-        "is more), on one device in float32 with AdamW, and run for two steps; the peak of the second was compared with "
-        f"the prediction, by the CPU allocator's events. {len(errors)} were planned and ran; of {close} the peak is "
-        f"within {CLOSE:.0%} ({close / max(1, len(lines)):.1%} of those that train); {sum(e < -CLOSE for e in errors)} "
-        f"peaked more than {CLOSE:.0%} higher than predicted. Errors are (predicted - measured) / measured; held: what is "
-        "alive between forward and backward.",
-        "",
-        _COLUMNS,
-        "|---|---|---|---|---|---|---|",
-        *(line for _, line in sorted(lines.items())),
-        "",
-        f"{len(others)} types do not train here on such input:",
-        "",
-        _OTHERS,
-        "|---|---|",
-        *(line for _, line in sorted(others.items())),
-        "",
-    ))  # fmt: skip
-
-
-_OTHERS = "| model type | what it raised |"
-
-
-def surveyed(page: str) -> frozenset[str]:
-    """The model types that the section in `page` has a row for."""
-    return frozenset(name for table in _tables_in(page) for name in table)
-
-
-def _tables_in(page: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The lines of the two tables in the section of `page`, by model type: types that train, and the others."""
-    section = page.partition(SECTION + "\n")[2].partition("\n## ")[0]
-    trained, _, others = section.partition(_OTHERS)
-    return _rows_of(trained.partition(_COLUMNS)[2]), _rows_of(others)
-
-
-def _rows_of(table: str) -> dict[str, str]:
-    return {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
-
-
-def _line(row: SurveyedPlan) -> str:
-    cause = CAUSES.get(row.model_type, "") if not row.close else ""
-    said = "; ".join(filter(None, (cause, cell(row.problem))))
-    errors = f"{row.peak_error:+.2%} | {row.held_error:+.2%}" if row.ran else "- | -"
-    ran = "yes" if row.ran else "no"
-    return f"| {row.model_type} | {row.model_class} | {row.planned or 'no'} | {ran} | {errors} | {said} |"

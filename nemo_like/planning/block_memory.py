@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
-from nemo_like.planning.capture import Kind
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
+from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.reasons import without_values
 from nemo_like.planning.recorded_events import BlockEvents
 from nemo_like.tensors import map_tensors, tensors_in
 
@@ -59,6 +61,7 @@ def block_memory(
 
     Raises:
         RegionError, PlanMismatchError: `policy` does not fit the block.
+        ValueError: its step depends on values, so that it cannot be planned.
     """
     replaced: dict[int, torch.Tensor] = {}
 
@@ -76,7 +79,7 @@ def block_memory(
 
     before = with_gradients(state.values(), run) if accumulate else []
     meter = LiveBytes([*state.values(), *replaced.values(), *before])
-    with run, meter, SumsInPlace():
+    with needing_no_values(kind), run, meter, SumsInPlace():
         with run.casting(), torch.set_grad_enabled(kind.grad):
             if policy is None:
                 out = call(*args, **kwargs)
@@ -117,6 +120,12 @@ def block_memory(
     return BlockMemory(
         forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads), events
     )
+
+
+def needing_no_values(kind: Kind) -> AbstractContextManager[None]:
+    """Around a step of the block: a look at values is an error that names it."""
+    name = type(kind.module).__name__ if kind.trace is None else kind.trace.name
+    return without_values(f"{name} cannot be planned: its step", kind.module)
 
 
 def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.Tensor]:

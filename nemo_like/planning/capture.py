@@ -1,14 +1,11 @@
 """How a model calls its layers: one forward pass on fake tensors, each distinct block run once.
 
-Two layers are of one kind when class, parameter shapes, plain settings (numbers, words, flags and tuples of these of every
-sub-module, but for its own index) and call are equal. Later layers of a kind are not run: they hand on tensors of the
-shape that the first one returned. That is what makes a model of 126 layers as quick to plan as one of two.
+Later layers of a kind are not run: they hand on tensors of the shape that the first one returned. That is what makes a
+model of 126 layers as quick to plan as one of two.
 """
 
 from __future__ import annotations
 
-import itertools
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,80 +16,12 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, is_filled_cache
 from nemo_like.module_tree import bare
-from nemo_like.planning.block_trace import BlockTrace, trace_block
+from nemo_like.planning.block_trace import trace_block
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
-from nemo_like.planning.recorded import Record, record_again, recording
+from nemo_like.planning.kinds import Kind, ModelTrace, TracedCall, by_argument, call_key, handed_on, settings_of
+from nemo_like.planning.reasons import named_reason
+from nemo_like.planning.recorded import record_again, recording
 from nemo_like.tensors import describe, map_tensors, split_sample, tensors_in
-from nemo_like.torch_compat import tree_flatten
-
-_OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
-
-
-Place = tuple[int | str, int]
-"""Of a tensor in a call: the position or the name of the argument that it is in, and its number there."""
-
-
-@dataclass
-class Kind:
-    """One distinct block, and how it is called."""
-
-    module: nn.Module
-    args: tuple
-    kwargs: dict[str, Any]
-    output: Any
-    state: dict[str, torch.Tensor]
-    shared: tuple[torch.Tensor, ...] = ()
-    records: list[Record] = field(default_factory=list)
-    """What recorders inside the block saw."""
-    trace: BlockTrace | None = None
-    passed: dict[int, Place] = field(default_factory=dict)
-    """Which tensors of its output are tensors that it was called with: position among the former → place in the call."""
-    grad: bool = True
-    """Called with gradients on: a model that repeats its layers may run some passes without."""
-    shared_at: frozenset[Place] = frozenset()
-    """Where `shared` stand in its call."""
-
-    def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Its output in a call of a block like it: what it hands on is handed on, ``make(tensor)`` stands for the rest."""
-        given, positions = by_argument(args, kwargs), itertools.count()
-
-        def one(tensor: torch.Tensor) -> Any:
-            position = next(positions)
-            return given[self.passed[position]] if position in self.passed else make(tensor)
-
-        return map_tensors(one, self.output)
-
-
-@dataclass(frozen=True)
-class TracedCall:
-    """One call of one layer, in the order in which they run."""
-
-    fqn: str
-    module: nn.Module
-    kind: int
-
-
-@dataclass
-class ModelTrace:
-    """A model's layers as it calls them, and what is needed to run any of them again."""
-
-    calls: tuple[TracedCall, ...]
-    kinds: tuple[Kind, ...]
-    shared_bytes: int
-    """Storages that several layers are called with (position tables, masks), counted once."""
-    run: FakeRun
-    state: dict[str, torch.Tensor]
-    args: tuple
-    kwargs: dict[str, Any]
-    dtype: torch.dtype | None
-
-    def traces(self) -> tuple[BlockTrace, ...]:
-        """The trace of each kind."""
-        return tuple(kind.trace for kind in self.kinds if kind.trace is not None)
-
-    def counts(self) -> tuple[int, ...]:
-        """How many calls there are of each kind."""
-        return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
 
 
 def trace_model(
@@ -130,44 +59,6 @@ def run_forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple
         return torch.func.functional_call(model, dict(state), args, dict(kwargs))
 
 
-@contextmanager
-def named_reason(model: nn.Module, given: str) -> Iterator[None]:
-    """Errors of a forward pass of `model` without values as ValueErrors that say why, and what to do; `given`: its input."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-            way_out = (
-                "Mixture-of-experts models of transformers can with experts_implementation='grouped_mm', where they have it."
-                if _has_experts(model) else "Use a mode instead of a budget, such as 'selective'."
-            )  # fmt: skip
-            raise ValueError(
-                f"{type(model).__name__} cannot be planned: its forward depends on values that a run without weights "
-                f"does not have ({error}{_place_of(error)}). {way_out}"
-            ) from error
-        if isinstance(error, RuntimeError | TypeError | IndexError | AttributeError):
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(
-                f"The forward pass of {type(model).__name__} failed on the sample input ({given}), run on "
-                f"tensors without values: {reason}. Give what one step of one rank gives to the "
-                "model; if that is what this is, the model cannot be planned: use a mode instead of a budget."
-            ) from error
-        raise
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any("expert" in name.rpartition(".")[2].lower() for name, _ in model.named_modules())
-
-
-def _place_of(error: BaseException) -> str:
-    """``", in line 12 of package.module"``: the innermost line of the model's code that `error` came from."""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
-            return f", in line {line} of {module}"
-    return ""
-
-
 @dataclass
 class _Watcher:
     model: nn.Module
@@ -195,12 +86,12 @@ class _Watcher:
         module = bare(layer.module)
         prefix = name + "." if name else ""
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        settings = _settings(module)
+        settings = settings_of(module)
 
         def watching(*args: Any, **kwargs: Any) -> Any:
             grad = torch.is_grad_enabled()
             self._refuse_cache(layer.fqn, kwargs)
-            key = (settings, _call_key(args), _call_key(kwargs), grad)
+            key = (settings, call_key(args), call_key(kwargs), grad)
             for tensor in tensors_in((args, kwargs)):
                 storage = tensor.untyped_storage()
                 self._held.append(storage)
@@ -217,7 +108,7 @@ class _Watcher:
                 output = forward(*args, **kwargs)
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
-                passed = _handed_on(output, args, kwargs)
+                passed = handed_on(output, args, kwargs)
                 self.kinds.append(
                     Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad)
                 )
@@ -291,21 +182,6 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
                 module.forward = forward
 
 
-def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, torch.Tensor]:
-    """The tensors of a call by their argument and their number in it.
-
-    A number among all of them would not do: layers that are not run leave empty what they fill for one another.
-    """
-    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return {(name, i): tensor for name, value in arguments for i, tensor in enumerate(tensors_in(value))}
-
-
-def _handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, Place]:
-    """Positions of the tensors in `output` that are tensors of the call, with their places there."""
-    given = {id(tensor): place for place, tensor in reversed(by_argument(args, kwargs).items())}
-    return {i: given[id(tensor)] for i, tensor in enumerate(tensors_in(output)) if id(tensor) in given}
-
-
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
@@ -314,39 +190,3 @@ def _another(tensor: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(tensor)
     # A tensor that is no leaf, as a layer's output is: models may go on in place.
     return made.requires_grad_().clone() if tensor.requires_grad else made
-
-
-def _settings(module: nn.Module) -> tuple:
-    """Everything plain that tells one layer from another: classes, shapes, numbers, words and flags."""
-    found: list[Any] = []
-    for name, part in module.named_modules():
-        plain = tuple(
-            (key, value)
-            for key, value in sorted(vars(part).items())
-            if _plain(value) and not any(word in key for word in _OWN_INDEX)
-        )
-        found.append((name, type(part), plain))
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        found.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-    return tuple(found)
-
-
-def _plain(value: Any) -> bool:
-    """A number, a word, a flag, or a tuple of such: the stride of a convolution is one."""
-    if isinstance(value, tuple):
-        return all(map(_plain, value))
-    return isinstance(value, bool | int | float | str | type(None))
-
-
-def _call_key(value: Any) -> Any:
-    """A hashable stand-in for the arguments of a call: layouts of tensors, plain values, types of anything else."""
-    leaves, spec = tree_flatten(value)
-    described: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            described.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
-        elif isinstance(leaf, bool | int | float | str | type(None)):
-            described.append(leaf)
-        else:
-            described.append(type(leaf))
-    return tuple(described), str(spec)

@@ -13,10 +13,10 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.engine import half_of_backward, run_region
 from nemo_like.activation_checkpointing.policy import Policy
-from nemo_like.planning.block_memory import OutputGradients, with_gradients
-from nemo_like.planning.capture import Kind
+from nemo_like.planning.block_memory import OutputGradients, needing_no_values, with_gradients
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
+from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import backward_in_halves
@@ -122,7 +122,7 @@ def _run(
     before = with_gradients(state.values(), run) if accumulate else []
     meter = LiveBytes([*state.values(), *replaced.values(), *before])
     inputs = [t for t in replaced.values() if t.requires_grad]
-    with run, meter, SumsInPlace():
+    with needing_no_values(kind), run, meter, SumsInPlace():
         with run.casting(), torch.set_grad_enabled(kind.grad):
             out = (
                 block(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nemo_like.planning.block_trace import TraceMismatchError
-from nemo_like.planning.capture import Kind
+from nemo_like.planning.kinds import Kind
 from nemo_like.planning.scratch import scratch_bytes
 from nemo_like.tensors import map_tensors
 from nemo_like.torch_compat import TorchDispatchMode, tree_flatten

@@ -20,16 +20,20 @@ from nemo_like.losses.model_loss import chunked_calls
 from nemo_like.module_tree import bare
 from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.planning.block_memory import with_gradients
-from nemo_like.planning.capture import Kind, ModelTrace, by_argument, replaced_forwards
+from nemo_like.planning.capture import replaced_forwards
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.halves_memory import backward_of_inputs
+from nemo_like.planning.kinds import ModelTrace, by_argument
+from nemo_like.planning.layer_stubs import LayerStub, stand_in
 from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.reasons import without_values
 from nemo_like.planning.recorded import record_again
 from nemo_like.planning.recorded_events import BackwardCall, ForwardCall, OuterEvents
+from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.step_time import OpSeconds
-from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.tensors import tensors_in
 
 
 @dataclass(frozen=True)
@@ -100,42 +104,6 @@ class OuterMemory:
         )  # fmt: skip
 
 
-def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
-    """The number to run backward from: ``loss_fn(output)``, else a ``loss`` in the output, else a cross entropy.
-
-    That is of its first tensor that has a gradient: in float32, shifted by one token, as most loops outside of a model
-    compute it, and no less than others hold.
-    """
-    if loss_fn is not None:
-        return _told_loss(output, loss_fn)
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is not None:
-        return loss
-    if isinstance(output, torch.Tensor) and output.dim() == 0:
-        return output
-    first = next((t for t in tensors_in(output) if t.requires_grad), None)
-    if first is None:
-        raise ValueError("The model's output has no loss and no tensor with a gradient; give StepSpec(loss_fn=...).")
-    if first.dim() < 2:
-        return first.float().sum()
-    scores = (first[:, :-1] if first.dim() > 2 and first.shape[1] > 1 else first).float()
-    labels = torch.zeros(scores.shape[:-1].numel(), dtype=torch.long, device=scores.device)
-    return nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), labels)
-
-
-def _told_loss(output: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    try:
-        loss = loss_fn(output)
-    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"StepSpec.loss_fn failed on what the model returns ({type(output).__name__}, without values, on the CPU): "
-            f"{str(error).strip().splitlines()[0]}. It is called with the output alone; labels it uses must be on the CPU."
-        ) from error
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        raise ValueError(f"StepSpec.loss_fn returned {loss!r}; it must return one number that has a gradient.")
-    return loss
-
-
 def outer_memory(
     model: nn.Module, layers: Sequence[Any], traced: ModelTrace, step: StepSpec = StepSpec(),  # noqa: B008 - frozen
     chunks: ChunkedLoss | None = None, *, accumulate: bool = False, device: Device | None = None, halves: bool = False,
@@ -149,6 +117,9 @@ def outer_memory(
         accumulate: parameters have gradients before, which are not counted, and backward adds to them.
         device: whose roofline times it.
         halves: cut backward in two, as some schedules of pipelines do.
+
+    Raises:
+        ValueError: its step depends on values, so that it cannot be planned.
     """
     timer = None if device is None else OpSeconds(device)
     state = {
@@ -162,7 +133,7 @@ def outer_memory(
     used: list[set[int]] = [set() for _ in traced.kinds]
     layouts: list[dict[int, tuple[int, ...]]] = [{} for _ in traced.kinds]
     inputs: list[list[weakref.ref[Any]]] = []
-    alive: dict[int, weakref.ref[_StubCall]] = {}
+    alive: dict[int, weakref.ref[LayerStub]] = {}
     calls: list[ForwardCall] = []
     backs: list[BackwardCall] = []
 
@@ -184,7 +155,7 @@ def outer_memory(
             numbers, at = tuple(dict.fromkeys(map(meter.number, own))), len(meter.log)
             del own
             lap = functools.partial(_lap, meter, backward, backs, twice, len(forward))
-            output, records, standing = _stand_in(kind, args, kwargs, lap, used[number], layouts[number])
+            output, records, standing = stand_in(kind, args, kwargs, lap, used[number], layouts[number])
             if standing is not None:
                 alive[len(forward) - 1] = standing
             calls.append(ForwardCall(at, len(meter.log), numbers))
@@ -197,6 +168,7 @@ def outer_memory(
     in_chunks: AbstractContextManager[list[str]]
     in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
     with (
+        without_values(f"{type(model).__name__} cannot be planned: its step around the layers", model),
         cache_off(model), in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
         replaced_forwards(layers, stub),
     ):  # fmt: skip
@@ -274,69 +246,3 @@ def _lap(
     laps.append((calls - 1, Stretch(meter.lap(), meter.live, twice(calls))))
     at, numbers = len(meter.log), tuple(meter.number(grad) for grad in grads if grad is not None)
     return lambda: backs.append(BackwardCall(calls - 1, at, len(meter.log), numbers))
-
-
-@dataclass(eq=False)
-class _StubCall:
-    """One call of a stand-in."""
-
-    lap: Callable[[Sequence[torch.Tensor | None]], Callable[[], None]]
-    """To be called when its backward begins, with its gradients; what it returns, when that has made others."""
-    used: set[int]
-    layouts: dict[int, tuple[int, ...]]
-    """Strides of the gradients that it gets, where they are not in rows."""
-    places: list[int]
-    """Where in the layer's output its tensors stand."""
-    held: list[torch.Tensor]
-    """What the layer shares with others, and holds till its backward."""
-
-
-class _StubLayer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _StubCall, like: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.layouts = [(t.shape, t.dtype) for t in inputs]
-        return tuple(torch.empty_like(t) for t in like)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        call = ctx.call
-        done = call.lap(grads)
-        call.used.update(place for place, grad in zip(call.places, grads) if grad is not None)
-        call.layouts.update(
-            (place, grad.stride())
-            for place, grad in zip(call.places, grads)
-            if grad is not None and not grad.is_contiguous() and 0 not in grad.stride()
-        )
-        call.held.clear()
-        made = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
-        done()
-        return None, None, *made
-
-
-def _stand_in(
-    kind: Kind,
-    args: tuple,
-    kwargs: dict[str, Any],
-    lap: Callable[[Sequence[torch.Tensor | None]], Callable[[], None]],
-    used: set[int],
-    layouts: dict[int, tuple[int, ...]],
-) -> tuple[Any, Any, weakref.ref[_StubCall] | None]:
-    """The output of a layer that is not run, what recorders in it would have seen, and what its backward will hold."""
-    given = tensors_in((args, kwargs))
-    outputs = tensors_in(kind.output)
-    places = [place for place in range(len(outputs)) if place not in kind.passed]
-    wanted = [outputs[place] for place in places] + tensors_in(kind.records)
-    inputs = [t for t in given if t.requires_grad]
-    if not inputs and any(t.requires_grad for t in wanted):
-        inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
-    if inputs:
-        held = [tensor for place, tensor in by_argument(args, kwargs).items() if place in kind.shared_at]
-        call = _StubCall(lap, used, layouts, places, held)
-        standing = weakref.ref(call)
-        made = iter(_StubLayer.apply(call, wanted, *inputs))
-    else:
-        made, standing = map(torch.empty_like, wanted), None
-    output = kind.output_with(lambda _: next(made), args, kwargs)
-    return output, map_tensors(lambda _: next(made), kind.records), standing

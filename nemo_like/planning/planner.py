@@ -41,9 +41,10 @@ from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
-from nemo_like.planning.capture import ModelTrace, trace_model
+from nemo_like.planning.capture import trace_model
 from nemo_like.planning.devices import Device, device_at_hand, resolve_device
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
+from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
 from nemo_like.planning.optimizers import optimizer_memory

@@ -1,0 +1,140 @@
+"""What a model calls: its distinct blocks, and which of its layers is which.
+
+Two layers are of one kind when class, parameter shapes, plain settings (numbers, words, flags and tuples of these of every
+sub-module, but for its own index) and call are equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.planning.block_trace import BlockTrace
+from nemo_like.planning.fake import FakeRun
+from nemo_like.planning.recorded import Record
+from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.torch_compat import tree_flatten
+
+_OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
+
+Place = tuple[int | str, int]
+"""Of a tensor in a call: the position or the name of the argument that it is in, and its number there."""
+
+
+@dataclass
+class Kind:
+    """One distinct block, and how it is called."""
+
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+    state: dict[str, torch.Tensor]
+    shared: tuple[torch.Tensor, ...] = ()
+    records: list[Record] = field(default_factory=list)
+    """What recorders inside the block saw."""
+    trace: BlockTrace | None = None
+    passed: dict[int, Place] = field(default_factory=dict)
+    """Which tensors of its output are tensors that it was called with: position among the former → place in the call."""
+    grad: bool = True
+    """Called with gradients on: a model that repeats its layers may run some passes without."""
+    shared_at: frozenset[Place] = frozenset()
+    """Where `shared` stand in its call."""
+
+    def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Its output in a call of a block like it: what it hands on is handed on, ``make(tensor)`` stands for the rest."""
+        given, positions = by_argument(args, kwargs), itertools.count()
+
+        def one(tensor: torch.Tensor) -> Any:
+            position = next(positions)
+            return given[self.passed[position]] if position in self.passed else make(tensor)
+
+        return map_tensors(one, self.output)
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """One call of one layer, in the order in which they run."""
+
+    fqn: str
+    module: nn.Module
+    kind: int
+
+
+@dataclass
+class ModelTrace:
+    """A model's layers as it calls them, and what is needed to run any of them again."""
+
+    calls: tuple[TracedCall, ...]
+    kinds: tuple[Kind, ...]
+    shared_bytes: int
+    """Storages that several layers are called with (position tables, masks), counted once."""
+    run: FakeRun
+    state: dict[str, torch.Tensor]
+    args: tuple
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None
+
+    def traces(self) -> tuple[BlockTrace, ...]:
+        """The trace of each kind."""
+        return tuple(kind.trace for kind in self.kinds if kind.trace is not None)
+
+    def counts(self) -> tuple[int, ...]:
+        """How many calls there are of each kind."""
+        return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
+
+
+def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, torch.Tensor]:
+    """The tensors of a call by their argument and their number in it.
+
+    A number among all of them would not do: layers that are not run leave empty what they fill for one another.
+    """
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {(name, i): tensor for name, value in arguments for i, tensor in enumerate(tensors_in(value))}
+
+
+def handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, Place]:
+    """Positions of the tensors in `output` that are tensors of the call, with their places there."""
+    given = {id(tensor): place for place, tensor in reversed(by_argument(args, kwargs).items())}
+    return {i: given[id(tensor)] for i, tensor in enumerate(tensors_in(output)) if id(tensor) in given}
+
+
+def settings_of(module: nn.Module) -> tuple:
+    """Everything plain that tells one layer from another: classes, shapes, numbers, words and flags."""
+    found: list[Any] = []
+    for name, part in module.named_modules():
+        plain = tuple(
+            (key, value)
+            for key, value in sorted(vars(part).items())
+            if _plain(value) and not any(word in key for word in _OWN_INDEX)
+        )
+        found.append((name, type(part), plain))
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        found.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    return tuple(found)
+
+
+def _plain(value: Any) -> bool:
+    """A number, a word, a flag, or a tuple of such: the stride of a convolution is one."""
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return isinstance(value, bool | int | float | str | type(None))
+
+
+def call_key(value: Any) -> Any:
+    """A hashable stand-in for the arguments of a call: layouts of tensors, plain values, types of anything else."""
+    leaves, spec = tree_flatten(value)
+    described: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            described.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
+        elif isinstance(leaf, bool | int | float | str | type(None)):
+            described.append(leaf)
+        else:
+            described.append(type(leaf))
+    return tuple(described), str(spec)

@@ -1,0 +1,73 @@
+"""Why a model cannot be planned, in words: errors of a forward or a backward that ran without values."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+_LOOKS = ("DataDependentOutputException", "DynamicOutputShapeException")
+"""What fake tensors raise where somebody looks at a value that they do not have, by name: the classes are private."""
+
+
+@contextmanager
+def named_reason(model: nn.Module, given: str) -> Iterator[None]:
+    """Errors of a forward pass of `model` without values as ValueErrors that say why, and what to do; `given`: its input."""
+    try:
+        with without_values(f"{type(model).__name__} cannot be planned: its forward", model):
+            yield
+    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"The forward pass of {type(model).__name__} failed on the sample input ({given}), run on "
+            f"tensors without values: {reason}. Give what one step of one rank gives to the "
+            "model; if that is what this is, the model cannot be planned: use a mode instead of a budget."
+        ) from error
+
+
+@contextmanager
+def without_values(who: str, module: nn.Module | None = None) -> Iterator[None]:
+    """A look at values that are not there, as a ValueError; all other errors as they are.
+
+    Args:
+        who: begins the sentence: who looks.
+        module: the model, or the part of it, that runs.
+    """
+    try:
+        yield
+    except Exception as error:
+        look = _look_behind(error)
+        if look is None:
+            raise
+        way_out = (
+            "Mixture-of-experts models of transformers can with experts_implementation='grouped_mm', where they have it."
+            if module is not None and _has_experts(module)
+            else "Use a mode instead of a budget, such as 'selective'."
+        )
+        raise ValueError(
+            f"{who} depends on values that a run without weights does not have ({look}{_place_of(look)}). {way_out}"
+        ) from error
+
+
+def _look_behind(error: BaseException | None) -> BaseException | None:
+    """The look at values that `error` is, or was raised from: torch's pipelines raise their own."""
+    while isinstance(error, RuntimeError):
+        if type(error).__name__ in _LOOKS:
+            return error
+        error = error.__cause__
+    return None
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any("expert" in name.rpartition(".")[2].lower() for name, _ in model.named_modules())
+
+
+def _place_of(error: BaseException) -> str:
+    """``", in line 12 of package.module"``: the innermost line of the model's code that `error` came from."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
+            return f", in line {line} of {module}"
+    return ""
