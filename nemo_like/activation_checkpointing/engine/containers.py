@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_LEAVES = frozenset({type(None), bool, int, float, str, Tensor, nn.Parameter})
-"""The usual ones."""
+COMMON_LEAVES = frozenset({type(None), bool, int, float, str, Tensor, nn.Parameter})
+"""The types of most arguments; none is a container."""
 _BUILT = (dict, UserDict, SimpleNamespace)
 """Whose instances are made anew, attributes and all."""
 
@@ -59,7 +59,7 @@ def _mapped(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) ->
 
 
 def _each(function: Callable[[Any], Any], values: Iterable[Any], made: dict[int, Any]) -> list[Any]:
-    return [function(value) if type(value) in _LEAVES else _mapped(function, value, made) for value in values]
+    return [function(value) if type(value) in COMMON_LEAVES else _mapped(function, value, made) for value in values]
 
 
 def is_container(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_like.activation_checkpointing.engine.containers import map_leaves
+from nemo_like.activation_checkpointing.engine.containers import COMMON_LEAVES, map_leaves
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.kept import private_copy, storages
 from nemo_like.activation_checkpointing.ops import written_tensors
@@ -34,7 +34,7 @@ class SavedInputs:
     itself changes in place is copied before, see `before_change`.
     """
 
-    __slots__ = ("_arguments", "_originals", "_saved", "changed")
+    __slots__ = ("_arguments", "_nested", "_originals", "_saved", "changed")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._saved: list[Callable[[], Tensor]] = []
@@ -42,7 +42,17 @@ class SavedInputs:
         """The tensors themselves, for as long as the call lasts."""
         self.changed = False
         """Whether the call has changed one of them in place."""
-        self._arguments: tuple[list[Any], dict[str, Any]] = map_leaves(self._strip, (list(args), kwargs))
+        self._nested = not all(COMMON_LEAVES.issuperset(map(type, values)) for values in (args, kwargs.values()))
+        """Whether something among the arguments may be a container."""
+        self._arguments = self._mapped(self._strip, (list(args), kwargs))
+
+    def _mapped(
+        self, function: Callable[[Any], Any], arguments: tuple[list[Any], dict[str, Any]]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        if self._nested:
+            return map_leaves(function, arguments)
+        args, kwargs = arguments
+        return list(map(function, args)), dict(zip(kwargs, map(function, kwargs.values()))) if kwargs else {}
 
     def _strip(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -89,8 +99,7 @@ class SavedInputs:
         def restore(value: Any) -> Any:
             return tensors[value.index] if type(value) is _Place else value
 
-        args, kwargs = map_leaves(restore, self._arguments)
-        return args, kwargs
+        return self._mapped(restore, self._arguments)
 
 
 def _copies_of(kept: Tensor, requires_grad: bool) -> Callable[[], Tensor]:

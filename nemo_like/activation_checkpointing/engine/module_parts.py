@@ -144,8 +144,8 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_empty", "_filled", "_keys", "_lengths", "_modules", "_others", "_owns", "_tables", "_values", "_whole",
-        "counted", "parameters", "taken",
+        "_all", "_empty", "_every", "_filled", "_keys", "_lengths", "_modules", "_others", "_owns", "_tables", "_values",
+        "_whole", "counted", "parameters", "taken",
     )  # fmt: skip
 
     def __init__(self, parts: list[Part]) -> None:
@@ -158,6 +158,8 @@ class Snapshot:
         self._filled, self._empty = [t for t in self._tables if t], [t for t in self._tables if not t]
         self._keys = list(chain.from_iterable(self._filled))
         self._values = _values_of(self._whole), self._others_now(), _values_of(self._filled)
+        self._every = self._whole + self._filled
+        self._all = _values_of(self._every)
         self.taken = [part.take() for part in parts]
         present = {id(t): t for state in self.taken for t in state.parameters.values() if t is not None}
         self.parameters = [tensor for tensor in present.values() if tensor.is_leaf]
@@ -178,6 +180,14 @@ class Snapshot:
             return not self._others or self._others_now() == self._values[1]
         except KeyError:  # one was taken away, and another one put in
             return False
+
+    def is_untouched(self) -> bool:
+        """Whether all is the very same, attributes and tables too: the quick way to say that the snapshot holds."""
+        if self._others or any(self._empty):
+            return False
+        values = _values_of(self._every)
+        same = len(values) == len(self._all) and all(map(is_, values, self._all))
+        return same and list(chain.from_iterable(self._filled)) == self._keys
 
     def is_current(self) -> bool:
         """`has_same_attributes`, and the very same parameters, buffers, modules and hooks."""
@@ -271,8 +281,9 @@ class Walk:
 
     def take(self) -> Snapshot | None:
         """All of it as it is now; None where modules or configurations came or went, so that another walk is needed."""
-        if self._snapshot is not None and self._snapshot.has_same_tables() and self._snapshot.is_current():
-            return self._snapshot
+        known = self._snapshot
+        if known is not None and (known.is_untouched() or (known.has_same_tables() and known.is_current())):
+            return known
         if any(own.get(name) is not value for own, name, value in self._configs):
             return None
         for index, part in enumerate(self._parts):

@@ -90,7 +90,7 @@ class ModuleWorld:
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Put the modules into the state that forward found, until `stack` ends."""
         snapshot = self._snapshot
-        if snapshot.is_current():
+        if snapshot.is_untouched() or snapshot.is_current():
             stack.callback(_revert_all, snapshot, snapshot.copies_of_others())
         else:
             for state in snapshot.taken:
