@@ -31,7 +31,7 @@ from nemo_like.distributed.expert_parallel import (
 )
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
-from nemo_like.distributed.pipeline.cut import STAGE_MARK
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
@@ -223,7 +223,7 @@ def parallelize(
     split = _check_tensor_parallel(shard_mesh, asked, tensor)
     context = replace(context, size=axis_size(shard_mesh, "cp"))
     if context.size > 1:
-        check_context_parallel(model, context, found)
+        check_context_parallel(model, context, found, call_of(model))
     experts = _check_expert_parallel(model, shard_mesh, expert)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
@@ -252,7 +252,7 @@ def parallelize(
             whole=[found.fqn for found in experts],
         )  # fmt: skip
     if context.size > 1 and shard_mesh is not None:
-        apply_context_parallel(model, shard_mesh["cp"], context, found)
+        apply_context_parallel(model, shard_mesh["cp"], context, found, call_of(model))
     # Also for a stage without experts: making process groups takes every rank.
     expert_mesh = None if shard_mesh is None or expert.size == 1 else make_expert_mesh(shard_mesh, expert.size)
     if expert_mesh is not None:

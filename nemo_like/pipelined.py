@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.compile import parse_compile
+from nemo_like.distributed.context_parallel import check_context_parallel
 from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline import Pipeline
@@ -80,12 +81,15 @@ def parallelize_pipeline(
             f"{torch.__version__} cannot do that to compiled layers (2.13 can). Use 'interleaved_1f1b', or compile=False."
         )
     tensor = TensorParallel.of(options["tp"])
-    if (context := ContextParallel.of(options["cp"])).size > 1:
-        raise ValueError(
-            f"cp is {context.size} beside pp: a stage cannot take parts of sequences yet. Use one of the two."
-        )
+    context = ContextParallel.of(options["cp"])
+    if word != "fsdp2" and context.size > 1:
+        raise ValueError(f"cp splits sequences over ranks beside FSDP2; strategy {word!r} has none. Use 'fsdp2'.")
     precision = Precision.of(options["precision"])
-    mesh = _mesh(options["mesh"], pp, options["dp_replicate"], tensor.size, options["device"])
+    sizes = {"pp": pp.size, "dp_replicate": options["dp_replicate"], "tp": tensor.size, "cp": context.size}
+    mesh = _mesh(options["mesh"], sizes, options["device"])
+    context = replace(context, size=axis_size(mesh, "cp"))
+    if context.size > 1:
+        check_context_parallel(model, context, found)
     shards = any(axis_size(mesh, name) > 1 for name in ("dp_replicate", "dp_shard", "cp", "tp"))
     in_chunks = ChunkedLoss.of(options["loss"])
     if in_chunks is not None:
@@ -95,13 +99,15 @@ def parallelize_pipeline(
     lowered = {"dtype" if shards else "autocast": dtype} if dtype is not None else {}
     parts = stage_parts(model, found, sample, **lowered)
     rest = {
-        name: value for name, value in options.items() if name not in ("mesh", "loss", "sample_input", "tp", "step")
+        name: value
+        for name, value in options.items()
+        if name not in ("mesh", "loss", "sample_input", "tp", "cp", "step")
     }
     setup = Setup(
-        shard_ranks=axis_size(mesh, "dp_shard"), step=StepSpec.of(options["step"], options["optimizer"]),
+        shard_ranks=axis_size(mesh, "dp_shard") * context.size, step=StepSpec.of(options["step"], options["optimizer"]),
         precision=precision, fsdp=FSDP2(**{**vars(fsdp), "reshard_after_forward": False}) if shards else None,
         tp=tensor.size, ep=ExpertParallel.of(options["ep"]).size, offload=OffloadConfig.of(options["offload"]),
-        loss=in_chunks,
+        loss=in_chunks, cp=context,
     )  # fmt: skip
     pp, rest["ac"] = _planned(model, pp, asked, setup, options)
     counts = counts_of(parts, pp)
@@ -111,7 +117,8 @@ def parallelize_pipeline(
     start_from_the_same_weights(model, mesh)
     if shards:
         fsdp = FSDP2(**{**vars(fsdp), "reshard_after_forward": _reshard(fsdp)})
-        rest |= {"mesh": mesh[tuple(n for n in mesh.mesh_dim_names or () if n != "pp")], "strategy": fsdp, "tp": tensor}
+        rest |= {"mesh": mesh[tuple(n for n in mesh.mesh_dim_names or () if n != "pp")], "strategy": fsdp}
+        rest |= {"tp": tensor, "cp": context}
     else:
         rest |= {"strategy": "single", "dp_replicate": 1}
     stages = []
@@ -159,6 +166,12 @@ def _planned(
     model: nn.Module, pp: PipelineParallel, asked: Any, setup: Setup, options: Mapping[str, Any]
 ) -> tuple[PipelineParallel, Any]:
     """`pp` with what a plan decides of it, and what goes to each stage as ``ac=``: a budget as its plan."""
+    if setup.cp.size > 1 and (isinstance(asked, MemoryBudget) or pp.balance == "memory"):
+        wish = f"ac is {asked}" if isinstance(asked, MemoryBudget) else "PipelineParallel.balance is 'memory'"
+        raise ValueError(
+            f"{wish} beside pp and cp={setup.cp.size}: no plan is made for stages that take parts of sequences. Use a mode "
+            "such as 'selective' and balance='time', or budget with one of the two axes."
+        )
     if isinstance(asked, MemoryBudget):
         if setup.tp > 1:
             raise ValueError(
@@ -180,11 +193,11 @@ def _planned(
     return pp, asked
 
 
-def _mesh(mesh: DeviceMesh | None, pp: PipelineParallel, dp_replicate: int, tp: int, device: Any) -> DeviceMesh:
+def _mesh(mesh: DeviceMesh | None, sizes: Mapping[str, int], device: Any) -> DeviceMesh:
     if mesh is None:
         kind = None if device is None else checked_device(device).type
-        return build_mesh(pp=pp.size, dp_replicate=dp_replicate, tp=tp, device_type=kind)
-    check_sizes(mesh, {"pp": pp.size})
+        return build_mesh(**sizes, device_type=kind)
+    check_sizes(mesh, sizes)
     return mesh
 
 

@@ -56,6 +56,8 @@ def test_stages_train_as_one_process_and_resume_on_another_number_of_them(job: l
                 "--resume",
                 "--pp",
                 "2",
+                "--cp",
+                "2",
                 "--ac",
                 "full",
                 "--loss",

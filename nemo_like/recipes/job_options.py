@@ -64,7 +64,7 @@ class Options(RunOptions):
             raise ValueError(f"--export is {self.export!r}, which exists already and is not overwritten.")
 
     def _check_pipeline(self) -> None:
-        for name, off in (("pack", False), ("cp", 1), ("init", "host"), ("cpu_offload", False)):
+        for name, off in (("pack", False), ("init", "host"), ("cpu_offload", False)):
             if getattr(self, name) != off:
                 raise ValueError(
                     f"{flag(name)} is {getattr(self, name)!r} beside --pp {self.pp}, which it cannot be yet."

@@ -203,7 +203,9 @@ class HeldOut:
                 padded = starts + self._starts[:1] * (size - len(starts))
                 if isinstance(model, Pipeline):
                     piped = model.eval_step(**piped_batch(self._read(padded).to(ranks.device), len(starts)))
-                    total += piped.double().cpu() * len(starts) * self._seq_len
+                    total += (
+                        piped.double().cpu() * len(starts) * self._seq_len / ranks.cp
+                    )  # each of a group has it whole
                     continue
                 documents = self._documents(padded).to(ranks.device) if self._pack else None
                 losses = mean.each(model, next_byte(self._read(padded).to(ranks.device), documents))

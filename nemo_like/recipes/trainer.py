@@ -195,8 +195,8 @@ def _build(source: ModelSource, options: Options) -> nn.Module:
 
 
 def _mesh(options: Options, ranks: Ranks) -> DeviceMesh | None:
-    """The mesh that the loss cuts its targets over; None where sequences are whole."""
-    if options.cp == 1:
+    """The mesh that the loss cuts its targets over; None where sequences are whole, or the last stage has the loss."""
+    if options.cp == 1 or options.pp > 1:
         return None
     return build_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp, device_type=ranks.device.type)
 

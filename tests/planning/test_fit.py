@@ -145,7 +145,7 @@ def test_layouts_of_stages_and_experts_keep_to_what_can_run():
     # Two stages on each of four ranks are more than four layers.
     assert {layout.schedule for layout in found if layout.pp == 4} == {"1f1b"}
     assert not any(layout.ep > 1 and layout.tp > 1 for layout in found)
-    assert rejected["cp beside pp is not built"]
+    assert rejected["cp beside pp is not planned"]
 
 
 @pytest.mark.parametrize(

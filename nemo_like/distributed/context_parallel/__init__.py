@@ -32,14 +32,14 @@ _INTERNAL = "_attn_implementation_internal"
 
 
 def check_context_parallel(
-    model: nn.Module, options: ContextParallel, layers: Sequence[Layer] | None = None
+    model: nn.Module, options: ContextParallel, layers: Sequence[Layer] | None = None, call: nn.Module | None = None
 ) -> tuple[CutStack, ...]:
-    """The stacks of `model` that `options` would cut; changes nothing.
+    """The stacks of `model` that `options` would cut; changes nothing. `call`: as for `apply_context_parallel`.
 
     Raises:
         ValueError: a model whose sequences cannot be cut, naming what mixes along them; a method that does not fit it.
     """
-    stacks = find_stacks(model, layers)
+    stacks = find_stacks(model, layers, call)
     config = getattr(bare(model), "config", None)
     if getattr(config, "output_router_logits", False):
         raise ValueError(
@@ -53,8 +53,9 @@ def check_context_parallel(
 
 
 def apply_context_parallel(
-    model: nn.Module, mesh: DeviceMesh, options: ContextParallel, layers: Sequence[Layer] | None = None
-) -> nn.Module:
+    model: nn.Module, mesh: DeviceMesh, options: ContextParallel, layers: Sequence[Layer] | None = None,
+    call: nn.Module | None = None,
+) -> nn.Module:  # fmt: skip
     """Have `model` cut whole sequences over the ranks of `mesh`, in place; returns it.
 
     Call it on the bare model, before checkpointing and FSDP. ``model(**batch).loss`` stays the loss of whole sequences,
@@ -63,13 +64,15 @@ def apply_context_parallel(
     Args:
         mesh: the one-dimensional mesh, ``mesh["cp"]``.
         layers: the repeated layers; None: they are found.
+        call: a module whose hooks see what the model is called with (a pipeline's stage is called with hidden states);
+            None: `model`.
 
     Raises:
         ValueError: as `check_context_parallel`. The model is unchanged then.
     """
-    stacks = check_context_parallel(model, options, layers)
+    stacks = check_context_parallel(model, options, layers, call)
     parts = Parts(mesh.size(), mesh.get_local_rank(), name_group(mesh.get_group()), options.method)
-    install(model, stacks, parts)
+    install(model, stacks, parts, call)
     return model
 
 
@@ -94,24 +97,26 @@ def cut_for_planning(
             take_back()
 
 
-def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts) -> list[Any]:
+def install(
+    model: nn.Module, stacks: Sequence[CutStack], parts: Parts, call: nn.Module | None = None
+) -> list[Any]:  # fmt: skip
     """The hooks of `apply_context_parallel`, for any `parts`; returns what undoes it, to be called in reverse."""
     undo: list[Any] = []
+    called = model if call is None else call
     plain = [stack for stack in stacks if not stack.transformers]
-    # Of attention that layers compute themselves no structure says that it is right: it is compared.
-    root = RootHooks(
-        model, parts, parts.method == "ring" or any(not stack.transformers or stack.cached for stack in stacks)
-    )
-    undo.append(model.register_forward_pre_hook(root.before, with_kwargs=True).remove)
-    undo.append(model.register_forward_hook(root.after, always_call=True, prepend=True).remove)
+    # Of attention that layers compute themselves no structure says that it is right, nor of our ring.
+    parts.compared = parts.method == "ring" or any(not stack.transformers or stack.cached for stack in stacks)
+    root = RootHooks(model, parts, called)
+    undo.append(called.register_forward_pre_hook(root.before, with_kwargs=True).remove)
+    undo.append(called.register_forward_hook(root.after, always_call=True, prepend=True).remove)
     if plain:
         hooks = AttentionHooks(parts)
-        undo.append(model.register_forward_pre_hook(hooks.before).remove)
-        undo.append(model.register_forward_hook(hooks.after, always_call=True).remove)
+        undo.append(called.register_forward_pre_hook(hooks.before).remove)
+        undo.append(called.register_forward_hook(hooks.after, always_call=True).remove)
     for stack in stacks:
         inner = StackHooks(stack, parts)
-        undo.append(stack.module.register_forward_pre_hook(inner.before, with_kwargs=True).remove)
-        undo.append(stack.module.register_forward_hook(inner.after, always_call=True).remove)
+        undo.append(stack.call.register_forward_pre_hook(inner.before, with_kwargs=True).remove)
+        undo.append(stack.call.register_forward_hook(inner.after, always_call=True).remove)
         for module in stack.module.modules():
             setattr(module, MARK, parts)
             undo.append(_Delete(module, MARK))
@@ -165,7 +170,7 @@ def _check_ring(stack: CutStack, options: ContextParallel) -> None:
         return
     config: Any = getattr(stack.module, "config", None)
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    implementation = getattr(config, "_attn_implementation", None)
+    implementation = attention.attention_of(config)
     why = None
     if stack.cached:
         why = "computes its attention itself (linear biases)"

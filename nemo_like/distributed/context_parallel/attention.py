@@ -45,6 +45,12 @@ def unregistered(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
+def attention_of(config: Any) -> str | None:
+    """The implementation that a config names, also where stages of a pipeline share it and one was cut before."""
+    name = getattr(config, "_attn_implementation", None)
+    return name if name is None else unregistered(name)
+
+
 def _own_attention(implementation: str, module: nn.Module) -> Callable[..., Any]:
     if implementation == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward

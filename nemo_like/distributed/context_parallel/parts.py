@@ -26,6 +26,8 @@ class Parts:
     method: str = "all_gather"
     planning: bool = False
     """Tensors have no values, and there are no other ranks."""
+    compared: bool = False
+    """The first call is compared with whole sequences, because structure alone does not say that parts are right."""
     triangles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(rows, columns) to the causal mask of a chunk of queries over the keys up to its end: made once for all layers."""
     verifying: str | None = None

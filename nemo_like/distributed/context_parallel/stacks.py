@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nemo_like.distributed.context_parallel.attention import uses_interface
+from nemo_like.distributed.context_parallel.attention import attention_of, uses_interface
 from nemo_like.distributed.context_parallel.cached import CACHE, asks_a_cache
 from nemo_like.distributed.context_parallel.mixers import sequence_mixers
 from nemo_like.distributed.context_parallel.plain import takes_positions
@@ -32,6 +32,8 @@ class CutStack:
     layers: tuple[nn.Module, ...]
     transformers: bool
     """Whether it is one of transformers; else its attention goes through torch's function."""
+    call: nn.Module
+    """Whose hooks see what it is called with: `module`, but for a model that is a pipeline's stage."""
 
     @property
     def cached(self) -> bool:
@@ -41,14 +43,17 @@ class CutStack:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Names that its forward takes, in order."""
-        return tuple(inspect.signature(bare(self.module).forward).parameters)
+        return tuple(inspect.signature(bare(self.call).forward).parameters)
 
 
-def find_stacks(model: nn.Module, layers: Sequence[Layer] | None = None) -> tuple[CutStack, ...]:
+def find_stacks(
+    model: nn.Module, layers: Sequence[Layer] | None = None, call: nn.Module | None = None
+) -> tuple[CutStack, ...]:
     """The stacks of `model`. Changes nothing.
 
     Args:
         layers: its repeated layers; None: they are found.
+        call: whose hooks see what `model` is called with; None: its own.
 
     Raises:
         ValueError: nothing to cut, or something that mixes along the sequence and is no attention that can be given
@@ -65,10 +70,11 @@ def find_stacks(model: nn.Module, layers: Sequence[Layer] | None = None) -> tupl
     members: dict[str, list[nn.Module]] = {}
     for layer in language:
         members.setdefault(_stack_name(model, layer.fqn), []).append(bare(layer.module))
-    stacks = tuple(
-        CutStack(name, module := bare(model.get_submodule(name)), tuple(inside), _is_transformers(module))
-        for name, inside in members.items()
-    )
+    stacks = []
+    for name, inside in members.items():
+        module = bare(model.get_submodule(name))
+        called = module if name or call is None else call
+        stacks.append(CutStack(name, module, tuple(inside), _is_transformers(module), called))
     for stack in stacks:
         _check(model, stack)
         cross = next((name for name, _ in stack.module.named_modules() if _CROSS.search(name)), None)
@@ -77,7 +83,7 @@ def find_stacks(model: nn.Module, layers: Sequence[Layer] | None = None) -> tupl
                 f"{type(model).__name__}: cp cuts the sequence of {stack.name}, and {cross} looks at states of another "
                 "modality, which are not cut. Use cp=1."
             )
-    return stacks
+    return tuple(stacks)
 
 
 def _stack_name(model: nn.Module, fqn: str) -> str:
@@ -124,7 +130,7 @@ def _check(model: nn.Module, stack: CutStack) -> None:
             f"and {stack.name or 'the model'} has none. Use cp=1."
         )
     config = getattr(stack.module, "config", None)
-    own = getattr(config, "_attn_implementation", None)
+    own = attention_of(config)
     if own not in ("sdpa", "eager", None):
         raise ValueError(
             f"{where}cp makes masks from positions, and the attention implementation is {own!r}, which takes none such. "

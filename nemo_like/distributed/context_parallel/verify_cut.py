@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,28 +37,42 @@ def verify_cut(model: nn.Module, parts: Parts, given: dict[str, Any], length: in
 
     given: arguments of the call by name; length: tokens of its sequences; tokens: as `wanted` gives.
     """
-    few = min(length, tokens * parts.ranks) if tokens else length
-    inputs = {name: _first(value, length, few) for name, value in given.items()}
-    with torch.no_grad(), torch.random.fork_rng(), _evaluating(model):
+    inputs = first_tokens(given, length, tokens * parts.ranks)
+    with torch.no_grad(), torch.random.fork_rng(), evaluating(model):
         parts.verifying = "whole"
         try:
-            whole = _answers(model(**inputs))
+            whole = answers(model(**inputs))
             parts.verifying = "parts"
-            cut = _answers(model(**inputs))
+            cut = answers(model(**inputs))
         finally:
             parts.verifying = None
-    for expected, found in zip(whole, cut):
-        joined = found
-        if found.ndim > 1 and found.shape != expected.shape:
-            joined = parts.gather(found, 1)[:, : expected.shape[1]]
-        error = ((joined.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
-        allowed = _TOLERANCE.get(expected.dtype, _LOWER)
-        if not error <= allowed:
-            raise ValueError(
-                f"cp={parts.ranks} gives this {type(model).__name__} other outputs than whole sequences do (off by "
-                f"{error:.1e} of their norm, {allowed:.0e} is allowed): something in it looks along the sequence, or counts "
-                "positions, without the function that cp replaces. Use cp=1, or take positions as an argument position_ids."
-            )
+    refuse_others(model, parts, max(excess(parts, found, expected) for found, expected in zip(cut, whole)))
+
+
+def excess(parts: Parts, found: Tensor, expected: Tensor) -> float:
+    """How far what parts gave is off what whole sequences gave, as a multiple of what is allowed for its dtype.
+
+    found: (B, S / ranks, ...) of this rank, joined first; or anything of the shape of `expected`.
+    """
+    if found.ndim > 1 and found.shape != expected.shape:
+        found = parts.gather(found, 1)[:, : expected.shape[1]]
+    error = ((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+    return error / _TOLERANCE.get(expected.dtype, _LOWER) if error == error else float("inf")
+
+
+def refuse_others(model: nn.Module, parts: Parts, worst: float) -> None:
+    """Raise ValueError where `excess` came to more than one."""
+    if worst > 1:
+        raise ValueError(
+            f"cp={parts.ranks} gives this {type(model).__name__} other outputs than whole sequences do (off by {worst:.0f} "
+            "times what rounding is allowed): something in it looks along the sequence, or counts positions, without the "
+            "function that cp replaces. Use cp=1, or take positions as an argument position_ids."
+        )
+
+
+def first_tokens(given: Mapping[str, Any], length: int, few: int) -> dict[str, Any]:
+    """`given` with the first `few` tokens of its sequences of `length`; 0: all."""
+    return {name: _first(value, length, min(length, few or length)) for name, value in given.items()}
 
 
 def _first(value: Any, length: int, few: int) -> Any:
@@ -70,7 +84,7 @@ def _first(value: Any, length: int, few: int) -> Any:
     return value
 
 
-def _answers(output: Any) -> list[Tensor]:
+def answers(output: Any) -> list[Tensor]:
     """The loss, if there is one, and the first tensor of the sequence."""
     if isinstance(output, Tensor):
         return [output]
@@ -81,7 +95,7 @@ def _answers(output: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -30,15 +30,16 @@ _CACHES = ("past_key_values", "cache_params", "past_key_value")
 class RootHooks:
     """The hooks of a whole model."""
 
-    def __init__(self, model: nn.Module, parts: Parts, plain: bool = False) -> None:
-        """plain: some of its attention is torch's function, called by whom nothing is known."""
-        self._model, self.parts, self._plain = model, parts, plain
+    def __init__(self, model: nn.Module, parts: Parts, call: nn.Module) -> None:
+        """call: whose hooks these are; another than `model`, where this is a pipeline's stage."""
+        self._model, self.parts = model, parts
+        self._whole = call is model
         self._open: list[_Loss | None] = []
         self._idle: list[bool] = []
         self.shifts: bool | None = None
         """Whether the model's own loss shifts its labels by one; None: no call has shown it yet."""
         self._checked = parts.planning
-        self._names = tuple(inspect.signature(base_model(model).forward).parameters)
+        self._names = tuple(inspect.signature(base_model(call).forward).parameters)
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self._names
@@ -97,8 +98,8 @@ class RootHooks:
             return
         self._checked = True
         self._check_same_batch(given)
-        tokens = wanted(self._plain)
-        if tokens is not None:
+        tokens = wanted(self.parts.compared)
+        if tokens is not None and self._whole:  # a pipeline compares all its stages
             verify_cut(self._model, self.parts, given, main.shape[1], tokens)
 
     def _check_same_batch(self, given: dict[str, Any]) -> None:

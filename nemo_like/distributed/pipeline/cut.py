@@ -117,17 +117,30 @@ def merged(trees: Sequence[nn.Module]) -> nn.Module:
     return made
 
 
+class MicrobatchCall(nn.Module):
+    """The model's own forward in a stage, as a module: hooks that a whole model would have see the microbatch here."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = forward
+
+
+def call_of(model: nn.Module) -> nn.Module:
+    """Whose hooks see what a model is called with: `model`, or the `MicrobatchCall` of a stage's tree."""
+    return model.forward.call if isinstance(model.forward, StageForward) else model
+
+
 class StageForward:
     """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss.
 
-    Hooks of the tree see what the stage is called with, and not the microbatch: those that want that are run in here.
+    Hooks of the tree see what the stage is called with, and not the microbatch: those that want that are put on `call`.
     """
 
     def __init__(
         self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor],
         in_chunks: ChunkedLoss | None = None,
     ) -> None:  # fmt: skip
-        self._inner = model.forward
+        self.call = MicrobatchCall(model.forward)
         self._received, self._stage, self._loss_of = received, stage, loss_of
         self.takes_items = _takes_items(model)
         self._model, self._packed = model, packed_calls(model)
@@ -152,11 +165,11 @@ class StageForward:
 
     def _output(self, batch: dict[str, Any]) -> Any:
         if self._in_chunks is None:
-            return self._inner(**batch)
+            return self.call(**batch)
         output = None
         self._in_chunks.before(self._model, (), batch)
         try:
-            output = self._inner(**batch)
+            output = self.call(**batch)
         finally:
             changed = self._in_chunks.after(self._model, (), output)
         return output if changed is None else changed

@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
 from nemo_like.distributed.pipeline.cut import StageForward, merged
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
+from nemo_like.distributed.pipeline.verify_stages import sequence_parts, verify_stages
 from nemo_like.distributed.slots import show_shards
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import ConnectedStage
@@ -52,6 +54,7 @@ class Pipeline:
         self._last_rank = rank_of(options, options.stages - 1)
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
+        self._verified = False
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -69,6 +72,7 @@ class Pipeline:
         Raises:
             ValueError: a batch that cannot be cut.
         """
+        self._verify(batch)
         schedule = self._schedule(*self._cut(batch))
         numbers = torch.arange(self.options.microbatches or 1)
         args = (numbers,) if self.stages[0].slice.is_first else ()
@@ -85,6 +89,21 @@ class Pipeline:
         """The mean loss of a batch, as `step` takes and returns it, without gradients.
 
         One stage after the other; torch's own way for this fails for schedules with several stages on a rank (torch 2.13).
+        """
+        self._verify(batch)
+        return self._mean(self.forward(batch))
+
+    def _verify(self, batch: Mapping[str, Any]) -> None:
+        """Under ``cp``, once: as `nemo_like.distributed.context_parallel.verify_cut` does for whole models."""
+        if not self._verified:
+            self._verified = True
+            verify_stages(self, batch)
+
+    @torch.no_grad()
+    def forward(self, batch: Mapping[str, Any], seen: list[Tensor] | None = None) -> Sequence[Tensor]:
+        """The losses of all microbatches where this rank has the last stage, else nothing.
+
+        seen: gets the hidden states, (rows, tokens, width), that this rank's other stages give for each microbatch.
         """
         rows, tokens = self._cut(batch)
         count = range(self.options.microbatches or 1)
@@ -104,21 +123,25 @@ class Pipeline:
                     given = self._empty_hidden(rows, tokens, self.device)
                     dist.recv(given, group=self.group, group_src=before)
                 outputs.append(stage.module(given, microbatch=torch.tensor([number])).contiguous())
+                if seen is not None and not stage.slice.is_last:
+                    seen.append(outputs[-1])
                 if after not in (None, mine):
                     sent.append(dist.isend(outputs[-1], group=self.group, group_dst=after))
             handed = outputs
         for work in sent:
             work.wait()
-        return self._mean(handed if self.stages[-1].slice.is_last else ())
+        return handed if self.stages[-1].slice.is_last else ()
 
     def _cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
-        """Give the stages the batch's microbatches; returns rows and tokens of each."""
+        """Give the stages the batch's microbatches; returns rows and tokens of each, those of one rank of ``cp``."""
         batch = self.stages[0].forward.whole_batch(batch)
         microbatches, rows, tokens = cut_batch(batch, self.options.microbatches or 1)
         weights = loss_weights(microbatches, self.stages[0].forward.takes_items)
         for stage in self.stages:
             stage.forward.microbatches, stage.forward.weights = microbatches, weights
-        return rows, tokens
+        cut = sequence_parts(self)
+        whole = not cut or cut[0].verifying == "whole"
+        return rows, tokens if whole else padded_length(tokens, cut[0].ranks) // cut[0].ranks
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of what the last stage made of all microbatches, on every rank."""

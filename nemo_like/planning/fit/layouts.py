@@ -83,7 +83,7 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
                     rejected["the axes do not divide the GPUs"] += 1
                     continue
                 if pp > 1 and cp > 1:
-                    rejected["cp beside pp is not built"] += 1
+                    rejected["cp beside pp is not planned"] += 1
                     continue
                 for shape in _data_axes(room, rest, tp, cp):
                     for batch in _batches(room, shape, pp, rejected):
