@@ -26,6 +26,7 @@ from nemo_like.distributed.expert_parallel import (
     Experts,
     check_experts,
     make_expert_mesh,
+    reduce_idle_experts,
     shard_experts,
     split_experts,
 )
@@ -258,6 +259,8 @@ def parallelize(
     if expert_mesh is not None:
         experts = split_experts(model, experts, expert_mesh)
         specs = keep_routing(specs, [found.fqn for found in experts])
+    if mesh is not None:
+        reduce_idle_experts(model, expert.plan)
     apply_specs(model, specs, compile=backend is not None)
     if in_chunks is not None:
         chunk_model_loss(model, in_chunks if in_chunks.compile else replace(in_chunks, compile=backend))

@@ -168,6 +168,76 @@ def test_a_rank_whose_experts_get_no_token() -> None:
     run_ranks(2, _unbalanced)
 
 
+class _ByToken(Mixture):
+    """Each token goes to the expert of its own number; those from `COUNT` on to none."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.flatten(0, -2)
+        logits = self.gate(flat)
+        out = self.shared(flat) + logits.sum(-1, keepdim=True)
+        ids = self.told["ids"]
+        for number in sorted(set(ids.tolist()) & set(range(COUNT))):
+            rows = torch.where(ids == number)[0]
+            expert = self.experts[f"e{number}" if self.keyed else number]
+            out.index_add_(0, rows, expert(flat[rows]))
+        return out.view_as(x), logits
+
+
+def _by_token(keyed: bool = False) -> nn.Module:
+    class Told(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            self.told["ids"] = ids.flatten()
+            return super().forward(ids)
+
+    model = Told(keyed)
+    model.told = {}
+    for layer in model.layers:
+        layer.mixture.__class__ = _ByToken
+        layer.mixture.told = model.told
+    return model
+
+
+# Of each rank's tokens: no rank has all experts, none has expert 3, and one has no expert at all.
+ROWS = [[0, 1, 9, 9], [1, 2, 8, 7], [9, 9, 9, 9], [2, 2, 2, 2]]
+WHOLE: dict[str, dict[str, Any]] = {
+    "one shard group": {}, "replicas": {"dp_replicate": 2}, "compiled": {"compile": "aot_eager"},
+    "ddp": {"strategy": "ddp"}, "bfloat16": {"precision": "bf16"}, "split": {"ep": 2},
+}  # fmt: skip
+
+
+def _idle(rank: int, world_size: int) -> None:
+    """Lists that are not split: an expert that gets tokens on some ranks, on none, and a rank without any."""
+    ids = torch.tensor(ROWS[-world_size:])
+    for said, options in WHOLE.items():
+        if options.get("dp_replicate", 1) >= world_size:
+            continue
+        for keyed in (False, True) if said == "one shard group" else (False,):
+            reference = _by_token(keyed)
+            _, grads = wanted_of(reference, ids)
+            if said != "split":
+                grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in reference.named_parameters()}
+            plain: Any = None
+            for ac in ("none", "full", "selective", "submodule") if said == "one shard group" else ("none", "full"):
+                plan = {"layers.*.mixture.experts": "each"}
+                expert = {} if said == "ddp" else {"ep": ExpertParallel(options.get("ep", 1), plan=plan)}
+                model = parallelize(_by_token(keyed), ac=ac, device="cpu", **options | expert)
+                for _ in range(2):  # twice: DDP complains in the second forward
+                    model.zero_grad()
+                    model(ids[rank : rank + 1]).backward()
+                found = {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
+                assert found.keys() == grads.keys(), (said, ac)
+                for name, grad in grads.items():
+                    near = 0.05 if said == "bfloat16" else 1e-5
+                    assert (found[name] - grad).norm() <= near * grad.norm().clamp(min=1e-3), (said, ac, name)
+                plain = found if plain is None else plain
+                assert all(torch.equal(found[name], plain[name]) for name in plain), (said, ac)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_that_are_not_split_and_get_no_token_on_some_ranks(ranks: int) -> None:
+    run_ranks(ranks, _idle, timeout=120)
+
+
 def _noisy(rank: int, world_size: int) -> None:
     """The two passes of a block, and its replay, draw the same numbers."""
     plain: Any = None

@@ -7,6 +7,7 @@
 from nemo_like.distributed.expert_parallel.expert_load import balanced_bias, summed_expert_load, watch_expert_load
 from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, make_expert_mesh
 from nemo_like.distributed.expert_parallel.find_experts import Experts, find_experts
+from nemo_like.distributed.expert_parallel.idle_experts import reduce_idle_experts
 from nemo_like.distributed.expert_parallel.shard_experts import shard_experts
 from nemo_like.distributed.expert_parallel.split_experts import check_experts, split_experts
 
@@ -17,6 +18,7 @@ __all__ = [
     "check_experts",
     "find_experts",
     "make_expert_mesh",
+    "reduce_idle_experts",
     "shard_experts",
     "split_experts",
     "summed_expert_load",

@@ -83,7 +83,7 @@ def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
 
 def _by_structure(model: nn.Module) -> Iterator[Experts]:
     for name, module in bare_modules(model):
-        if isinstance(module, StackedExperts) or _is_list(name, module):
+        if isinstance(module, StackedExperts) or is_list_of_experts(name, module):
             yield _listed(name, module)
             continue
         weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
@@ -91,8 +91,8 @@ def _by_structure(model: nn.Module) -> Iterator[Experts]:
             yield _experts(name, module, call)
 
 
-def _is_list(name: str, module: nn.Module) -> bool:
-    """Whether `module` is a list of experts by its name."""
+def is_list_of_experts(name: str, module: nn.Module) -> bool:
+    """Whether `module`, called `name`, is a list of experts."""
     return (
         isinstance(module, nn.ModuleList | nn.ModuleDict) and name.rpartition(".")[2] == "experts" and len(module) > 1
     )
