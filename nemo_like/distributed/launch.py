@@ -50,6 +50,11 @@ def local_rank() -> int:
     return _environment_number("LOCAL_RANK", 0)
 
 
+def local_world_size() -> int:
+    """Ranks on this host (``LOCAL_WORLD_SIZE``); all of them without a launcher that says."""
+    return _environment_number("LOCAL_WORLD_SIZE", world_size())
+
+
 def pick_device_type() -> str:
     """``"cuda"`` where a CUDA device is visible, else ``"cpu"``."""
     return next(kind for kind in BACKENDS if kind == "cpu" or _device_count(kind))

@@ -47,6 +47,8 @@ class Device:
     """Latency of one step of a collective."""
     launch_seconds: float = 0.0
     """The least that one kernel takes, with its launch."""
+    rates: str = "the table"
+    """Where its speeds come from: the table, or the file of a calibration."""
     processors: int = 0
     """Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted."""
 

@@ -157,7 +157,11 @@ class Plan:
                 )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON that people can read: equal layers share one entry of decisions."""
+        """Write `as_json` to a file."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+    def as_json(self) -> dict[str, Any]:
+        """In JSON values that people can read: equal layers share one entry of decisions."""
         tables: dict[str, Any] = {}
         layers = []
         for layer in self.layers:
@@ -171,8 +175,7 @@ class Plan:
                 tables[key] = {name: list(row) for name, row in layer.decisions.items()}
             layers.append(entry | {"decisions": key})
         head = {k: v for k, v in asdict(replace(self, layers=())).items() if k != "layers"}
-        body = {"format": FORMAT} | head | {"decisions": tables, "layers": layers}
-        Path(path).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        return {"format": FORMAT} | head | {"decisions": tables, "layers": layers}
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> Plan:
@@ -190,7 +193,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any], model: nn.Module | None = None) -> Plan:
-        """The plan in the values that `save` writes."""
+        """The plan in the values of `as_json`."""
         if body.get("format") != FORMAT:
             raise PlanError(f"The plan has format {body.get('format')!r}; this version reads {FORMAT}. Make it again.")
         tables = body["decisions"]

@@ -25,11 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def tune(options: FinetuneOptions, ranks: Ranks) -> int:
     """Build and run one job on ranks that have joined already, and write its result."""
-    job = FineTuner(options, ranks)
-    code = run_job(job)
-    if code == 0:
-        job.save_result()
-    return code
+    return run_job(FineTuner(options, ranks))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_like.options import parse_dtype
-from nemo_like.recipes.run_options import RunOptions, flag, option, parse_command_line
+from nemo_like.options import Precision, parse_dtype
+from nemo_like.recipes.option_sources import parse_command_line
+from nemo_like.recipes.run_options import RunOptions, flag, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,10 @@ class FinetuneOptions(RunOptions):
     def _check_precision(self) -> None:
         if not self.float8:
             super()._check_precision()
+
+    @property
+    def mixed_precision(self) -> Precision:
+        return Precision(self.compute, matmuls=self.precision if self.float8 else None)
 
     @property
     def float8(self) -> bool:

@@ -13,18 +13,16 @@ import torch
 from torch import nn
 
 from nemo_like.extras import require
-from nemo_like.options import FSDP2, Precision, StepSpec
-from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
 from nemo_like.recipes.finetune_options import FinetuneOptions
 from nemo_like.recipes.job import TrainingJob, seed_all, synced_only_if
-from nemo_like.recipes.loss import MeanLoss, check_own_loss, planned_loss
+from nemo_like.recipes.loss import MeanLoss
 from nemo_like.recipes.memory_advice import advice_on_memory
+from nemo_like.recipes.option_sources import config_text
 from nemo_like.recipes.progress import Progress, memory
 from nemo_like.recipes.result import merge_adapter, save_adapter, save_model
 from nemo_like.recipes.run_log import RunLog, plot_log
-from nemo_like.recipes.run_options import config_text
 from nemo_like.recipes.run_state import about_run, gather_state, make_optimizer
 from nemo_like.recipes.sample_data import SampleSet, TrainingRows, hold_out, look_through
 from nemo_like.recipes.sample_files import open_samples
@@ -55,8 +53,12 @@ class FineTuner(TrainingJob):
             steps = math.ceil(options.epochs * self.rows.order.rows_per_epoch / options.batch_size)
             options = dataclasses.replace(options, steps=max(1, steps))
         super().__init__(options, ranks)
-        width = options.seq_len if options.pack else max(self.rows.samples.lengths)
-        self._advice = functools.partial(advice_on_memory, self.source, options, ranks, width)
+        with ranks.together("building the model"):
+            self.model = build_on_meta(self.source, options)
+        self.width = options.seq_len if options.pack else max(self.rows.samples.lengths)
+        self._fit(self.model, self.width)
+        options, ranks = self.options, self.ranks
+        self._advice = functools.partial(advice_on_memory, self.source, options, ranks, self.width)
         with self._advice():
             self._build()
         if self.step == 0:  # before training: what a better loss is to be compared with
@@ -73,21 +75,29 @@ class FineTuner(TrainingJob):
                 (Path(options.output) / "options.yaml").write_text(config_text(options), encoding="utf-8")
 
     def _build(self) -> None:
-        """Model, optimizer and what a checkpoint has of them. A collective."""
-        options, ranks = self.options, self.ranks
-        with ranks.together("building the model"):
-            self.model = build_on_meta(self.source, options)
-            if options.loss == "chunked":
-                check_own_loss(self.model)
+        """Weights, optimizer and what a checkpoint has of them. A collective."""
+        options = self.options
+        options.check_model_loss(self.model, options.loss)
         counts = [p.numel() for p in self.model.parameters() if p.requires_grad]
         self.trained, self.parameters = sum(counts), sum(p.numel() for p in self.model.parameters())
-        self.model = _parallelize(self.model, options, ranks, self.rows)
+        self.model = self._sharded(self.model)
         self.optimizer = make_optimizer(self.model, options)
         self.about = about_run(options, self.rows.fingerprint, self.model)
         self.about |= {"base": folder_fingerprint(options.model), "trained": self.trained}
         self._loss = MeanLoss(options.loss == "chunked")
         self._begin()
         self._try_largest_step()
+
+    def _sharded(self, model: nn.Module) -> nn.Module:
+        options, ranks = self.options, self.ranks
+        replicated = options.strategy == "ddp" and ranks.world_size > 1
+        if replicated:
+            fill(model, options)  # DDP starts from weights
+        size = options.batch_size // (options.passes * ranks.data_ranks)
+        made: nn.Module = self._parallelized(model, size, self.width)
+        if not replicated:
+            fill(made, options)
+        return made
 
     # ------------------------------------------------------------------------------------------------------- the steps
 
@@ -300,39 +310,3 @@ def _samples(options: FinetuneOptions, tokenizer: Any, ranks: Ranks) -> tuple[Tr
             samples, batch_size=options.batch_size, seq_len=options.seq_len, seed=options.seed, packed=options.pack
         )
     return rows, held_out
-
-
-def _parallelize(model: nn.Module, options: FinetuneOptions, ranks: Ranks, rows: TrainingRows) -> nn.Module:
-    size = options.batch_size // (options.passes * ranks.data_ranks)
-    replicated = options.strategy == "ddp" and ranks.world_size > 1
-    if replicated:
-        fill(model, options)  # DDP starts from weights
-    width = options.seq_len if options.pack else max(rows.samples.lengths)
-    made: nn.Module = parallelize(
-        model,
-        FSDP2(cpu_offload=options.cpu_offload) if options.strategy == "fsdp2" else options.strategy,
-        options.ac,
-        ac_scope=options.scopes,
-        loss=options.loss,
-        compile=False if options.compile == "none" else options.compile,
-        precision=Precision(options.compute, matmuls=options.precision if options.float8 else None),
-        dp_replicate=options.dp_replicate,
-        offload=None if options.offload == "none" else options.offload,
-        sample_input=_planned_input(size, width, options.loss),
-        step=StepSpec(
-            microbatches=options.grad_accum,
-            sync="last",
-            keeps_output=False,
-            loss_fn=planned_loss if options.loss == "model" else None,
-        ),
-        device=ranks.device,
-    )
-    if not replicated:
-        fill(made, options)
-    return made
-
-
-def _planned_input(rows: int, width: int, loss: str) -> Any:
-    """The shapes of a microbatch, as the model is called with it."""
-    ids = torch.zeros(rows, width, dtype=torch.int64)
-    return ids if loss == "model" else {"input_ids": ids, "labels": ids, "shift_labels": ids}

@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.fitted import Fitted, choose
 from nemo_like.recipes.interrupt import Interrupt
 from nemo_like.recipes.job_checkpoint import CheckpointStore
 from nemo_like.recipes.loss import DivergedError, LossLog
@@ -42,9 +44,12 @@ class TrainingJob:
     """The facts that a resumed run must share, see `run_state`."""
 
     def __init__(self, options: RunOptions, ranks: Ranks):
-        _check_ranks(options, ranks)
+        if not options.free:
+            _check_ranks(options, ranks)
         self.options = options
         self.ranks = ranks
+        self.fitted: Fitted | None = None
+        """What ``--fit`` chose, which `options` has, too."""
         self.schedule = Schedule(options.schedule, options.lr, options.warmup_steps, options.steps, options.lr_floor)
         self.step = 0
         """Steps done since step 0 of the first run."""
@@ -79,6 +84,9 @@ class TrainingJob:
     def _after_step(self, progress: Progress, *, report: bool, loss: float | None) -> None:
         """After the step numbered ``self.step - 1`` and its report and evaluation, and before its checkpoint."""
 
+    def save_result(self) -> None:
+        """After the last step: write what the job is for. A collective."""
+
     def _is_worth_saving(self) -> bool:
         """Whether the evaluation just made asks for a checkpoint of this step."""
         return False
@@ -106,6 +114,20 @@ class TrainingJob:
         """What a checkpoint holds, the tensors themselves."""
         return gather_state(self.model, self.optimizer)
 
+    def _fit(self, model: nn.Module, width: int) -> None:
+        """Have ``--fit`` choose for the bare `model` and rows of up to `width` tokens, where it was asked for. A
+        collective."""
+        if self.options.free:
+            self.options, self.ranks, self.fitted = choose(self.options, self.ranks, model, width)
+            _check_ranks(self.options, self.ranks)
+
+    def _parallelized(self, model: nn.Module, rows: int, width: int, **more: Any) -> Any:
+        """What `parallelize` makes of `model`, for microbatches of up to `rows` x `width` tokens."""
+        said = self.options.parallel_options(self.ranks.device) | more
+        if self.fitted is not None and (plan := self.fitted.planned) is not None:
+            said["ac"] = plan
+        return parallelize(model, sample_input=self.options.planned_input(rows, width), **said)
+
     def _begin(self) -> None:
         """With everything built: go on from a checkpoint where that was asked for. A collective.
 
@@ -118,6 +140,8 @@ class TrainingJob:
             background = not options.sync_save
             self.store = CheckpointStore(options.checkpoint_dir, self.ranks, keep=options.keep, background=background)
             self._resume(self.store)
+            if self.fitted is not None and self.ranks.rank == 0:
+                self.fitted.save(self.store.folder)
         self.first_step = self.step
         self.log = LossLog(self.ranks, self.first_step)
 
@@ -157,6 +181,8 @@ class TrainingJob:
         progress = Progress(self.step, options.steps, self.ranks.device, plain=options.plain)
         with progress, Interrupt() as stop:
             self._introduce(progress)
+            if self.fitted is not None:
+                progress.say(self.fitted.words())
             if self.step:
                 left = "" if self.step < options.steps else f"; --steps is {options.steps}, so nothing is left to train"
                 progress.say(f"resumed after step {self.step}{left}")

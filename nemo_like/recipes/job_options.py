@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.options import PipelineParallel
-from nemo_like.recipes.run_options import RunOptions, flag, option, parse_command_line
+from nemo_like.recipes.option_sources import parse_command_line
+from nemo_like.recipes.run_options import RunOptions, flag, option
 
 INITS = ("host", "sharded")
 TOKENIZERS = ("bytes", "bpe")
@@ -47,6 +51,20 @@ class Options(RunOptions):
         "the files of the text are documents: packed into samples, apart from each other in attention and loss",
         bool,
     )
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        return (*super().searched, "tp", "cp", "ep", "pp_schedule")
+
+    def planned_input(self, rows: int, width: int) -> Any:
+        if self.pp == 1:
+            return super().planned_input(rows, width)
+        ids = torch.zeros(rows, width, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}  # the last stage computes the loss
+
+    def parallel_options(self, device: torch.device) -> dict[str, Any]:
+        axes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pipeline if self.pp > 1 else 1}
+        return super().parallel_options(device) | axes
 
     @property
     def choices(self) -> Mapping[str, Sequence[str]]:

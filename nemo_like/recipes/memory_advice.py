@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from nemo_like.models import ModelSource
-from nemo_like.options import FSDP2, ChunkedLoss, OffloadConfig, Precision, StepSpec, parse_dtype
+from nemo_like.options import FSDP2, ChunkedLoss, OffloadConfig, Precision, parse_dtype
 from nemo_like.planning.devices import device_at_hand
 from nemo_like.planning.planner import Planner, Setup
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.finetune_options import FinetuneOptions
-from nemo_like.recipes.loss import planned_loss
 from nemo_like.recipes.tuned_model import build_on_meta
 
 _GIB = 2**30
@@ -63,23 +62,18 @@ def predicted_peak(source: ModelSource, options: FinetuneOptions, ranks: Ranks, 
     """Bytes that a step of one rank peaks at: of ``--ac full``, ``selective`` or, for any other, ``none``."""
     rows = options.batch_size // (options.passes * ranks.data_ranks)
     sharded = options.strategy == "fsdp2" and ranks.world_size > 1
-    ids = torch.zeros(rows, width, dtype=torch.int64)
-    sample: Any = ids if options.loss == "model" else {"input_ids": ids, "labels": ids, "shift_labels": ids}
     setup = Setup(
         shard_ranks=ranks.data_ranks // options.dp_replicate if sharded else 1,
-        step=StepSpec(
-            microbatches=options.grad_accum,
-            sync="last",
-            keeps_output=False,
-            loss_fn=planned_loss if options.loss == "model" else None,
-        ),
+        step=options.step_spec,
         precision=Precision(parse_dtype("--precision", options.compute)),
         fsdp=FSDP2(cpu_offload=options.cpu_offload) if sharded else None,
         ddp=options.strategy == "ddp" and ranks.world_size > 1,
         offload=OffloadConfig.of(None if options.offload == "none" else options.offload),
         loss=ChunkedLoss.of(options.loss),
     )
-    with Planner(build_on_meta(source, options), sample, device=device_at_hand(), setup=setup) as planner:
+    with Planner(
+        build_on_meta(source, options), options.planned_input(rows, width), device=device_at_hand(), setup=setup
+    ) as planner:
         mode = options.ac if options.ac in ("full", "selective") else "none"
         return int(planner.peak(planner.uniform(mode)).total)
 

@@ -27,11 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(options: Options, ranks: Ranks) -> int:
     """Build and run one job on ranks that have joined already, and write its result where that was asked for."""
-    job = Trainer(options, ranks)
-    code = run_job(job)
-    if code == 0:
-        job.save_result()
-    return code
+    return run_job(Trainer(options, ranks))
 
 
 if __name__ == "__main__":

@@ -56,13 +56,17 @@ def run_on_ranks(options: RunOptions, train: Callable[[Any, Ranks], int]) -> int
 
 
 def run_job(job: TrainingJob) -> int:
-    """Run a job that was built, on every rank; write its summary; the exit code."""
+    """Run a job that was built, on every rank; write its summary and, unless a signal stopped it, its result; the exit
+    code."""
     options, ranks = job.options, job.ranks
     job.run()
     peaks = ranks.gather(memory_peak(ranks.device))
     if options.json is not None and ranks.rank == 0:
         write_summary(options.json, summarise(job, peaks))
-    return 128 + job.interrupted if job.interrupted else 0
+    if job.interrupted:
+        return 128 + job.interrupted
+    job.save_result()
+    return 0
 
 
 @contextmanager

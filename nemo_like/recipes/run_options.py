@@ -1,29 +1,44 @@
-"""What every training job can be told, once: name, default, meaning. Command line and YAML file are made from it."""
+"""What every training job can be told, once: name, default, meaning. Command line and YAML file are made from it
+(`nemo_like.recipes.option_sources`)."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
 import os
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch import nn
 
 from nemo_like.distributed.launch import BACKENDS
-from nemo_like.extras import require
-from nemo_like.options import COMPILE_BACKENDS, LOSSES, STRATEGIES, did_you_mean, normalise, parse_ac, parse_dtype
+from nemo_like.options import (
+    COMPILE_BACKENDS,
+    FSDP2,
+    LOSSES,
+    STRATEGIES,
+    MemoryBudget,
+    Precision,
+    StepSpec,
+    did_you_mean,
+    normalise,
+    parse_ac,
+    parse_bytes,
+    parse_dtype,
+)
+from nemo_like.recipes.loss import check_own_loss, planned_loss
 from nemo_like.recipes.schedule import SCHEDULES
 
 COMPILERS = ("none", *COMPILE_BACKENDS)
 RESUME = ("no", "must", "auto")
 OFFLOADS = ("none", "boundary", "saved", "all")
 DEVICES = ("auto", *reversed(BACKENDS))
+RESHARD = {"default": None, "yes": True, "no": False}
+SEARCHED = ("dp_replicate", "grad_accum", "ac", "loss", "offload", "reshard_after_forward")
+"""Options that ``--fit`` can choose in every job."""
 
 
 def option(default: Any, help: str, kind: Callable[[str], Any] = str, **argument: Any) -> Any:
@@ -57,6 +72,17 @@ class RunOptions:
     device: str = option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one")
     offload: str = option("none", f"activations that wait in host memory: {' | '.join(OFFLOADS)}")
     cpu_offload: bool = option(False, "keep weights, gradients and optimizer state in host memory (fsdp2)", bool)
+    reshard_after_forward: str = option(
+        "default", f"free gathered layers after forward (fsdp2): {' | '.join(RESHARD)}; default: all but the last"
+    )
+    fit: str = option(
+        "no",
+        "at the start, choose the fastest configuration that fits this device, by prediction, under --batch-size: all that "
+        "is not given; or --fit=NAMES (with commas): these options",
+        nargs="?",
+        const="all",
+    )
+    fit_memory: str | None = option(None, "bytes of each device that --fit may use (default: all but a tenth)")
     dp_replicate: int = option(1, "replicas of the sharded model (HSDP); must divide the number of ranks", int)
     seq_len: int = option(256, "tokens per sample", int)
     batch_size: int = option(8, "samples per step over all ranks and microbatches", int)
@@ -98,6 +124,7 @@ class RunOptions:
             "schedule": SCHEDULES,
             "resume": RESUME,
             "offload": OFFLOADS,
+            "reshard_after_forward": tuple(RESHARD),
         }
 
     @property
@@ -129,8 +156,38 @@ class RunOptions:
             parse_ac(self.ac)
         except ValueError as error:
             raise ValueError(f"--ac: {error}") from error
+        self._check_fit()
         if self.json is not None:
             check_writable("--json", Path(self.json).absolute().parent)
+
+    def _check_fit(self) -> None:
+        unknown = [name for name in self.free if name not in self.searched]
+        if unknown:
+            raise ValueError(
+                f"--fit is {self.fit!r}, and {unknown[0]!r} is nothing that it chooses; that is all, or some of "
+                f"{', '.join(self.searched)}." + did_you_mean(unknown[0], self.searched)
+            )
+        if not self.free:
+            if self.fit_memory is not None:
+                raise ValueError(f"--fit-memory is {self.fit_memory!r}, and without --fit nothing reads it. Add --fit.")
+            return
+        for name, only in (("strategy", "fsdp2"), ("cpu_offload", False), ("scope", "all")):
+            if getattr(self, name) != only:
+                raise ValueError(
+                    f"{flag(name)} is {getattr(self, name)!r}, with which --fit predicts nothing. Leave one of the two out."
+                )
+        if self.fit_memory is not None:
+            parse_bytes(self.fit_memory)
+        budget = parse_ac(self.ac)
+        if "ac" not in self.free and (
+            budget.fraction is not None
+            if isinstance(budget, MemoryBudget)
+            else normalise(self.ac) not in ("none", "full", "selective")
+        ):
+            raise ValueError(
+                f"--ac is {self.ac!r}, with which --fit predicts nothing: it knows none, full, selective and budgets in "
+                "bytes. Leave --ac to it, or leave --fit out."
+            )
 
     def _check_precision(self) -> None:
         if parse_dtype("--precision", self.precision) is torch.float16:
@@ -138,6 +195,59 @@ class RunOptions:
                 f"--precision is {self.precision!r}: its small range needs the loss to be scaled, which this job does not "
                 "do. Use bfloat16."
             )
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """Options that ``--fit`` can choose."""
+        return SEARCHED
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """Options that ``--fit`` chooses; empty where it was not asked for."""
+        if self.fit in ("no", "all"):
+            return self.searched if self.fit == "all" else ()
+        return tuple(word.strip().replace("-", "_") for word in self.fit.split(",") if word.strip())
+
+    @property
+    def mixed_precision(self) -> Precision:
+        """``precision=`` of `parallelize`."""
+        return Precision(parse_dtype("--precision", self.precision))
+
+    @property
+    def step_spec(self) -> StepSpec:
+        """How the job's loop goes through a step."""
+        return StepSpec(
+            microbatches=self.grad_accum,
+            sync="last",
+            keeps_output=False,
+            loss_fn=planned_loss if self.loss == "model" else None,
+        )
+
+    def check_model_loss(self, model: nn.Module, loss: str) -> None:
+        """Raise ValueError where this job cannot train `model` with that ``--loss``."""
+        if loss == "chunked":
+            check_own_loss(model)
+
+    def planned_input(self, rows: int, width: int) -> Any:
+        """The shapes of a microbatch of so many rows of so many tokens, as the model is called with it."""
+        ids = torch.zeros(rows, width, dtype=torch.int64)
+        return ids if self.loss == "model" else {"input_ids": ids, "labels": ids, "shift_labels": ids}
+
+    def parallel_options(self, device: torch.device) -> dict[str, Any]:
+        """What `parallelize` is called with on `device`, beside the model and its input."""
+        sharded = FSDP2(cpu_offload=self.cpu_offload, reshard_after_forward=RESHARD[self.reshard_after_forward])
+        return {
+            "strategy": sharded if self.strategy == "fsdp2" else self.strategy,
+            "ac": self.ac,
+            "ac_scope": self.scopes,
+            "loss": self.loss,
+            "compile": False if self.compile == "none" else self.compile,
+            "precision": self.mixed_precision,
+            "dp_replicate": self.dp_replicate,
+            "offload": None if self.offload == "none" else self.offload,
+            "step": self.step_spec,
+            "device": device,
+        }
 
     @property
     def passes(self) -> int:
@@ -176,96 +286,3 @@ def check_writable(name: str, folder: Path) -> None:
         raise ValueError(f"{name} names a file in {str(folder)!r}, which is not an existing folder; create it.")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{name} names a file in {str(folder)!r}, where this user may not write.")
-
-
-def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[RunOptions]) -> None:
-    """Add each option to `parser`; what is not given on the command line is left out of the namespace."""
-    for field in dataclasses.fields(kind_of_options):
-        kind, text = field.metadata["kind"], field.metadata["help"]
-        argument = dict(field.metadata["argument"])
-        names = [flag(field.name), *([argument.pop("alias")] if "alias" in argument else [])]
-        if field.default is not None and kind is not bool:
-            text += f" (default: {field.default})"
-        text = text.replace("%", "%%")
-        common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-        if kind is bool:
-            parser.add_argument(*names, action="store_true", **common)
-        else:
-            parser.add_argument(*names, type=kind, **common, **argument)
-
-
-AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
-
-
-def parse_command_line(
-    kind_of_options: type[AnyOptions], prog: str, description: str, arguments: Sequence[str] | None = None
-) -> AnyOptions:
-    """The options of a YAML file (``--config FILE``) and of the command line, which wins over the file.
-
-    A wrong one ends the process with code 2 and one line that says why.
-    """
-    parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the same options, by name; both spellings")
-    add_arguments(parser, kind_of_options)
-    given = vars(parser.parse_args(arguments))
-    path = given.pop("config")
-    try:
-        return kind_of_options(**((read_config(path, kind_of_options) if path else {}) | given))
-    except (ValueError, TypeError, ImportError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-
-
-def read_config(path: str, kind_of_options: type[RunOptions]) -> dict[str, Any]:
-    """The options in a YAML file, by field name.
-
-    Raises:
-        ValueError: it cannot be read, is no mapping, or has a key or a type that no option has.
-    """
-    yaml = require("yaml", "yaml", "to read --config")
-    try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(loaded, dict):
-        raise ValueError(f"--config {path} must have one 'option: value' a line; it is a {type(loaded).__name__}.")
-    fields = {field.name: field for field in dataclasses.fields(kind_of_options)}
-    hints = typing.get_type_hints(kind_of_options)
-    found: dict[str, Any] = {}
-    for key, value in loaded.items():
-        name = str(key).replace("-", "_")
-        if name not in fields:
-            raise ValueError(f"--config {path} has {key!r}, which is no option." + did_you_mean(name, tuple(fields)))
-        found[name] = _of_kind(
-            path, name, fields[name].metadata["kind"], value, type(None) in typing.get_args(hints[name])
-        )
-    return found
-
-
-def _of_kind(path: str, name: str, kind: Any, value: Any, may_be_none: bool) -> Any:
-    """The YAML `value` as the option's type: YAML reads 1e-4 as a string, and 1 where 1.0 is meant."""
-    if value is None and may_be_none:
-        return None
-    fits = isinstance(value, bool) if kind is bool else isinstance(value, (str, int, float)) and value is not None
-    if not fits or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"--config {path}: {name} is {value!r}; it must be of type {kind.__name__}.")
-    try:
-        made = kind(value)
-    except ValueError as error:
-        raise ValueError(f"--config {path}: {name} is {value!r}; it must be of type {kind.__name__}.") from error
-    if kind is int and isinstance(value, float) and made != value:
-        raise ValueError(f"--config {path}: {name} is {value!r}; it must be a whole number.")
-    return made
-
-
-def config_text(options: RunOptions) -> str:
-    """`options` in full as YAML that ``--config`` reads: one a line, in the order of the command line's help.
-
-    >>> config_text(RunOptions(lr=0.5)).splitlines()[14]
-    'lr: 0.5'
-    """
-    return "".join(f"{name}: {_scalar(value)}\n" for name, value in dataclasses.asdict(options).items())
-
-
-def _scalar(value: Any) -> str:
-    """YAML is a superset of JSON, and its words for nothing, true and false are JSON's."""
-    return json.dumps(value, ensure_ascii=False)

@@ -27,6 +27,7 @@ def summarise(job: TrainingJob, peak_bytes: list[int]) -> dict[str, Any]:
         "peak_bytes_are": memory_kind(job.ranks.device),
         "tokens_per_second": job.tokens_per_second,
         "ac": job.options.ac,
+        "fit": None if job.fitted is None else {"options": job.fitted.options, **job.fitted.predicted},
         "strategy": job.strategy,
         "world_size": job.ranks.world_size,
         "interrupted": bool(job.interrupted),

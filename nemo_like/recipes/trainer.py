@@ -15,8 +15,6 @@ from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.models import ModelSource, resolve_model
-from nemo_like.options import FSDP2, Precision, StepSpec, parse_dtype
-from nemo_like.parallelizer import parallelize
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import VOCABULARY, Sampler, TextData, load_text
 from nemo_like.recipes.job import TrainingJob, seed_all, synced_only_if
@@ -24,12 +22,10 @@ from nemo_like.recipes.job_options import Options
 from nemo_like.recipes.loss import (
     HeldOut,
     MeanLoss,
-    check_own_loss,
     check_piped,
     count_targets,
     next_byte,
     piped_batch,
-    planned_loss,
 )
 from nemo_like.recipes.progress import Progress
 from nemo_like.recipes.result import save_model
@@ -75,12 +71,14 @@ class Trainer(TrainingJob):
             raise ValueError(
                 f"--pack tells documents apart by position_ids, which {type(self.model).__name__} does not take."
             )
+        self._fit(self.model, options.seq_len)
+        options, ranks = self.options, self.ranks
         mesh = _mesh(options, ranks)
         self._loss = MeanLoss(options.loss == "chunked", mesh)
         if options.pp > 1:  # each rank then has a part of the model
             self.about = about_run(options, self.text.fingerprint, self.model)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        made = _parallelize(self.model, options, ranks, mesh)
+        made = self._cut(self.model, mesh)
         self.pipeline = made if isinstance(made, Pipeline) else None
         self.model = made.module if isinstance(made, Pipeline) else made
         self.optimizer = make_optimizer(self.model, options)
@@ -88,6 +86,18 @@ class Trainer(TrainingJob):
             self.about = about_run(options, self.text.fingerprint, self.model)
         self.unigram_entropy = None if self.held_out is None else self.held_out.entropy()
         self._begin()
+
+    def _cut(self, model: nn.Module, mesh: DeviceMesh | None) -> Any:
+        options, ranks = self.options, self.ranks
+        microbatches = (options.pipeline.microbatches or 1) if options.pp > 1 else options.grad_accum
+        samples = -(-options.batch_size // (microbatches * ranks.data_ranks))
+        options.check_model_loss(model, options.loss)
+        if options.pp > 1:
+            check_piped(model)
+        made = self._parallelized(model, samples, options.seq_len, mesh=mesh)
+        if options.init == "sharded":
+            materialize(made, seed=options.seed)
+        return made
 
     unit = "byte"
 
@@ -199,40 +209,3 @@ def _mesh(options: Options, ranks: Ranks) -> DeviceMesh | None:
     if options.cp == 1 or options.pp > 1:
         return None
     return build_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp, device_type=ranks.device.type)
-
-
-def _parallelize(model: nn.Module, options: Options, ranks: Ranks, mesh: DeviceMesh | None) -> nn.Module | Pipeline:
-    microbatches = (options.pipeline.microbatches or 1) if options.pp > 1 else options.grad_accum
-    samples = -(-options.batch_size // (microbatches * ranks.data_ranks))
-    if options.loss == "chunked":
-        check_own_loss(model)
-    if options.pp > 1:
-        check_piped(model)
-    tokens = torch.zeros(samples, options.seq_len, dtype=torch.int64)  # the shapes of a microbatch
-    made: Any = parallelize(
-        model,
-        FSDP2(cpu_offload=options.cpu_offload) if options.strategy == "fsdp2" else options.strategy,
-        options.ac,
-        ac_scope=options.scopes,
-        loss=options.loss,
-        compile=False if options.compile == "none" else options.compile,
-        precision=Precision(parse_dtype("--precision", options.precision)),
-        dp_replicate=options.dp_replicate,
-        offload=None if options.offload == "none" else options.offload,
-        tp=options.tp,
-        cp=options.cp,
-        mesh=mesh,
-        ep=options.ep,
-        pp=options.pipeline if options.pp > 1 else 1,
-        sample_input={"input_ids": tokens, "labels": tokens} if options.pp > 1 else tokens,
-        step=StepSpec(
-            microbatches=options.grad_accum,
-            sync="last",
-            keeps_output=False,
-            loss_fn=planned_loss if options.loss == "model" else None,
-        ),
-        device=ranks.device,
-    )
-    if options.init == "sharded":
-        materialize(made, seed=options.seed)
-    return made

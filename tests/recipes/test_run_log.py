@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_like.recipes.finetune_options import FinetuneOptions, parse_finetune_options
+from nemo_like.recipes.option_sources import config_text
 from nemo_like.recipes.run_log import RunLog, plot_log, read_log
-from nemo_like.recipes.run_options import config_text
 
 
 def _steps(log: RunLog, numbers: range) -> None:

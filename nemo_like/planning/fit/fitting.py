@@ -23,6 +23,7 @@ from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
+from nemo_like.planning.plan import gib
 from nemo_like.planning.sharding import local_twin, same_on_all_ranks
 
 
@@ -66,8 +67,8 @@ class FitReport:
             why = ", ".join(f"{name} ({count})" for name, count in self.rejected.items())
             return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
         return (
-            f"Nothing fits in {limit / 2**30:.2f} GiB on each of {self.question.gpus} x {self.question.device.name}: what "
-            f"needs least takes {near.peak_bytes / 2**30:.2f} GiB ({near.call()}), bound by {self.binds}."
+            f"Nothing fits in {gib(limit)} on each of {self.question.gpus} x {self.question.device.name}: what "
+            f"needs least takes {gib(near.peak_bytes)} ({near.call()}), bound by {self.binds}."
             + (f" What would help: {'; '.join(self.helps)}." if self.helps else "")
         )
 

@@ -1,0 +1,193 @@
+"""``--fit``: the options that are the fastest by prediction under the job's batch, chosen once at the start.
+
+Rank 0 decides and the others receive it. What was chosen lies beside the checkpoints, so that a resumed run has the same,
+unless it was started with other ranks, sizes or pins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nemo_like.distributed.launch import local_world_size
+from nemo_like.log import say_once
+from nemo_like.options import MemoryBudget, normalise, parse_ac
+from nemo_like.planning.devices import Device, device_at_hand
+from nemo_like.planning.fit import Candidate, FitReport, fit
+from nemo_like.planning.plan import FORMAT, Plan, gib, layer_signature
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.run_options import RESHARD, RunOptions, flag
+
+FILE = "fit.json"
+"""In the folder of checkpoints."""
+_AXES = ("tp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What ``--fit`` chose."""
+
+    asked: Mapping[str, Any]
+    """What it depends on: a resumed run with the same keeps what was chosen."""
+    options: Mapping[str, Any]
+    """Values of options by name."""
+    plan: Mapping[str, Any] | None
+    """Where ``ac`` is a budget: `Plan.as_json` of what each layer keeps."""
+    predicted: Mapping[str, Any]
+    """``peak_bytes`` of a rank and the ``limit_bytes`` for it, ``reserved_bytes`` or None, ``step_seconds``,
+    ``tokens_per_second_per_gpu``, ``mfu``, ``rows`` and ``width`` of the largest microbatch, and whose ``rates``."""
+    kept: bool = False
+    """Read from an earlier run's file."""
+
+    @property
+    def planned(self) -> Plan | None:
+        return None if self.plan is None else Plan.from_json(self.plan)
+
+    def words(self) -> str:
+        """For people, in one line."""
+        said = self.predicted
+        chosen = " ".join(f"{flag(name)} {value}" for name, value in self.options.items())
+        return (
+            f"--fit {'keeps' if self.kept else 'chose'} {chosen or 'nothing'}: predicted peak "
+            f"{gib(said['peak_bytes'])} of {gib(said['limit_bytes'])} on each rank, for microbatches "
+            f"of up to {said['rows']} x {said['width']} tokens; {said['tokens_per_second_per_gpu']:,.0f} tokens/s per rank "
+            f"by the rates of {said['rates']}"
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write it beside the checkpoints in `folder`: a reader finds the old file or the whole new one."""
+        body = {name: value for name, value in vars(self).items() if name != "kept"}
+        partial = folder / f"{FILE}.partial"
+        partial.write_text(json.dumps({"format": FORMAT} | body, indent=1) + "\n", encoding="utf-8")
+        partial.replace(folder / FILE)
+
+    @classmethod
+    def load(cls, text: str) -> Fitted | None:
+        """What `save` wrote; None where that cannot be read any more."""
+        try:
+            body = json.loads(text)
+            return cls(**{k: v for k, v in body.items() if k != "format"}) if body["format"] == FORMAT else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def choose(options: RunOptions, ranks: Ranks, model: nn.Module, width: int) -> tuple[RunOptions, Ranks, Fitted]:
+    """The options with what ``--fit`` chose, and the ranks that these make of the job. A collective.
+
+    Args:
+        options: with `RunOptions.free` not empty.
+        ranks: which have joined.
+        model: bare, on any device; not changed.
+        width: tokens of the longest row.
+
+    Raises:
+        ValueError: nothing fits, or nothing can be run so; the message has what needs least and what would help.
+    """
+    device = replace(device_at_hand(), gpus_per_host=local_world_size())
+    asked = _asked(options, ranks, model, width, device)
+    found = _kept(options, ranks, asked)
+    if found is None:
+        best, report = _best(options, ranks, model, width, device)
+        found = _fitted(options, asked, best, report, device)
+    changed = replace(options, **found.options)
+    axes = changed.axes
+    return changed, replace(ranks, tp=axes.get("tp", 1), cp=axes.get("cp", 1), pp=axes.get("pp", 1)), found
+
+
+def _asked(options: RunOptions, ranks: Ranks, model: nn.Module, width: int, device: Device) -> dict[str, Any]:
+    fixed = {name: getattr(options, name) for name in options.searched if name not in options.free}
+    return {
+        "free": list(options.free), "fixed": fixed, "memory": options.fit_memory, "ranks": ranks.world_size,
+        "pp": ranks.pp, "batch_size": options.batch_size, "width": width, "precision": options.precision,
+        "compile": options.compile, "device": device.name, "model": layer_signature(model),
+    }  # fmt: skip
+
+
+def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any]) -> Fitted | None:
+    """What an earlier run of a job that is resumed chose."""
+    if options.resume == "no" or options.checkpoint_dir is None:
+        return None
+    path = Path(options.checkpoint_dir) / FILE
+    with ranks.together(f"reading {path}"):
+        text = path.read_text(encoding="utf-8") if ranks.rank == 0 and path.exists() else ""
+    found = Fitted.load(ranks.text_from_first(text))
+    if found is None:
+        return None
+    other = {name: value for name, value in asked.items() if found.asked.get(name) != value}
+    if other:
+        changes = ", ".join(f"{name} {found.asked.get(name)!r} -> {value!r}" for name, value in other.items())
+        say_once(f"--fit chooses anew, since the run that is resumed had other conditions: {changes}.")
+        return None
+    return replace(found, kept=True)
+
+
+def _best(
+    options: RunOptions, ranks: Ranks, model: nn.Module, width: int, device: Device
+) -> tuple[Candidate, FitReport]:
+    pins, memory = _pins(options, ranks)
+    reports: list[FitReport] = []
+    for loss in ("model", "chunked") if "loss" in options.free else (options.loss,):
+        try:
+            options.check_model_loss(model, loss)
+        except ValueError:
+            if "loss" not in options.free:
+                raise
+            continue  # this model has no such loss
+        made = partial(replace(options, loss=loss, grad_accum=1).planned_input, width=width)
+        step = replace(options, loss=loss, grad_accum=1).step_spec
+        found = fit(
+            model, gpus=ranks.world_size, gpu=device, seq_len=width, global_batch=options.batch_size, memory=memory,
+            precision=options.mixed_precision, step=step, count=1, loss=loss, sample=made, **pins,
+        )  # fmt: skip
+        reports.append(found)
+    fitting = [report for report in reports if report.candidates]
+    if not fitting:
+        raise ValueError(f"--fit: {' '.join(dict.fromkeys(report.problem for report in reports))}")
+    report = min(fitting, key=lambda report: report.best.step_seconds)
+    return report.best, report
+
+
+def _pins(options: RunOptions, ranks: Ranks) -> tuple[dict[str, Any], int | str | None]:
+    """What is decided, by the names of `fit`, and the memory that a step may take."""
+    pins: dict[str, Any] = {name: getattr(options, name, 1) for name in _AXES if name not in options.free}
+    memory: int | str | None = options.fit_memory
+    pins["pp"] = ranks.pp
+    if ranks.pp > 1 and "pp_schedule" not in options.free:
+        pins["schedule"] = getattr(options, "pp_schedule")  # noqa: B009 - only jobs with pipelines have it
+    for name in ("dp_replicate", "grad_accum", "offload", "reshard_after_forward"):
+        if name not in options.free:
+            value = getattr(options, name)
+            pins[name] = RESHARD[value] if name == "reshard_after_forward" else value
+    if "ac" not in options.free:
+        budget = parse_ac(options.ac)
+        pins["ac"] = "plan" if isinstance(budget, MemoryBudget) else normalise(options.ac)
+        if isinstance(budget, MemoryBudget) and budget.peak_bytes is not None:
+            memory = budget.peak_bytes
+    return pins, memory
+
+
+def _fitted(
+    options: RunOptions, asked: Mapping[str, Any], best: Candidate, report: FitReport, device: Device
+) -> Fitted:
+    layout = best.layout
+    words = {value: word for word, value in RESHARD.items()}
+    values = {
+        "dp_replicate": layout.dp_replicate, "grad_accum": layout.grad_accum, "ac": best.ac, "loss": best.loss,
+        "offload": best.offload, "reshard_after_forward": words[best.reshard_after_forward],
+        "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp_schedule": layout.schedule,
+    }  # fmt: skip
+    chosen = {name: values[name] for name in options.searched if name in options.free and values[name] is not None}
+    return Fitted(
+        asked, chosen, None if best.plan is None else best.plan.as_json(),
+        {
+            "peak_bytes": best.peak_bytes, "limit_bytes": report.question.limit, "reserved_bytes": best.reserved,
+            "step_seconds": best.step_seconds, "tokens_per_second_per_gpu": best.tokens_per_second_per_gpu,
+            "mfu": best.mfu, "rows": layout.micro_batch, "width": report.question.seq_len, "rates": device.rates,
+        },
+    )  # fmt: skip

@@ -1,0 +1,138 @@
+"""``--fit`` in the training jobs: chosen once, the same on every rank, kept by a resumed run, and as predicted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like.recipes import pretrain
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.finetune_options import FinetuneOptions
+from nemo_like.recipes.finetuner import FineTuner
+from nemo_like.recipes.fitted import FILE
+from nemo_like.recipes.job import TrainingJob
+from nemo_like.recipes.job_options import Options, parse_options
+from nemo_like.recipes.run_job import joined
+from nemo_like.recipes.trainer import Trainer
+from tests_distributed.allocated import step_peak_bytes
+from tests_distributed.finetune_job import make_model, questions, write_lines
+from tests_distributed.pretrain_job import LLAMA
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+ALONE = Ranks(0, 1, torch.device("cpu"))
+FREE = "grad_accum,ac"
+
+
+def _peak(job: TrainingJob) -> int:
+    """Bytes that the allocator says a step peaks at."""
+
+    def step() -> None:
+        job._train(0)
+        job.optimizer.step()
+        job.optimizer.zero_grad(set_to_none=True)
+
+    step()
+    return step_peak_bytes(job.model, job.optimizer, step)
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "text.txt").write_text("a text that is learned, " * 400)
+    return {
+        "model": str(folder / "config.json"), "data": str(folder / "text.txt"), "seq_len": 64, "batch_size": 8, "steps": 4,
+        "eval_samples": 0, "device": "cpu", "plain": True, "save_every": 2, "sync_save": True, "log_every": 1,
+        "checkpoint_dir": str(folder / "checkpoints"),
+    }  # fmt: skip
+
+
+def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    asked = _job(Path(folder)) | {"fit": FREE, "fit_memory": "1MiB"}
+    with joined(Options(**asked)) as ranks:
+        job = Trainer(Options(**asked), ranks)
+        found["first"] = vars(job.fitted), job.options
+        job.run()
+        found["losses"], found["peak"] = job.log.losses, _peak(job)
+        again = Options(**asked | {"steps": 6, "resume": "must"})
+        resumed = Trainer(again, ranks)
+        resumed.run()
+        found["kept"], found["resumed"] = vars(resumed.fitted), (resumed.first_step, resumed.log.losses)
+        other = Trainer(Options(**asked | {"steps": 6, "resume": "must", "fit": "ac", "fit_memory": "1GiB"}), ranks)
+        found["other"] = vars(other.fitted)
+        own = asked | {"fit": "no", "fit_memory": None, "checkpoint_dir": None, "steps": 6}
+        plain = Trainer(Options(**own), ranks)
+        plain.run()
+        found["plain"] = plain.log.losses
+    return found
+
+
+def test_ranks_agree_on_what_fits_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+    one, two = run_ranks(2, _run, str(tmp_path), init_group=False, timeout=280)
+    for name in ("first", "kept", "other"):
+        assert one[name] == two[name], "both ranks have the same"
+    chosen, options = one["first"]
+    assert set(chosen["options"]) == set(FREE.split(","))
+    assert all(getattr(options, name) == value for name, value in chosen["options"].items())
+    assert chosen["predicted"]["peak_bytes"] <= chosen["predicted"]["limit_bytes"] == 1 << 20
+    for found in (one, two):
+        assert found["peak"] == pytest.approx(chosen["predicted"]["peak_bytes"], rel=0.01)
+    assert one["kept"] == chosen | {"kept": True}
+    assert one["resumed"][0] == 4 and len(one["resumed"][1]) == 2
+    torch.testing.assert_close(
+        torch.tensor(one["losses"] + one["resumed"][1]), torch.tensor(one["plain"]), rtol=1e-5, atol=0
+    )
+    assert not one["other"]["kept"] and one["other"]["predicted"]["limit_bytes"] == 1 << 30
+
+
+def test_fine_tuning_fits_its_longest_rows_and_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    make_model(tmp_path / "model")
+    write_lines(tmp_path / "data.jsonl", questions())
+    options = FinetuneOptions(
+        model=str(tmp_path / "model"), data=str(tmp_path / "data.jsonl"), output=str(tmp_path / "out"), lora=True, steps=1,
+        batch_size=8, eval_samples=0, device="cpu", plain=True, precision="float32",
+        fit="ac", fit_memory="1MiB",
+    )  # fmt: skip
+    job = FineTuner(options, ALONE)
+    assert job.fitted is not None and job.fitted.predicted["width"] == max(job.rows.samples.lengths)
+    assert _peak(job) == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01)
+    job.run()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--fit chose ")]
+    assert len(said) == 1 and "predicted peak" in said[0] and f"x {job.fitted.predicted['width']} tokens" in said[0]
+
+
+def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = _job(tmp_path)
+    line = [f"--{name.replace('_', '-')}={value}" for name, value in job.items() if not isinstance(value, bool)]
+    options = parse_options([*line, "--fit", "--ac", "full", "--tp", "1"])
+    assert set(options.free) == set(Options().searched) - {"ac", "tp"}
+    assert (
+        pretrain.main([*line, "--plain", "--fit", "--fit-memory", "200KiB", "--loss", "chunked", "--ac", "full"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "--fit: Nothing fits in 0.20MiB" in said and "bound by memory: parameters and optimizer" in said
+    assert not (tmp_path / "checkpoints" / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"fit": "acc"}, "Did you mean 'ac'"),
+        ({"fit": "all", "strategy": "ddp"}, "--strategy is 'ddp', with which --fit predicts nothing"),
+        ({"fit": "loss", "ac": "submodule"}, "--ac is 'submodule', with which --fit"),
+        ({"fit": "loss", "ac": "50%"}, "--ac is '50%', with which --fit"),
+        ({"fit_memory": "1GiB"}, "without --fit nothing reads it"),
+        ({"fit": "all", "fit_memory": "much"}, "much"),
+    ],
+)
+def test_what_fit_cannot_do_is_refused(asked: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options(**asked)
