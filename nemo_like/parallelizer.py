@@ -38,7 +38,7 @@ from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
 from nemo_like.distributed.units import sharded_by_caller
-from nemo_like.float8 import check_float8, float8_linears
+from nemo_like.float8 import check_float8, float8_linears, scale_before_forward
 from nemo_like.layers import find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
@@ -168,7 +168,8 @@ def parallelize(
             head's output from ``labels`` in training mode, it does so a chunk of tokens at a time, and
             ``output.logits`` is None; where it does something else with the logits, they are made, and this is logged.
         precision: the dtype to compute in (``"bf16"``), ``"fp8"`` (bfloat16, with the matmuls of the layers' linears in
-            float8, by torchao), a `Precision` (also for reduction and outputs) or torch's `MixedPrecisionPolicy`. FSDP2
+            float8, by torchao; also ``"fp8-rowwise"``, ``"fp8-gather"``),
+            a `Precision` (also for reduction and outputs) or torch's `MixedPrecisionPolicy`. FSDP2
             casts parameters; the other strategies use autocast.
         compile: ``True``/``"inductor"`` or ``"aot_eager"``: compile each layer in place.
         offload: what waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these
@@ -210,7 +211,7 @@ def parallelize(
     found, chosen = layers_for(model, asked, ac_scope, layers)
     backend = parse_compile(compile)
     _check_compile(backend is not None, asked)
-    _check_float8(cast, asked, {"tp": tensor.size, "ep": expert.size})
+    _check_float8(cast, asked, {"tp": tensor.size, "ep": expert.size}, fsdp)
     in_chunks = ChunkedLoss.of(loss)
     if in_chunks is not None:
         check_head(model)
@@ -243,7 +244,9 @@ def parallelize(
     start_from_the_same_weights(model, shard_mesh)
     names = [layer.fqn for layer in found]
     if cast.matmuls is not None:
-        float8_linears([bare(layer.module) for layer in found], cast.matmuls, target.type)
+        float8_linears(
+            [bare(layer.module) for layer in found], cast.matmuls, target.type, sharded=shard_mesh is not None
+        )
     if not hasattr(model, STAGE_MARK):  # stages do it themselves
         keep_documents_apart(model)
     if split and shard_mesh is not None:
@@ -271,6 +274,8 @@ def parallelize(
             shard_experts(experts, expert_mesh, mp_policy=cast.policy, options=fsdp)
         shard_layers(model, find_layers(model, names), shard_mesh, options=fsdp, mp_policy=cast.policy)
         refuse_to_save_shards(model)
+        if cast.matmuls == "fp8-gather":
+            scale_before_forward(model)
     else:
         model = _replicate(model, mesh, cast, target, ddp)
     setattr(model, _MARK, True)
@@ -280,13 +285,18 @@ def parallelize(
     return model
 
 
-def _check_float8(cast: Precision, asked: Any, sizes: Mapping[str, int]) -> None:
+def _check_float8(cast: Precision, asked: Any, sizes: Mapping[str, int], fsdp: FSDP2) -> None:
     """Raise where float8 matmuls are asked for beside what was never tried with them, or torchao is not installed."""
     if cast.matmuls is None:
         return
     split = next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
     if split is None and isinstance(asked, MemoryBudget | Plan):
         split = f"ac={asked if isinstance(asked, MemoryBudget) else 'a plan'}"
+    if cast.matmuls == "fp8-gather" and fsdp.cpu_offload:
+        raise ValueError(
+            "precision is 'fp8-gather' beside cpu_offload: shards would be cast to float8 on the host, which was not "
+            "tried. Use 'fp8'."
+        )
     if split is not None:
         raise ValueError(
             f"precision is {cast.matmuls!r} beside {split}: the planner knows no float8 kernels, and weights that are split "

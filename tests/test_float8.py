@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import parallelize
+from nemo_like import apply_activation_checkpointing, parallelize
+from nemo_like.float8 import float8_linears
 from nemo_like.options import Precision
+from tests.models.blocks import NewBytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,3 +61,45 @@ def test_what_was_not_tried_is_refused_before_a_change() -> None:
     with pytest.raises(ValueError, match=r"Precision\.matmuls is 'fp4'"):
         Precision("bf16", matmuls="fp4")
     assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def _held(word: str | None, ac: str) -> tuple[int, list[int]]:
+    """Bytes that forward leaves behind, and the sizes of those storages that have as many elements as a weight."""
+    model = _model().bfloat16()
+    if word is not None:
+        float8_linears(list(model.model.layers), word, "cpu")
+    apply_activation_checkpointing(model, ac)
+    weights = {p.numel() for p in model.model.layers.parameters() if p.dim() == 2}
+    ids = torch.arange(33).reshape(3, 11)  # rows of no weight's size
+    with NewBytes(*model.parameters(), *model.buffers()) as live:
+        loss = model(input_ids=ids, labels=ids).loss
+        held = live.count()
+        sizes = [size for key, (_, size) in live._made.items() if key not in live._existing]
+    loss.backward()
+    return held, [size for size in sizes if any(size == n * bytes for n in weights for bytes in (1, 2, 4))]
+
+
+@pytest.mark.parametrize("word", ["fp8", "fp8-rowwise"])
+def test_nothing_of_a_weights_size_is_kept_for_backward(word: str) -> None:
+    """Neither ``abs(W)``, of which a scale is the largest, nor the weight in float8."""
+    pytest.importorskip("torchao.float8")
+    for ac in ("none", "full", "selective", "submodule", "sequential"):
+        held, sizes = _held(word, ac)
+        plain, _ = _held(None, ac)
+        assert sizes == [], ac
+        scales = 2 * 7 * 4 * 2 * (64 + 33)  # at most: of each linear's rows and columns, float32
+        assert held <= plain + (scales if ac == "selective" else 0), (ac, held, plain)
+
+
+@pytest.mark.parametrize("word", ["fp8", "fp8-rowwise"])
+def test_scales_are_no_state_that_a_replay_could_change(word: str) -> None:
+    pytest.importorskip("torchao.float8")
+    for ac in ("none", "full", "selective"):
+        model = parallelize(_model(), ac=ac, precision=word, device="cpu")
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert {name for name, _ in model.named_buffers()} == {name for name, _ in _model().named_buffers()}
+        ids = torch.arange(32).reshape(2, 16)
+        first, second = (model(input_ids=ids, labels=ids).loss for _ in range(2))
+        (first + second).backward()
+        assert torch.equal(first, second)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_like.recipes.finetune import main
+from nemo_like.recipes.finetune import main, tune
+from nemo_like.recipes.finetune_options import parse_finetune_options
 from tests_distributed.spawn import run_ranks
 
 TEMPLATE = (
@@ -90,3 +94,26 @@ def run_finetune(world_size: int, arguments: list[str], summary: Path) -> dict[s
     run_ranks(world_size, _must_end_well, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
     found: dict[str, Any] = json.loads(summary.read_text())
     return found
+
+
+def _several(rank: int, world_size: int, cases: dict[str, list[str]], folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from nemo_like.recipes.agree import Ranks
+
+    control = dist.new_group(backend="gloo") if world_size > 1 else None
+    for name, line in cases.items():
+        torch._dynamo.reset()
+        options = parse_finetune_options(["--output", f"{folder}/{name}", "--json", f"{folder}/{name}.json", *line])
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = tune(options, Ranks(rank, world_size, torch.device("cpu"), control=control))
+        assert code == 0, f"rank {rank} ended {name!r} with code {code}"
+
+
+def run_several(world_size: int, cases: Mapping[str, Sequence[str]], folder: Path) -> dict[str, dict[str, Any]]:
+    """One job after the other on the same ranks, cheaper than a launch for each; each one's summary. A case writes to the
+    folder of its name in `folder`."""
+    lines = {name: list(line) for name, line in cases.items()}
+    run_ranks(world_size, _several, lines, str(folder), timeout=200)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in cases}

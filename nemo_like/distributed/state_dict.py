@@ -32,6 +32,7 @@ from nemo_like.distributed.expert_parallel.list_state import (
 )
 from nemo_like.distributed.slots import Slot, bare_name, copy_whole, find_slots, show_shards
 from nemo_like.distributed.sources import StateDictSource, check_names
+from nemo_like.float8 import without_float8
 
 
 @torch.no_grad()
@@ -45,7 +46,7 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
     state: dict[str, Tensor] = {}
     pieces = list_pieces(model)
     for slot in _saved_slots(model):
-        tensor = slot.tensor.detach()
+        tensor = without_float8(slot.tensor.detach())
         if full:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if launch.rank() != 0:

@@ -9,6 +9,7 @@ from nemo_like.options.chunked_loss import COMPILE_BACKENDS, LOSSES, ChunkedLoss
 from nemo_like.options.parallel import (
     CONTEXT_METHODS,
     DDP,
+    FLOAT8,
     FROZEN_SHARDING,
     FSDP2,
     STRATEGIES,
@@ -36,6 +37,7 @@ __all__ = [
     "COMPILE_BACKENDS",
     "CONTEXT_METHODS",
     "DDP",
+    "FLOAT8",
     "FROZEN_SHARDING",
     "FSDP2",
     "LOSSES",

@@ -13,7 +13,7 @@ from nemo_like.options.words import did_you_mean, normalise, parse_dtype
 
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
-FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise")
+FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise", "fp8-gather")
 EXPERT_CALLS: tuple[str, ...] = ("routed", "every", "each")
 
 
@@ -252,8 +252,9 @@ class Precision:
     cast_forward_inputs: bool = True
     """FSDP2: cast what a unit's forward is called with to `param_dtype`."""
     matmuls: str | None = None
-    """``"fp8"``: the layers' linears multiply in float8 with one scale per tensor; ``"fp8-rowwise"``: with one per row (both
-    by torchao, extra ``fp8``). None: as everything else."""
+    """``"fp8"``: the layers' linears multiply in float8 with one scale per tensor; ``"fp8-rowwise"``: with one per row;
+    ``"fp8-gather"``: as ``"fp8"``, and FSDP2 gathers their weights in float8, too (all by torchao, extra ``fp8``). None: as
+    everything else."""
 
     def __post_init__(self) -> None:
         if self.matmuls not in (None, *FLOAT8):
@@ -265,8 +266,8 @@ class Precision:
 
     @classmethod
     def of(cls, precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None) -> Precision:
-        """What ``precision=`` means: a dtype to compute in (or its name), torch's policy, or the object. ``"fp8"`` and
-        ``"fp8-rowwise"`` are bfloat16 with such matmuls.
+        """What ``precision=`` means: a dtype to compute in (or its name), torch's policy, or the object. ``"fp8"``,
+        ``"fp8-rowwise"`` and ``"fp8-gather"`` are bfloat16 with such matmuls.
 
         Raises:
             ValueError: an unknown or integer dtype. TypeError: something else.

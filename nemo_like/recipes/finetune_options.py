@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from nemo_like.options import Precision, parse_dtype
+from nemo_like.options import FLOAT8, Precision, parse_dtype
 from nemo_like.recipes.option_sources import parse_command_line
 from nemo_like.recipes.run_options import RunOptions, flag, option
 
@@ -65,8 +66,10 @@ class FinetuneOptions(RunOptions):
     steps: int = option(0, "steps of the whole run, those before a resume included; 0: as many as --epochs take", int)
     precision: str = option(
         "bfloat16",
-        "dtype to compute in, and of frozen weights: float32 | bfloat16; or fp8 | fp8-rowwise: bfloat16, and the layers' "
-        "matmuls in float8 (torchao), scaled by tensor or by row; what trains, and gradient sums, stay float32",
+        "dtype to compute in, and of frozen weights: float32 | bfloat16; or fp8 | fp8-rowwise | fp8-gather: bfloat16, and "
+        "the layers' matmuls in float8 (torchao), scaled by tensor or by row, or weights gathered in float8, too; what "
+        "trains, and gradient sums, stay float32",
+        alias="--dtype",
     )
     loss: str = option("chunked", "model | chunked: head and loss of a few tokens at a time, never the whole logits")
     seq_len: int = option(1024, "longest sample, in tokens; what is longer is cut at its end", int)
@@ -88,7 +91,7 @@ class FinetuneOptions(RunOptions):
             if not getattr(self, name):
                 raise ValueError(f"{flag(name)} is needed: --model DIR --data FILE.jsonl.")
         if self.checkpoint_dir is None:
-            object.__setattr__(self, "checkpoint_dir", str(Path(self.output) / "checkpoints"))
+            object.__setattr__(self, "checkpoint_dir", self._own_checkpoints())
         super().__post_init__()
         if self.steps == 0 and self.epochs == 0:
             raise ValueError("--steps and --epochs are both 0: nothing would be trained.")
@@ -110,6 +113,14 @@ class FinetuneOptions(RunOptions):
                 f"--precision is {self.precision!r} beside adapters, whose frozen weights stay bfloat16. Use bf16."
             )
 
+    def _own_checkpoints(self) -> str:
+        return str(Path(self.output) / "checkpoints")
+
+    def as_said(self) -> dict[str, Any]:
+        # Else a run from another's file would write into its checkpoints, whatever --output says.
+        own = self.checkpoint_dir == self._own_checkpoints()
+        return super().as_said() | ({"checkpoint_dir": None} if own else {})
+
     def _check_precision(self) -> None:
         if not self.float8:
             super()._check_precision()
@@ -121,7 +132,7 @@ class FinetuneOptions(RunOptions):
     @property
     def float8(self) -> bool:
         """Whether matmuls of the layers run in float8."""
-        return self.precision in ("fp8", "fp8-rowwise")
+        return self.precision in FLOAT8
 
     @property
     def compute(self) -> str:

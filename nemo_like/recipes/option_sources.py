@@ -105,7 +105,7 @@ def config_text(options: RunOptions) -> str:
     >>> config_text(RunOptions(lr=0.5)).splitlines()[17]
     'lr: 0.5'
     """
-    return "".join(f"{name}: {_scalar(value)}\n" for name, value in dataclasses.asdict(options).items())
+    return "".join(f"{name}: {_scalar(value)}\n" for name, value in options.as_said().items())
 
 
 def _scalar(value: Any) -> str:

@@ -259,6 +259,10 @@ class RunOptions:
         """Ranks that read the same samples, by the option that says so; their product must divide the ranks."""
         return {}
 
+    def as_said(self) -> dict[str, Any]:
+        """Every option by name, with None where the value follows from others."""
+        return dataclasses.asdict(self)
+
     @property
     def scopes(self) -> str | list[str]:
         """`scope` as `parallelize` takes it."""
