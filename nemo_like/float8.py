@@ -62,14 +62,10 @@ def scale_before_forward(model: nn.Module) -> None:
 
 def without_float8(tensor: Tensor) -> Tensor:
     """A shard as it is stored, without the class that has FSDP2 gather it in float8; the same memory."""
-    if not isinstance(tensor, DTensor) or not hasattr(tensor.to_local(), "_precomputed_scale"):
+    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else None
+    if not isinstance(tensor, DTensor) or not type(local).__module__.startswith("torchao.float8"):
         return tensor
-    local: Any = tensor.to_local()
+    stored = getattr(local, local.__tensor_flatten__()[0][0])  # the weight; beside it there may be its scale
     return DTensor.from_local(
-        local._tensor,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        stored, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
