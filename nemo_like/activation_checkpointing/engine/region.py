@@ -283,6 +283,8 @@ class Region:
                 say_misfit(self.name, f"it skips {skipped}, and this call's backward needs what is made of that")
                 mode = self.new_replay_mode(keep)
                 self.ambient.variables.run(self.name, self.run_again, args, kwargs, mode)
+            for entry in () if keep else self.kept:
+                entry.value = None
             if self.verification is not None:
                 self.verification.compare()
             if self.made_inside is not None and self.world is not None:
@@ -364,13 +366,15 @@ class Region:
                     self.transfer.prefetch(item.handle)
         for entry in self.kept:
             value = entry.value
+            # The list hands it out once. After a replay that fails, a second try can't run a pinned operator again.
+            stays = keep or (skips and facts(entry.op).pinned)
             if entry.decision is SAVE:
                 self.check_version(entry)
-                if keep:
+                if stays:  # what is handed out becomes part of replay's graph, which knows this region
                     value = map_tensors(private_copy if entry.private else Tensor.detach, value)
             values.append(value)
-            if not keep and not (skips and facts(entry.op).pinned):
-                entry.value = None  # the list hands it out once; a second try can't run a pinned operator again
+            if not stays:
+                entry.value = None
         self.consumed = not keep and (waits or SAVE in map(decision_of, self.kept))
         return values
 
