@@ -8,11 +8,13 @@ from functools import cached_property
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.op_lookup import Op
-from nemo_like.planning import solver
+from nemo_like.planning import closure, solver
 from nemo_like.planning.block_trace import BlockTrace, OpRecord
 from nemo_like.planning.devices import Device, op_seconds
 from nemo_like.planning.step_time import exposed_seconds
 
+_CLOSE = 1e-3
+"""How much more than the least a choice of a block with too many of them may cost, as a share of it."""
 _MOST = 4096
 """Choices of one block that are looked at together."""
 
@@ -114,19 +116,19 @@ class BlockProblem:
             return self.none()
         return self.choice(solver.Point(0, 0.0), "full")
 
-    def frontier(self, *, skip: bool = True, points: int = solver.POINTS, host: int = 0) -> tuple[Choice, ...]:
+    def frontier(self, *, skip: bool = True, points: int = closure.POINTS, host: int = 0) -> tuple[Choice, ...]:
         """Ways to run the block, each best for its bytes: ascending in held bytes, descending in seconds.
 
         "none" is among them unless a region does better for fewer bytes; the first is "full".
 
         Args:
             skip: let replay leave ops out (needs scipy, extra ``plan``).
-            points: how many budgets are solved for where not `every` point is known.
+            points: how many choices are looked for where not `every` one is known.
             host: also offer to keep outputs in host memory, over the device's link: up to so many bytes.
         """
         found = self.every(skip)
         if found is None:
-            found = solver.closure_frontier(self.ops(), points)
+            found = closure.closure_frontier(self.ops(), points)
         return best_of([self.full(), *self._choices(_spread(found, _MOST), host), self.none()])
 
     def every(self, skip: bool) -> tuple[solver.Point, ...] | None:
@@ -135,7 +137,7 @@ class BlockProblem:
 
     @cached_property
     def _with_skips(self) -> tuple[solver.Point, ...] | None:
-        return solver.closure_every(self.ops())
+        return closure.closure_every(self.ops())
 
     @cached_property
     def _without_skips(self) -> tuple[solver.Point, ...]:
@@ -145,7 +147,8 @@ class BlockProblem:
         """The best way to run the block with skips for each of these numbers of held bytes, inputs included."""
         if not self.trace.saves_something:
             return []
-        found = [solver.closure_optimum(self.ops(), budget - self.trace.input_bytes) for budget in budgets]
+        ops = self.ops()
+        found = [closure.closure_optimum(ops, budget - self.trace.input_bytes, within=_CLOSE) for budget in budgets]
         return self._choices([point for point in found if point is not None], host)
 
     def _choices(self, points: Iterable[solver.Point], host: int) -> list[Choice]:

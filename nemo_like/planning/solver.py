@@ -1,14 +1,13 @@
 """Which outputs to keep: exact choices over plain numbers. No torch here, no tensors, no clocks.
 
-Three problems, smallest first:
+Three problems, smallest first; the second is in `nemo_like.planning.closure`:
 
 * **Linear replay** of one block (`linear_frontier`): replay runs every op that is not kept, up to the early stop. What
   an op costs in replay does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save
   cost. Solved exactly by a sweep over non-dominated (bytes, cost) states.
 * **Replay with skips** (`closure_every`, `closure_optimum`, `closure_frontier`): an op whose output neither backward nor a
   replayed op reads need not run. Now decisions hang together (whoever is replayed needs its inputs), which makes it a
-  closure problem with a budget. A sweep finds every best point of most blocks; where it would grow too large, one budget
-  at a time is a small mixed-integer program, solved to proven optimality by HiGHS through scipy.
+  closure problem with a budget.
 * **Many layers** (`combine`): one point per layer from the frontier of its kind, at least total cost for total bytes:
   a multiple-choice knapsack. Identical layers are summed by doubling, so 126 layers cost seven merges.
 
@@ -21,17 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nemo_like.extras import require
-
 EXACT_STATES = 1 << 14
 """Non-dominated states that a sweep may hold before it thins them out; below this every answer is exact."""
-
-
-EVERY_STATES = 1 << 16
-"""The same for replay with skips; past it, budgets are solved for one by one."""
-
-POINTS = 32
-"""Budgets between keeping as little as is needed and everything at which a block is solved."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,7 @@ def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[
             states = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
         elif op.forced is None and op.keepable and op.cost > 0:
             added = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
-            states = _non_dominated(_merge(states, added))
+            states = non_dominated(_merge(states, added))
             if len(states) > max_states:
                 states, exact = _thin(states, max_states), False
     bound = (lambda b: 0.0) if exact else _relaxation(ops)
@@ -123,7 +113,7 @@ def _merge(a: list[tuple[int, float, int]], b: list[tuple[int, float, int]]) -> 
     return sorted(a + b)
 
 
-def _non_dominated(states: Iterable[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
+def non_dominated(states: Iterable[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
     kept: list[tuple[int, float, int]] = []
     for state in states:
         if not kept or state[1] < kept[-1][1]:
@@ -165,149 +155,6 @@ def at_budget(points: Sequence[Point], budget: int) -> Point | None:
         if point.bytes <= budget and (best is None or (point.cost, point.bytes) < (best.cost, best.bytes)):
             best = point
     return best
-
-
-def closure_replay(ops: Sequence[Op], keep: int) -> tuple[float, int]:
-    """Cost and skip mask when, with `keep` given, replay runs only what backward or a replayed op reads."""
-    run = [op.forced == "replay" or (op.needed and not keep >> i & 1) for i, op in enumerate(ops)]
-    for i in range(len(ops) - 1, -1, -1):  # an op reads earlier ops only, so one pass backwards closes the set
-        if run[i]:
-            for j in ops[i].reads:
-                if not keep >> j & 1:
-                    run[j] = True
-    skip = sum(1 << i for i in range(len(ops)) if not run[i] and not keep >> i & 1)
-    return sum(op.cost for op, r in zip(ops, run) if r), skip
-
-
-def closure_optimum(ops: Sequence[Op], budget: int, *, time_limit: float | None = 10.0) -> Point | None:
-    """The cheapest choice that keeps at most `budget` bytes when ops may be skipped; None where none fits.
-
-    A mixed-integer program in two binaries per op (kept, run): whatever backward or a running op reads is kept or run.
-    Solved by HiGHS. `time_limit` is in seconds; if it strikes, the best choice found comes back with its proven gap.
-
-    Raises:
-        MissingExtraError: scipy is not installed.
-    """
-    optimize = require("scipy.optimize", "plan", "to plan with skipped ops")
-    import numpy as np  # scipy's own dependency
-
-    left = budget - sum(op.bytes for op in ops if op.forced == "save")
-    if left < 0:
-        return None
-    n = len(ops)
-    # Scaled to about 1, because the solver's tolerances are absolute. What is kept anyway, and what does not fit alone,
-    # stay out of the sum of bytes: beside them a few bytes would be lost in the tolerance.
-    sizes = [op.bytes if op.forced is None and op.keepable and op.bytes <= left else 0 for op in ops]
-    cost_unit, byte_unit = max((op.cost for op in ops), default=0) or 1.0, max(sizes, default=0) or 1
-    tie = 1e-9 / max(1, n)  # fewer bytes among equal costs; too small to buy any op's cost above the solver's gap
-    objective = np.array([tie * size / byte_unit for size in sizes] + [op.cost / cost_unit for op in ops])
-    lower, upper = np.zeros(2 * n), np.ones(2 * n)
-    for i, op in enumerate(ops):
-        if op.forced == "save":
-            lower[i] = 1
-        elif op.forced == "replay" or not op.keepable or op.bytes > left:
-            upper[i] = 0
-        if op.forced == "replay":
-            lower[n + i] = 1
-    rows = [[size / byte_unit for size in sizes] + [0.0] * n]
-    low, high = [0.0], [left / byte_unit * (1 + 1e-12)]
-    for i, op in enumerate(ops):
-        if op.needed:
-            rows.append(_row(2 * n, (i, 1.0), (n + i, 1.0)))
-            low.append(1.0)
-            high.append(2.0)
-        for j in set(op.reads):
-            rows.append(_row(2 * n, (j, 1.0), (n + j, 1.0), (n + i, -1.0)))
-            low.append(0.0)
-            high.append(2.0)
-    options = {"mip_rel_gap": 0.0} | ({"time_limit": time_limit} if time_limit is not None else {})
-    result = optimize.milp(
-        objective, integrality=np.ones(2 * n), bounds=optimize.Bounds(lower, upper),
-        constraints=optimize.LinearConstraint(np.array(rows), low, high), options=options,
-    )  # fmt: skip
-    if result.x is None:
-        return None
-    keep = sum(1 << i for i in range(n) if result.x[i] > 0.5)
-    keep = _drop_useless(ops, keep)
-    cost, skip = closure_replay(ops, keep)
-    kept = sum(op.bytes for i, op in enumerate(ops) if keep >> i & 1)
-    if kept > budget:  # only by the solver's tolerance: take the offending bytes off the budget and ask again
-        return closure_optimum(ops, budget - (kept - budget), time_limit=time_limit)
-    bound = result.mip_dual_bound if result.mip_dual_bound is not None else 0.0
-    gap = max(0.0, cost - bound * cost_unit) if result.status != 0 else 0.0
-    return Point(kept, cost, keep, skip, gap)
-
-
-def _row(width: int, *entries: tuple[int, float]) -> list[float]:
-    row = [0.0] * width
-    for column, value in entries:
-        row[column] += value
-    return row
-
-
-def _drop_useless(ops: Sequence[Op], keep: int) -> int:
-    """Keeps that buy nothing, largest first, are taken out: neither backward nor a replayed op reads them."""
-    cost, _ = closure_replay(ops, keep)
-    for i in sorted(range(len(ops)), key=lambda i: (-ops[i].bytes, i)):
-        if keep >> i & 1 and ops[i].forced != "save" and closure_replay(ops, keep & ~(1 << i))[0] <= cost:
-            keep &= ~(1 << i)
-    return keep
-
-
-def closure_frontier(ops: Sequence[Op], points: int = POINTS, *, time_limit: float | None = 10.0) -> tuple[Point, ...]:
-    """Best choices with skips at about `points` budgets between the least and the most bytes that are of use.
-
-    Ascending in bytes, strictly descending in cost. Each point is optimal for its bytes; between two of them there may
-    be others (`closure_optimum` answers for one exact budget).
-
-    Raises:
-        MissingExtraError: scipy is not installed.
-    """
-    most = closure_optimum(ops, sum(op.bytes for op in ops), time_limit=time_limit)
-    if most is None:
-        return ()
-    least = sum(op.bytes for op in ops if op.forced == "save")
-    found = {most.keep: most}
-    for step in range(points - 1):
-        # Closer together where bytes are few: there each of them buys most.
-        budget = least + (most.bytes - least) * step**2 // max(1, points - 1) ** 2
-        point = closure_optimum(ops, budget, time_limit=time_limit)
-        if point is not None:
-            found[point.keep] = point
-    return frontier(found.values())
-
-
-def closure_every(ops: Sequence[Op], max_states: int = EVERY_STATES) -> tuple[Point, ...] | None:
-    """Every best trade of bytes for replay cost with skips; None where the sweep would hold more than `max_states`.
-
-    Ops are gone through from the last to the first. All that matters of the choices so far is which earlier outputs they
-    ask for, what they keep and what it costs; layers are nearly chains, so that few outputs are asked for at a time.
-    """
-    states: dict[int, list[tuple[int, float, int]]] = {0: [(0, 0.0, 0)]}
-    for i in reversed(range(len(ops))):
-        op, bit = ops[i], 1 << i
-        reads = sum(1 << j for j in set(op.reads))
-        grown: dict[int, list[tuple[int, float, int]]] = {}
-        for asked, found in states.items():
-            rest = asked & ~bit
-            kept = [(b + op.bytes, c, keep | bit) for b, c, keep in found]
-            if op.forced == "save":
-                grown.setdefault(rest, []).extend(kept)
-            elif asked & bit or op.needed or op.forced == "replay":
-                grown.setdefault(rest | reads, []).extend((b, c + op.cost, keep) for b, c, keep in found)
-                if op.keepable and op.forced is None:
-                    grown.setdefault(rest, []).extend(kept)
-            else:
-                grown.setdefault(rest, []).extend(found)
-        states = {asked: _non_dominated(sorted(found)) for asked, found in grown.items()}
-        if sum(map(len, states.values())) > max_states:
-            return None
-    best = _non_dominated(sorted(state for found in states.values() for state in found))
-    points = []
-    for size, _, keep in best:
-        cost, skip = closure_replay(ops, keep)  # summed afresh, in the order of the ops
-        points.append(Point(size, cost, keep, skip))
-    return frontier(points)
 
 
 def frontier(points: Iterable[Point]) -> tuple[Point, ...]:

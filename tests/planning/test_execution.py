@@ -14,7 +14,7 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.layers import find
 from nemo_like.module_tree import bare
-from nemo_like.planning import block, block_trace, capture, devices, solver
+from nemo_like.planning import block, block_trace, capture, closure, devices, solver
 
 pytestmark = pytest.mark.compat
 
@@ -162,7 +162,7 @@ def _budgets(problem, number=10):
     low, high = points[0].bytes, points[-1].bytes
     for step in range(number):
         budget = low + (high - low) * step // (number - 1)
-        point = solver.closure_optimum(ops, budget) if step % 2 else solver.at_budget(points, budget)
+        point = closure.closure_optimum(ops, budget) if step % 2 else solver.at_budget(points, budget)
         assert point is not None and point.bytes <= budget
         yield problem.choice(point)
 

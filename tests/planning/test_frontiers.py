@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like.options import MemoryBudget, Precision, StepSpec
-from nemo_like.planning import solver
+from nemo_like.planning import closure, solver
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner, Setup
 from tests.planning.brute_force import all_best, least_cost, least_cost_of_two
@@ -52,7 +52,7 @@ def test_a_block_gets_the_optimum_of_a_brute_force_at_32_budgets(name: str) -> N
         ops = problem.ops()
         points, most = all_best(ops), problem.none().held_bytes - problem.trace.input_bytes
         for step in range(33):
-            found, optimum = solver.closure_optimum(ops, most * step // 32), least_cost(points, most * step // 32)
+            found, optimum = closure.closure_optimum(ops, most * step // 32), least_cost(points, most * step // 32)
             assert (found is None) == (optimum is None)
             if found is not None and optimum is not None:
                 assert found.gap == 0.0 and abs(found.cost - optimum) <= 1e-9 * problem.forward_seconds, step
@@ -107,7 +107,7 @@ def test_a_few_bytes_beside_many_that_are_kept_anyway_are_not_lost() -> None:
         *(solver.Op(bytes=3 + index, cost=1.0 + index, needed=True) for index in range(6)),
     ]
     for budget in range(34):
-        point = solver.closure_optimum(ops, (1 << 40) + budget)
+        point = closure.closure_optimum(ops, (1 << 40) + budget)
         best = min(
             sum(op.cost for k, op in enumerate(ops[1:]) if not mask >> k & 1)
             for mask in range(64)

@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from nemo_like.activation_checkpointing import ops
-from nemo_like.planning import solver
+from nemo_like.planning import closure, solver
 from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.block_trace import OpRecord, trace_block
 from nemo_like.planning.devices import op_seconds, resolve_device
@@ -111,7 +111,7 @@ def theirs() -> list[Theirs]:
 @pytest.mark.parametrize("by", ["flops", "seconds"])
 def test_the_partitioner_is_better_at_no_budget(problem: BlockProblem, theirs: list[Theirs], by: str) -> None:
     """What is run again, for no more bytes than it keeps."""
-    points = solver.closure_every(problem.ops(by=by))
+    points = closure.closure_every(problem.ops(by=by))
     assert points is not None
     better = 0
     for budget, (kept, flops, seconds) in zip(BUDGETS, theirs, strict=True):
@@ -123,7 +123,7 @@ def test_the_partitioner_is_better_at_no_budget(problem: BlockProblem, theirs: l
 
 def test_five_bytes_per_token_and_width(problem: BlockProblem, theirs: list[Theirs]) -> None:
     """The inputs, attention's output, and a key or a value: less than .62 of a forward is run again."""
-    points = solver.closure_every(problem.ops(by="flops"))
+    points = closure.closure_every(problem.ops(by="flops"))
     assert points is not None
     ours = solver.at_budget(points, 3 * S * D)
     assert ours is not None and ours.cost <= 0.62 * problem.trace.flops

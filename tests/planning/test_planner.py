@@ -23,6 +23,7 @@ from nemo_like.planning import (
     apply_plan,
     block_trace,
     capture,
+    closure,
     plan_for,
     solver,
 )
@@ -96,7 +97,7 @@ def test_llama_style_block_roofline(llama_style):
     ops, forward = llama_style.ops(), sum(llama_style.seconds)
     assert solver.linear_replay_cost(ops, 0) / forward == pytest.approx(0.82, abs=0.02)
     assert solver.linear_replay_cost(ops, _parity(llama_style)) / forward == pytest.approx(0.43, abs=0.02)
-    skipping = solver.closure_optimum(ops, int(13.3 * S * D))
+    skipping = closure.closure_optimum(ops, int(13.3 * S * D))
     assert skipping.cost / forward <= 0.318
     assert _units(skipping.bytes) + 2 <= 15.3
     linear = solver.at_budget(solver.linear_frontier(ops), int(13.54 * S * D))

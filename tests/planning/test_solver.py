@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.planning import solver
+from nemo_like.planning import closure, solver
 from nemo_like.planning.solver import Op
 
 
@@ -40,6 +40,35 @@ def choices(ops):
             yield sum(b << i for i, b in enumerate(bits)), sum(op.bytes for b, op in zip(bits, ops) if b)
 
 
+@settings(max_examples=40, deadline=None)
+@given(blocks(most=7))
+def test_choices_on_the_hull_are_brute_force(ops):
+    pytest.importorskip("scipy")
+    everything = [(kept, closure.closure_replay(ops, keep)[0]) for keep, kept in choices(ops)]
+    points = closure.closure_frontier(ops)
+    assert points[-1].cost == min(cost for _, cost in everything)
+    for point in points:
+        assert point.cost == min(cost for kept, cost in everything if kept <= point.bytes)
+        assert (point.cost, point.skip) == closure.closure_replay(ops, point.keep)
+    for kept, cost in everything:  # nothing lies below the lines between them
+        for low, high in itertools.pairwise(points):
+            if low.bytes <= kept <= high.bytes:
+                slope = (high.cost - low.cost) / (high.bytes - low.bytes)
+                assert cost >= low.cost + slope * (kept - low.bytes) - 1e-6  # the linear program's tolerance
+
+
+@settings(max_examples=20, deadline=None)
+@given(blocks(most=7))
+def test_a_choice_that_may_cost_a_little_more_says_how_much(ops):
+    pytest.importorskip("scipy")
+    everything = [(kept, closure.closure_replay(ops, keep)[0]) for keep, kept in choices(ops)]
+    budget = sum(op.bytes for op in ops) // 2
+    point = closure.closure_optimum(ops, budget, within=0.2)
+    if point is not None:
+        best = min(cost for kept, cost in everything if kept <= budget)
+        assert point.bytes <= budget and point.cost - point.gap - 1e-6 <= best <= point.cost <= 1.25 * best + 1e-6
+
+
 @settings(max_examples=120, deadline=None)
 @given(blocks())
 def test_linear_frontier_is_brute_force(ops):
@@ -61,10 +90,10 @@ def test_linear_frontier_is_brute_force(ops):
 @given(blocks(most=7))
 def test_closure_optimum_is_brute_force(ops):
     pytest.importorskip("scipy")
-    everything = [(kept, solver.closure_replay(ops, keep)[0]) for keep, kept in choices(ops)]
+    everything = [(kept, closure.closure_replay(ops, keep)[0]) for keep, kept in choices(ops)]
     for budget in {0, 3, 8, 15, sum(op.bytes for op in ops)}:
         fitting = [cost for kept, cost in everything if kept <= budget]
-        best = solver.closure_optimum(ops, budget)
+        best = closure.closure_optimum(ops, budget)
         assert (best is None) == (not fitting)
         if best is not None:
             assert best.cost == pytest.approx(min(fitting), abs=1e-9)  # float sums in another order
@@ -75,7 +104,7 @@ def test_closure_optimum_is_brute_force(ops):
 @given(blocks(), st.integers(0, 511))
 def test_closure_replay_runs_exactly_what_is_read(ops, mask):
     keep = sum(1 << i for i, op in enumerate(ops) if mask >> i & 1 and op.keepable and op.forced is None)
-    cost, skip = solver.closure_replay(ops, keep)
+    cost, skip = closure.closure_replay(ops, keep)
     decisions = solver.Point(0, cost, keep, skip).decisions(len(ops))
     for i, op in enumerate(ops):
         if decisions[i] == "recompute":
