@@ -62,6 +62,11 @@ class Group:
         self.copies: list[weakref.ref[StorageCopy]] = []
         self.nbytes = 0
 
+    def leave(self, copy: StorageCopy) -> None:
+        """`copy` belongs to another group from here on."""
+        self.copies = [known for known in self.copies if known() is not copy]
+        self.nbytes -= copy.nbytes
+
 
 class Dead:
     """What died since somebody last looked: notes left by ``__del__``, which may run in any thread at any time."""

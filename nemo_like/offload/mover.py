@@ -70,6 +70,7 @@ class Mover:
         self._inflight_bytes = 0
         self._copies: weakref.WeakValueDictionary[tuple[Any, ...], StorageCopy] = weakref.WeakValueDictionary()
         self._group: Group | None = None
+        self._told_groups = False
         self._last_group: weakref.ref[Group] | None = None
         self._entered: weakref.ref[Group] | None = None
         self._wanted: deque[weakref.ref[StorageCopy]] = deque()
@@ -100,7 +101,9 @@ class Mover:
             missing = gaps([(segment.lo, segment.hi) for segment in copy.segments], lo, hi)
             if missing and not self._copy_out(copy, storage, missing):
                 return None
-            self.stats.shared += not missing
+            if not missing:
+                self.stats.shared += 1
+                self._join_group(copy)  # backward asks for it with the last of its groups
             self._copies[key] = copy
             self._enter_reader(copy, lo, hi)
             self._retire()
@@ -172,14 +175,16 @@ class Mover:
     def open_group(self) -> None:
         """What is offloaded from here on is a group of its own (a layer)."""
         with self._lock:
-            self._group = None
+            self._group, self._told_groups = None, True
 
     def _join_group(self, copy: StorageCopy) -> None:
         group = self._group
         # Where nobody opens groups, one ends when a handful of them would fill what prefetching may hold.
-        if group is None or group.nbytes > self.max_inflight_bytes // 8:
+        if group is None or (not self._told_groups and group.nbytes > self.max_inflight_bytes // 8):
             group = self._group = Group(self._last_group() if self._last_group is not None else None)
             self._last_group = weakref.ref(group)
+        if copy.group is not None:
+            copy.group.leave(copy)
         copy.group = group
         group.copies.append(weakref.ref(copy))
         group.nbytes += copy.nbytes

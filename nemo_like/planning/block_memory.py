@@ -84,7 +84,7 @@ def block_memory(
             if policy is None:
                 out = call(*args, **kwargs)
             else:
-                out = run_region(call, args, kwargs, policy=policy, name="planned block")
+                out = run_region(call, args, kwargs, policy=policy, name="planned block", transfer=_ToHost())
         forward_peak, after = meter.lap(), meter.live
         made = tensors_in(out)
         outputs = tuple(map(meter.number, made))
@@ -120,6 +120,26 @@ def block_memory(
     return BlockMemory(
         forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads), events
     )
+
+
+class _Away:
+    """What a tensor in host memory leaves behind: its layout."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+
+    def get(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+class _ToHost:
+    """Host memory, which is not the device's: nothing there is counted. What comes back does when it is asked for."""
+
+    def to_host(self, tensor: torch.Tensor) -> _Away:
+        return _Away(tensor)
+
+    def prefetch(self, handle: Any) -> None:
+        """Nothing to start."""
 
 
 def needing_no_values(kind: Kind) -> AbstractContextManager[None]:

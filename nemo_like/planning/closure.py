@@ -91,7 +91,8 @@ class _Program:
     def rows(self) -> tuple[Any, list[float]]:
         """A sparse matrix, and the least of each row of it times the variables."""
         sparse = require("scipy.sparse", "plan", "to plan with skipped ops")
-        n, least = len(self.ops), []
+        n = len(self.ops)
+        least: list[float] = []
         entries: list[tuple[float, int, int]] = []
         for i, op in enumerate(self.ops):
             if op.needed:

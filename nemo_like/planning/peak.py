@@ -37,6 +37,8 @@ class LayerMemory:
     """The unit of its experts, inside; None where they are not split."""
     copied: int = 0
     """What its region copies of its buffers while forward runs."""
+    copies: tuple[int, ...] = ()
+    """What `moved` is made of, in the order in which it is copied out."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def step_peak(
     layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, optimizer: tuple[int, int],
     tail_grads: int, root_grads: int, micro: Microbatch = Microbatch(),  # noqa: B008 - frozen
     offload: OffloadConfig = OffloadConfig("none"),  # noqa: B008 - frozen
-    averaged: int = 0,
+    averaged: int = 0, copies_at_once: bool = False,
 ) -> Peak:  # fmt: skip
     """Walk through forward and backward of one microbatch and the optimizer step, and return the highest point.
 
@@ -75,6 +77,8 @@ def step_peak(
         micro: which gradients are there already, and what becomes of those that are made.
         offload: how much of what moves to the host is on the device at one time.
         averaged: bytes of the copy of the parameters that the loop averages.
+        copies_at_once: a copy to the host has ended when the next operator runs, as on the CPU; else any may still be on
+            its way.
     """
     walk = StepWalk()
     now = walk.now
@@ -84,11 +88,11 @@ def step_peak(
     now["kept output"] = outer.kept  # the microbatch's before
     comm = Communication(walk, sharding, [layer.unit for layer in layers], micro)
     comm.start()
-    walk_forward(walk, comm, layers, outer, offload)
+    walk_forward(walk, comm, layers, outer, offload, copies_at_once=copies_at_once)
     now["kept output"] = 0  # the output before is gone, and this one is among what is outside of layers
     held = sum(now.values()) - now["parameters"] - now["averaged weights"] - now["optimizer state"]
     now["kept output"] = outer.kept
-    walk_backward(walk, comm, layers, outer, offload, tail_grads)
+    walk_backward(walk, comm, layers, outer, offload, tail_grads, copies_at_once=copies_at_once)
     comm.finish(root_grads)
     now["outside of layers"] = 0
     walk.look("optimizer step", optimizer_step=optimizer[1])
@@ -96,8 +100,9 @@ def step_peak(
 
 
 def walk_forward(
-    walk: StepWalk, comm: Communication, layers: Sequence[LayerMemory], outer: OuterMemory, offload: OffloadConfig
-) -> None:
+    walk: StepWalk, comm: Communication, layers: Sequence[LayerMemory], outer: OuterMemory, offload: OffloadConfig,
+    *, copies_at_once: bool = False,
+) -> None:  # fmt: skip
     """One microbatch's forward. At its end, what the layers hold and what is outside of them is among what is alive."""
     now = walk.now
     for i, layer in enumerate(layers):
@@ -107,7 +112,7 @@ def walk_forward(
         comm.before_experts(layer.experts)
         walk.look(f"forward of layer {i}", running_layer=layer.memory.forward_peak + layer.copied)
         comm.after_experts(layer.experts)
-        now["held activations"] = held_bytes(layers[: i + 1], offload)
+        now["held activations"] = held_bytes(layers[: i + 1], None if copies_at_once else offload)
         comm.after_forward(i)
     comm.before_tail()
     _stretch(walk, outer.head, "forward of the head")
@@ -116,7 +121,7 @@ def walk_forward(
 
 def walk_backward(
     walk: StepWalk, comm: Communication, layers: Sequence[LayerMemory], outer: OuterMemory, offload: OffloadConfig,
-    tail_grads: int, *, after_last_layer: int = 0,
+    tail_grads: int, *, after_last_layer: int = 0, copies_at_once: bool = False,
 ) -> None:  # fmt: skip
     """Its backward, with ``"kept output"`` as the caller has set it.
 
@@ -127,7 +132,8 @@ def walk_backward(
     now["outside of layers"] -= outer.kept
     _stretch(walk, _less(outer.loss, outer.kept), "loss")
     holding = [replace(layer, held=0, moved=0) if i in outer.dropped else layer for i, layer in enumerate(layers)]
-    now["held activations"] = held_bytes(holding, offload)
+    bound = None if copies_at_once else offload
+    now["held activations"] = held_bytes(holding, bound)
     if outer.in_chunks:
         comm.before_tail_backward()
     _stretch(walk, _less(outer.middle, outer.kept), "backward of the head")
@@ -138,12 +144,14 @@ def walk_backward(
         waiting = [holding[j] for j in range(len(layers)) if j < i or j in outer.idle]
         after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
         if i in outer.idle:
-            now["held activations"] = held_bytes(waiting, offload)
+            now["held activations"] = held_bytes(waiting, bound)
             now["receive buffers"] += after_last_layer if i == len(layers) - 1 else 0
             _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}")
             continue
         comm.before_backward(i)  # what the layer holds is there still
-        now["held activations"] = held_bytes(waiting, offload)
+        now["held activations"] = held_bytes(waiting, bound)
+        if copies_at_once:
+            now["held activations"] += _fetched_ahead(layers, i, offload)
         now["outside of layers"] = stretch.left - tail_grads - layer.memory.output_grad
         gathered = comm.gathered_in_backward(layer.experts)
         walk.look(
@@ -163,12 +171,29 @@ def walk_backward(
         _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}, backward")
 
 
-def held_bytes(layers: Sequence[LayerMemory], offload: OffloadConfig) -> int:
-    """What these layers hold on the device while the next one runs: the copies on their way out, or those that backward
-    fetches ahead, are there still or again. The bound is that of many steps: one may be faster."""
+def held_bytes(layers: Sequence[LayerMemory], offload: OffloadConfig | None) -> int:
+    """What these layers hold on the device while the next one runs.
+
+    `offload`: the copies on their way out, or those that backward fetches ahead, are there still or again. The bound is
+    that of many steps: one may be faster. None: none is.
+    """
     moved = [layer.moved for layer in layers]
+    stays = sum(layer.held for layer in layers) - sum(moved)
+    if offload is None:
+        return stays
     ahead = sum(moved[max(0, len(moved) - offload.prefetch) :])
-    return sum(layer.held for layer in layers) - sum(moved) + max(ahead, min(sum(moved), offload.max_inflight_bytes))
+    return stays + max(ahead, min(sum(moved), offload.max_inflight_bytes))
+
+
+def _fetched_ahead(layers: Sequence[LayerMemory], i: int, offload: OffloadConfig) -> int:
+    """What comes back for the layers before `i` while its backward runs: it begins when that one fetches its own, with
+    what was copied out last, and no other copy begins once there are `OffloadConfig.max_inflight_bytes`."""
+    found = 0
+    if layers[i].moved:
+        for layer in reversed(layers[max(0, i - offload.prefetch) : i]):
+            for size in reversed(layer.copies):
+                found += size if found < offload.max_inflight_bytes else 0
+    return found
 
 
 def _stretch(walk: StepWalk, stretch: Stretch, where: str) -> None:

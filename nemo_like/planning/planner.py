@@ -340,6 +340,10 @@ class Planner:
     def moved(self, choices: Sequence[Choice]) -> list[int]:
         """Of what each call holds, the bytes that ``offload=`` moves to the host: of regions, and of all layers but the
         last. What is kept of a layer that is no region is counted as staying, also with ``"all"``."""
+        return [sum(sizes) for sizes in self._copies(choices)]
+
+    def _copies(self, choices: Sequence[Choice]) -> list[tuple[int, ...]]:
+        """Of each call, what `moved` is made of, in the order in which it is copied."""
         offload, last = self.setup.offload, self.traced.calls[-1].fqn
         left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
         found = []
@@ -349,11 +353,12 @@ class Planner:
             if offload.mode != "boundary":
                 sizes += [r.bytes for r, word in zip(problem.records, choice.decisions) if word == "save"]
             moves = choice.decisions and call.fqn != last and offload.mode != "none"
-            going = 0
+            going = []
             for size in sizes if moves else ():
                 if offload.min_bytes <= size <= left:
-                    going, left = going + size, left - size
-            found.append(going)
+                    left -= size
+                    going.append(size)
+            found.append(tuple(going))
         return found
 
     def step_seconds(self, choices: Sequence[Choice]) -> float:
@@ -403,7 +408,7 @@ class Planner:
         return step_peak(
             self.layer_memories(choices, micro), self.outer(micro.accumulates), sharding,
             optimizer=self.optimizer_bytes(), tail_grads=tail, root_grads=root, micro=micro, offload=setup.offload,
-            averaged=self.sharding.params if setup.step.ema else 0,
+            averaged=self.sharding.params if setup.step.ema else 0, copies_at_once=self.device.kind == "cpu",
         )  # fmt: skip
 
     def layer_memories(self, choices: Sequence[Choice], micro: Microbatch) -> list[LayerMemory]:
@@ -411,7 +416,7 @@ class Planner:
         sharding = self.sharding
         units = dict(zip(sharding.modules, sharding.units))
         layers = []
-        for call, choice, moved in zip(self.traced.calls, choices, self.moved(choices)):
+        for call, choice, copies in zip(self.traced.calls, choices, self._copies(choices)):
             trace, params = self.problems[call.kind].trace, self.traced.kinds[call.kind].state.values()
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
             memory = self.memory(call.kind, choice, micro.accumulates)
@@ -421,7 +426,8 @@ class Planner:
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
             unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
             copied = copied_in_forward(call.module) if choice.decisions else 0
-            layers.append(LayerMemory(choice.held_bytes + state, inputs, memory, unit, moved, whole, experts, copied))
+            held = choice.held_bytes + state
+            layers.append(LayerMemory(held, inputs, memory, unit, sum(copies), whole, experts, copied, copies))
         return layers
 
     def outer_grads(self, micro: Microbatch) -> tuple[int, int]:
