@@ -59,6 +59,7 @@ from nemo_like.options import (
 )
 from nemo_like.pipelined import parallelize_pipeline
 from nemo_like.planning.first_step import watch_first_step
+from nemo_like.planning.larger_batch import warn_of_larger_batches
 from nemo_like.planning.plan import Plan
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, planned, read_ac, resolve
@@ -280,6 +281,8 @@ def parallelize(
         model = _replicate(model, mesh, cast, target, ddp)
     setattr(model, _MARK, True)
     staged = hasattr(model, STAGE_MARK)  # whose plan's peak is that of a rank, with all microbatches in flight
+    if isinstance(asked, Plan) and is_rank_zero() and not staged:
+        warn_of_larger_batches(model, asked)
     if isinstance(asked, Plan) and is_rank_zero() and not (staged or fsdp.cpu_offload or place.mode != "none"):
         watch_first_step(model, asked, target)
     return model

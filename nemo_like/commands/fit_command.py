@@ -23,10 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from nemo_like.planning.devices import known_devices
 
     add = parser.add_argument
-    add("--model", required=True, help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add("--gpus", type=int, required=True, help="how many there are")
+    add("--model", help="a preset (llama3-8b, ...), a config.json, or module:function")
+    add("--gpus", type=int, help="how many there are")
     add("--gpu", default="h100-80gb", help=f"{' | '.join(known_devices())}, or a JSON file (default: %(default)s)")
     add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
+    add("--max-seq-len", type=int, help="tokens of the longest sequence: what is planned for, where they differ")
+    add("--p99", type=int, help="tokens that 99 of 100 sequences do not exceed; planned for without --max-seq-len")
+    add(
+        "--lengths",
+        metavar="FILE",
+        help="sequences by tokens, JSON, or one length a line: their longest is planned for",
+    )
     add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
     add("--memory", help="what a step may take on each GPU (default: its memory less a tenth)")
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
@@ -42,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload", nargs="+", help="pinned: none | boundary")
     add("--reshard-after-forward", choices=("yes", "no"), help="pinned: free gathered layers after forward")
     add("--explain", type=int, metavar="N", help="say where each GiB and each millisecond of the N-th comes from")
+    add("--calibrate", action="store_true",
+        help="first measure what the device at hand reaches, and keep it for later plans; alone: nothing else")  # fmt: skip
     add("--json", metavar="PATH", help="write everything here ('-': standard output)")
     add("--plot", metavar="PATH", help="write a picture here: bytes by part of the best")
     add("--save", metavar="PATH", help="write the best one's plan here, where it has one")
@@ -50,7 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search and report. Returns 0; 1 where nothing fits."""
     from nemo_like.planning.fit import fit, report
+    from nemo_like.planning.fit.lengths import read_histogram
 
+    if args.calibrate:
+        _calibrate()
+        if args.model is None:
+            return 0
+    for name in ("model", "gpus"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name} is needed: nemo-like fit --model llama3-8b --gpus 8; or --calibrate alone.")
     pins: dict[str, Any] = {name: getattr(args, name) for name in (*_SIZES, "schedule", "ac", "loss", "offload")}
     if args.reshard_after_forward:
         pins["reshard_after_forward"] = args.reshard_after_forward == "yes"
@@ -61,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     found = fit(
         args.model, gpus=args.gpus, gpu=args.gpu, seq_len=args.seq_len, global_batch=args.global_batch, memory=args.memory,
         precision=args.precision, optimizer=args.optimizer, imbalance=args.imbalance,
-        dtype=parse_dtype("--dtype", args.dtype), count=args.count, **pins,
+        dtype=parse_dtype("--dtype", args.dtype), count=args.count, max_seq_len=args.max_seq_len, p99=args.p99,
+        lengths=None if args.lengths is None else read_histogram(args.lengths), **pins,
     )  # fmt: skip
     if args.json != "-":
         _say(found, args.explain)
@@ -79,6 +97,18 @@ def run(args: argparse.Namespace) -> int:
     if args.save and found.best.plan is not None:
         found.best.plan.save(args.save)
     return 0
+
+
+def _calibrate() -> None:
+    from nemo_like.planning.calibration import calibrate
+    from nemo_like.planning.devices import device_at_hand
+
+    path = calibrate()
+    rates = json.loads(path.read_text(encoding="utf-8"))["rates"]
+    print(f"{device_at_hand().name}: written to {path}, which later plans for it use", file=sys.stderr)
+    for name, rate in rates.items():
+        unit = "FLOP/s" if name.startswith(("matmul", "attention")) else "s" if name == "launch_seconds" else "bytes/s"
+        print(f"  {name:18} {rate:12.4g} {unit}", file=sys.stderr)
 
 
 def _say(found: Any, explain: int | None) -> None:
@@ -104,4 +134,5 @@ def _say(found: Any, explain: int | None) -> None:
         f"\nLooked at {found.searched['looked_at']:.0f} configurations of {found.searched['layouts']:.0f} layouts in "
         f"{found.searched['seconds']:.1f} s, {found.searched['shapes']:.0f} shapes traced. Others: {reasons or 'none'}."
     )
-    print("Bytes are predicted, allocated ones; seconds go by the rates of the device's table. No GPU was compared.")
+    print(f"Planned for {question.planned_for}. Seconds go by the rates of {question.device.rates}.")
+    print("Bytes are predicted, allocated ones. No GPU was compared.")

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
     from nemo_like.commands import plan_inputs, plan_stages
     from nemo_like.planning import plan_report
-    from nemo_like.planning.devices import resolve_device
+    from nemo_like.planning.devices import calibrated, resolve_device
     from nemo_like.planning.planner import Planner, Setup
 
     shard_ranks = _shard_ranks(args)
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         return plan_stages.run(args, shard_ranks, _precision(args))
     loop = StepSpec(args.microbatches, args.sync, not args.drop_output, args.zero_grad, ema=args.ema)
     step = StepSpec.of(loop, args.optimizer)
-    device = resolve_device(args.gpu)
+    device = calibrated(resolve_device(args.gpu))
     reshard = False if args.no_reshard else None
     start = time.perf_counter()
     with _progress(f"Planning {args.model} ..."):
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         head = {
             "model": args.model, "input": given.words, "not_run": planner.idle_layers() or None,
-            "not_made_up": given.missing or None,
+            "not_made_up": given.missing or None, "rates": device.rates,
         }  # fmt: skip
         text = json.dumps(head | plan_report.as_json(result), indent=1) + "\n"
         if args.json == "-":
@@ -205,7 +205,8 @@ def _say(
     print(
         f"{args.model}: {size / 1e9:.2f} B parameters, {len(planner.traced.calls)} layers of {len(planner.problems)} "
         f"kind(s), {microbatches}{given.words} per rank on {args.world_size} x {planner.device.name}, "
-        f"{planner.setup.step.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB.\n"
+        f"{planner.setup.step.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB. Seconds go by the "
+        f"rates of {planner.device.rates}.\n"
     )
     if planner.not_run or given.missing:
         why = f" {given.missing[0].upper()}{given.missing[1:]}." if given.missing else ""

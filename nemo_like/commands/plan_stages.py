@@ -25,7 +25,7 @@ from nemo_like.options import (
 def run(args: argparse.Namespace, shard_ranks: int, precision: Precision) -> int:
     """Trace each stage, predict each rank, report. Returns 0; 1 where nothing fits."""
     from nemo_like.planning import pipeline_report
-    from nemo_like.planning.devices import resolve_device
+    from nemo_like.planning.devices import calibrated, resolve_device
     from nemo_like.planning.planner import Setup
     from nemo_like.planning.stage_balance import balanced
     from nemo_like.planning.stages import PipelinePlanner
@@ -43,7 +43,12 @@ def run(args: argparse.Namespace, shard_ranks: int, precision: Precision) -> int
         fsdp=None if whole else FSDP2(reshard_after_forward=False), offload=OffloadConfig.of(args.offload),
     )  # fmt: skip
     planner = PipelinePlanner(
-        model, sample, pp=pp, device=resolve_device(args.gpu), setup=setup, skip=False if args.no_skip else None
+        model,
+        sample,
+        pp=pp,
+        device=calibrated(resolve_device(args.gpu)),
+        setup=setup,
+        skip=False if args.no_skip else None,
     )
     planner = balanced(planner, "full") if pp.balance == "memory" else planner
     limit = parse_bytes(args.memory) if args.memory else None

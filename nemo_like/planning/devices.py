@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
+from nemo_like.log import warn_once
 from nemo_like.options import did_you_mean
 from nemo_like.planning.block_trace import OpRecord
 
@@ -49,6 +52,8 @@ class Device:
     """The least that one kernel takes, with its launch."""
     rates: str = "the table"
     """Where its speeds come from: the table, or the file of a calibration."""
+    known_as: str = ""
+    """The table's name of it, where it has another one of its own."""
     processors: int = 0
     """Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted."""
 
@@ -90,24 +95,72 @@ def resolve_device(spec: str | Path | Device) -> Device:
 
 
 def device_at_hand() -> Device:
-    """The device this process trains on: the current GPU if there is one, else ``cpu``.
+    """The device this process trains on: the current GPU if there is one, else ``cpu``; at the rates that were measured here
+    (`nemo_like.planning.calibration`), if they were.
 
     A GPU that the table does not know gets the nearest known speeds (said in `sources`) and its own memory.
     """
     if (kind := pick_device_type()) == "cpu":
-        return resolve_device("cpu")
+        return calibrated(resolve_device("cpu"))
     properties = torch.get_device_module(kind).get_device_properties(current_device(kind))
     table = _table()
     for name in known_devices():
         if any(part.lower() in properties.name.lower() for part in table[name].get("match", [])):
+            known_as = name
             break
     else:
-        name = "a100-80gb"
+        name, known_as = "a100-80gb", ""
     found = _device(name, table[name])
-    at_hand = {"name": properties.name, "memory_bytes": properties.total_memory}
+    at_hand = {"name": properties.name, "memory_bytes": properties.total_memory, "known_as": known_as}
     if kind == "cuda":
         at_hand["capability"] = (properties.major, properties.minor)
-    return Device(**(vars(found) | at_hand))
+    return calibrated(Device(**(vars(found) | at_hand)))
+
+
+def cache_folder() -> Path:
+    """Where what was measured lies: ``NEMO_LIKE_CACHE``, else ``nemo_like`` in the user's folder for caches."""
+    if own := os.environ.get("NEMO_LIKE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_like"
+
+
+def rates_file(device: Device) -> Path:
+    """The file of what devices of that kind reach."""
+    name = device.known_as or device.name
+    return cache_folder() / "rates" / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
+
+
+RATES: Mapping[str, tuple[str, str | None]] = {
+    "matmul_half": ("matmul_flops", "half"), "matmul_single": ("matmul_flops", "single"),
+    "attention_half": ("attention_flops", "half"), "attention_single": ("attention_flops", "single"),
+    "bandwidth": ("bandwidth", None), "launch_seconds": ("launch_seconds", None), "host_link": ("host_link", None),
+    "nvlink": ("nvlink", None), "network": ("network", None),
+}  # fmt: skip
+"""What is measured: the field of `Device` that it replaces, and its entry there."""
+
+
+def calibrated(device: Device) -> Device:
+    """`device` at the rates that were measured on one of its name; as it is where none were, or the file is damaged (said
+    once)."""
+    path = rates_file(device)
+    if not path.exists():
+        return device
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        rates = {name: float(said["rates"][name]) for name in said["rates"] if name in RATES}
+        words = f"a calibration on {said['measured']} with torch {said['torch']} ({path})"
+        if not all(0.0 < rate < float("inf") for rate in rates.values()):
+            raise ValueError("a rate is no positive number")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warn_once(
+            f"{path} is damaged ({error}); the table's rates are used. Measure again with nemo-like fit --calibrate."
+        )
+        return device
+    changed: dict[str, Any] = {"rates": words}
+    for name, rate in rates.items():
+        field, entry = RATES[name]
+        changed[field] = rate if entry is None else {**changed.get(field, getattr(device, field)), entry: rate}
+    return replace(device, **changed)
 
 
 def _table() -> dict[str, Any]:

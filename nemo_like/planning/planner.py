@@ -42,7 +42,7 @@ from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
 from nemo_like.planning.capture import trace_model
-from nemo_like.planning.devices import Device, device_at_hand, resolve_device
+from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.meter import measured_seconds
@@ -664,7 +664,7 @@ def plan_for(
             "A memory budget needs a sample input (sample_input=): activation bytes depend on batch and sequence. Give "
             "what one step of one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
         )
-    target = device_at_hand() if device is None else resolve_device(device)
+    target = device_at_hand() if device is None else calibrated(resolve_device(device))
     asked = str(budget)
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(

@@ -12,7 +12,7 @@ from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIG
 from nemo_like.distributed.pipeline.schedules import kind_of
 from nemo_like.options import MemoryBudget, PipelineParallel
 from nemo_like.planning.block import Choice
-from nemo_like.planning.devices import Device, device_at_hand, resolve_device
+from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan, gib
 from nemo_like.planning.planner import Setup
@@ -49,7 +49,7 @@ def plan_pipeline(
         ValueError: a model that cannot be cut or traced.
     """
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
-    target = device_at_hand() if device is None else resolve_device(device)
+    target = device_at_hand() if device is None else calibrated(resolve_device(device))
     made = Setup(fsdp=None) if setup is None else setup
 
     def make() -> Plan:

@@ -15,10 +15,11 @@ from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget, Precision, StepSpec, parse_bytes
-from nemo_like.planning.devices import Device, device_at_hand, resolve_device
+from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.fit.advice import binds, ways_out
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Room, layouts
+from nemo_like.planning.fit.lengths import planned_length
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
@@ -84,7 +85,8 @@ class FitReport:
         question = self.question
         return {
             "model": self.model, "parameters": self.parameters, "gpus": question.gpus, "gpu": question.device.name,
-            "seq_len": question.seq_len, "global_batch": question.global_batch, "limit_bytes": question.limit,
+            "seq_len": question.seq_len, "planned_for": question.planned_for,
+            "rates": question.device.rates, "global_batch": question.global_batch, "limit_bytes": question.limit,
             "candidates": [candidate.as_json() for candidate in self.candidates],
             "rejected": dict(self.rejected), "problem": self.problem or None,
             "binds": self.binds, "helps": list(self.helps),
@@ -96,7 +98,8 @@ def fit(
     model: nn.Module | str, *, gpus: int, gpu: str | Device | None = None, seq_len: int = 4096,
     global_batch: int | None = None, memory: int | str | None = None, precision: Any = None,
     optimizer: str | None = None, step: StepSpec | None = None, imbalance: float | None = None,
-    dtype: Any = None, sample: Callable[[int], Any] | None = None, count: int = 10, **pins: Any,
+    dtype: Any = None, sample: Callable[[int], Any] | None = None, count: int = 10, max_seq_len: int | None = None,
+    p99: int | None = None, lengths: Mapping[int, int] | None = None, **pins: Any,
 ) -> FitReport:  # fmt: skip
     """The fastest configurations of a training step that fit on `gpus` devices. Runs no kernel, needs no GPU.
 
@@ -104,7 +107,10 @@ def fit(
         model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
         gpus: how many devices.
         gpu: a name of `nemo_like.planning.devices.known_devices`, a file, or a `Device`. Default: the one at hand.
-        seq_len: tokens per sequence; the longest, where they differ.
+        seq_len: tokens per sequence. Where they differ, say one of
+        max_seq_len, p99, lengths: tokens of the longest; what 99 of 100 do not exceed; a histogram, sequences by tokens. The
+            step is planned for the largest microbatch, all of whose sequences are as long as the longest; with `p99` alone
+            for that length, which the report says.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
         memory: bytes of each device that a step may take (``"70GiB"``). Default: its memory less a tenth.
         precision: as for `nemo_like.parallelize`. Default: ``"bf16"`` on CUDA, else nothing is cast.
@@ -123,13 +129,14 @@ def fit(
         ValueError: GPUs that the pins do not divide, an unknown device or pin, pins that contradict each other, a model
             without repeated layers. TypeError: a value of the wrong kind.
     """
-    device = device_at_hand() if gpu is None else resolve_device(gpu)
+    device = device_at_hand() if gpu is None else calibrated(resolve_device(gpu))
     cast = ("bf16" if device.kind == "cuda" else None) if precision is None else precision
     if cast == "fp32":
         cast = None
+    seq_len, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     question = Question(
-        gpus=gpus, device=device, seq_len=seq_len, global_batch=global_batch, limit=_limit(device, memory),
-        precision=Precision.of(cast), step=StepSpec.of(step, optimizer), imbalance=imbalance, pins=read_pins(pins),
+        gpus=gpus, device=device, seq_len=seq_len, planned_for=planned_for, global_batch=global_batch,
+        limit=_limit(device, memory), precision=Precision.of(cast), step=StepSpec.of(step, optimizer), imbalance=imbalance, pins=read_pins(pins),
     )  # fmt: skip
     return same_on_all_ranks(lambda: _searched(model, question, dtype, sample, count))
 

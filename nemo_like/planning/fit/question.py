@@ -26,6 +26,7 @@ class Question:
     gpus: int
     device: Device
     seq_len: int
+    """Tokens of the sequences that bytes and seconds are of: the longest, where they differ."""
     limit: int
     """Bytes that a step may take on each of them."""
     global_batch: int | None = None
@@ -34,6 +35,8 @@ class Question:
     step: StepSpec = field(default_factory=StepSpec)
     """The loop; how many microbatches it goes through is what `fit` looks for."""
     imbalance: float | None = None
+    planned_for: str = ""
+    """In words: which sequences these are."""
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Allowed values by name out of `PINS`; what is not there is free."""
 
