@@ -136,3 +136,8 @@ def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
 def test_what_fit_cannot_do_is_refused(asked: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options(**asked)
+
+
+def test_fit_is_refused_beside_float8_which_is_not_planned() -> None:
+    with pytest.raises(ValueError, match="--precision is 'fp8', with which --fit predicts nothing"):
+        FinetuneOptions(model="model", data="data.jsonl", precision="fp8", fit="all")

@@ -178,8 +178,8 @@ class RunOptions:
                 )
         if self.mixed_precision.matmuls is not None:
             raise ValueError(
-                f"--precision is {self.precision!r}, with which --fit predicts nothing: no float8 kernels are planned. Leave "
-                "one of the two out."
+                f"--precision is {self.precision!r}, with which --fit predicts nothing: no float8 kernels are planned. "
+                "Leave one of the two out."
             )
         if self.fit_memory is not None:
             parse_bytes(self.fit_memory)

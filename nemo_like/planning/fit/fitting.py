@@ -136,7 +136,8 @@ def fit(
     seq_len, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     question = Question(
         gpus=gpus, device=device, seq_len=seq_len, planned_for=planned_for, global_batch=global_batch,
-        limit=_limit(device, memory), precision=Precision.of(cast), step=StepSpec.of(step, optimizer), imbalance=imbalance, pins=read_pins(pins),
+        limit=_limit(device, memory), precision=Precision.of(cast), step=StepSpec.of(step, optimizer),
+        imbalance=imbalance, pins=read_pins(pins),
     )  # fmt: skip
     return same_on_all_ranks(lambda: _searched(model, question, dtype, sample, count))
 
