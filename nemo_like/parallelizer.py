@@ -227,7 +227,7 @@ def parallelize(
     context = replace(context, size=axis_size(shard_mesh, "cp"))
     if context.size > 1:
         check_context_parallel(model, context, found, call_of(model))
-    experts = _check_expert_parallel(model, shard_mesh, expert)
+    experts = _check_expert_parallel(model, shard_mesh, expert, asked)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
     else:
@@ -261,7 +261,7 @@ def parallelize(
     # Also for a stage without experts: making process groups takes every rank.
     expert_mesh = None if shard_mesh is None or expert.size == 1 else make_expert_mesh(shard_mesh, expert.size)
     if expert_mesh is not None:
-        experts = split_experts(model, experts, expert_mesh)
+        experts = split_experts(model, experts, expert_mesh, expert.dispatch)
         specs = keep_routing(specs, [found.fqn for found in experts])
     if mesh is not None:
         reduce_idle_experts(model, expert.plan)
@@ -412,7 +412,9 @@ def _check_tensor_parallel(mesh: DeviceMesh | None, asked: Asked, tensor: Tensor
     return split
 
 
-def _check_expert_parallel(model: nn.Module, mesh: DeviceMesh | None, expert: ExpertParallel) -> tuple[Experts, ...]:
+def _check_expert_parallel(
+    model: nn.Module, mesh: DeviceMesh | None, expert: ExpertParallel, asked: Asked
+) -> tuple[Experts, ...]:
     """The modules whose experts are to be split."""
     if mesh is None or expert.size == 1:
         if expert.size > 1:
@@ -420,6 +422,11 @@ def _check_expert_parallel(model: nn.Module, mesh: DeviceMesh | None, expert: Ex
         if expert.plan is not None:
             warn_once("ExpertParallel.plan was given, and ep is one rank: no experts are split.")
         return ()
+    if isinstance(asked, MemoryBudget) and expert.dispatch != ExpertParallel().dispatch:
+        raise ValueError(
+            f"ac is {asked} beside ExpertParallel.dispatch={expert.dispatch!r}: plans know all-to-all alone. Use a mode "
+            "such as 'selective', or dispatch='all_to_all'."
+        )
     return check_experts(model, mesh, expert)
 
 

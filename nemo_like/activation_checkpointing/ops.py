@@ -113,6 +113,12 @@ _ROWS: dict[str, OpFacts] = {
     # Expert parallelism: who sends how many tokens to whom, and the tokens. These may be sent again, by all ranks alike.
     "nemo_like.route.default": OpFacts(saved=True, pinned=True, collective=True),
     "nemo_like.exchange_rows.default": OpFacts(saved=True, collective=True, exchange=True),
+    "nemo_like.route_gathered.default": OpFacts(saved=True, pinned=True, collective=True),
+    "nemo_like.gather_rows.default": _GATHER,
+    "nemo_like.sum_rows.default": _GATHER,
+    "nemo_like.deepep_route.default": OpFacts(saved=True, pinned=True, collective=True),
+    "nemo_like.deepep_spread.default": _GATHER,
+    "nemo_like.deepep_sum.default": _GATHER,
     # Reading a number of the device waits for the device, so it is not done twice.
     "aten._local_scalar_dense.default": OpFacts(saved=True, pinned=True),
     # They return their input's storage, which their schemas don't say: keeping the input keeps the output.
@@ -196,7 +202,8 @@ def pinned_ops() -> frozenset[Op]:
 
 def routing_ops() -> frozenset[Op]:
     """The operators whose results say which token goes where; of those that there are."""
-    return _present(("aten.topk.default", "nemo_like.route.default"))
+    routes = (f"nemo_like.{name}.default" for name in ("route", "route_gathered", "deepep_route"))
+    return _present(("aten.topk.default", *routes))
 
 
 def attention_ops() -> frozenset[Op]:

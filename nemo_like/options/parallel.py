@@ -190,12 +190,15 @@ class ContextParallel:
         return cp if isinstance(cp, ContextParallel) else cls(cp)
 
 
+DISPATCHES: tuple[str, ...] = ("all_to_all", "all_gather", "deepep")
+
+
 @dataclass(frozen=True)
 class ExpertParallel:
     """Split each layer's experts over `size` ranks, which exchange tokens. ``ep=4`` means the defaults.
 
     >>> ExpertParallel.of(4)
-    ExpertParallel(size=4, plan=None, imbalance=None)
+    ExpertParallel(size=4, plan=None, imbalance=None, dispatch='all_to_all')
     """
 
     size: int = 1
@@ -208,8 +211,17 @@ class ExpertParallel:
     imbalance: float | None = None
     """What a memory budget counts with: rows of the fullest rank's experts, as a multiple of those of a balanced router.
     From 1 (balanced) to `size` (one rank gets all rows); None: 1.5, since a new router is unbalanced."""
+    dispatch: str = "all_to_all"
+    """How tokens travel. ``all_to_all``: in torch alone, each to the ranks of its experts. ``all_gather``: all tokens to all
+    ranks, in torch alone; budgets do not know it. ``deepep``: by the kernels of that package; CUDA, bfloat16, no budgets."""
 
     def __post_init__(self) -> None:
+        word = normalise(self.dispatch) if isinstance(self.dispatch, str) else self.dispatch
+        if word not in DISPATCHES:
+            raise ValueError(
+                f"ExpertParallel.dispatch is {self.dispatch!r}; it must be one of {', '.join(DISPATCHES)}."
+            )
+        object.__setattr__(self, "dispatch", word)
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ValueError(f"ep is {self.size!r}; it must be a whole number of ranks >= 1.")
         if self.imbalance is not None and not 1 <= self.imbalance <= self.size:

@@ -23,6 +23,11 @@ def group_key(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
+def process_group(key: str) -> dist.ProcessGroup:
+    """The group whose `group_key` is `key`."""
+    return _GROUPS[key]
+
+
 @torch.library.custom_op("nemo_like::route", mutates_args=())
 def route(chosen: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Who sends how much to whom. A collective; the one place of a layer that waits for the device.
@@ -39,14 +44,13 @@ def route(chosen: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Ten
         arrange: (R,) the received rows, which come by rank, sorted by expert.
         ends: (experts / ranks,) int32 on the device: where the rows of each of this rank's experts end in that order.
     """
-    process_group = _GROUPS[group]
-    ranks = process_group.size()
+    ranks = process_group(group).size()
     order = torch.argsort(chosen, stable=True)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
     counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int64))
     sent = counts[:experts].view(ranks, experts // ranks).contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=process_group)
+    dist.all_to_all_single(received, sent, group=process_group(group))
     table = torch.stack([sent, received]).cpu()
     ends = received.sum(0).cumsum(0).to(torch.int32)
     return order, table, _by_expert(received, int(table[1].sum())), ends
@@ -63,7 +67,7 @@ def _by_expert(received: Tensor, rows: int) -> Tensor:
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """All-to-all of rows with uneven counts: (sum of `sent`, ...) → (sum of `received`, ...), by rank. A collective."""
     out = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=_GROUPS[group])
+    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=process_group(group))
     return out
 
 

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from nemo_like.distributed.expert_parallel.exchange import exchange_rows, group_key, route
+from nemo_like.distributed.expert_parallel.exchange import group_key
 from nemo_like.distributed.expert_parallel.expert_adapters import adapters_on, pass_through, with_adapters
 from nemo_like.distributed.expert_parallel.expert_lists import BlockOfList, StackedExperts
 from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, check_expert_ranks
 from nemo_like.distributed.expert_parallel.find_experts import EACH, EVERY, Experts, find_experts
+from nemo_like.distributed.expert_parallel.gather_dispatch import AllGather
 from nemo_like.distributed.expert_parallel.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
+from nemo_like.distributed.expert_parallel.row_dispatch import AllToAll, Dispatch
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.module_tree import bare_modules, glob_to_regex
 from nemo_like.options import ExpertParallel
+from nemo_like.options.parallel import DISPATCHES
 from nemo_like.torch_compat import root_mesh
 
 
@@ -30,6 +33,8 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
             one copy of the model; a module that is neither understood nor called in a known way.
     """
     check_expert_ranks(mesh, parallel.size)
+    if parallel.dispatch == "deepep":
+        _check_deepep(mesh)
     stage = axis_size(root_mesh(mesh), "pp") > 1  # others may have the layers with experts
     found = () if stage and not _has_any(model, parallel) else find_experts(model, parallel.plan)
     if not found and not stage:
@@ -60,6 +65,17 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
     return found
 
 
+def _check_deepep(mesh: DeviceMesh) -> None:
+    from nemo_like.distributed.expert_parallel.deepep import require_deep_ep
+
+    if mesh.device_type != "cuda":
+        raise ValueError(
+            f"ExpertParallel.dispatch is 'deepep', whose kernels run on CUDA, and the ranks are of {mesh.device_type}: "
+            "use 'all_to_all'."
+        )
+    require_deep_ep()
+
+
 def _has_any(model: nn.Module, parallel: ExpertParallel) -> bool:
     """Whether `model`, a part of a larger one, has any of the modules that hold experts."""
     if parallel.plan is None:
@@ -68,11 +84,14 @@ def _has_any(model: nn.Module, parallel: ExpertParallel) -> bool:
     return any(regex.fullmatch(name) for name, _ in bare_modules(model) for regex in regexes)
 
 
-def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) -> tuple[Experts, ...]:
+def split_experts(
+    model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh, dispatch: str = DISPATCHES[0]
+) -> tuple[Experts, ...]:
     """Keep this rank's part of each module's weights, and let its forward exchange tokens. In place; returns what holds
     them now: `StackedExperts` in the place of lists.
 
-    The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there.
+    The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there. `dispatch`:
+    as `ExpertParallel.dispatch`.
     """
     tp = mesh.dense["tp"] if axis_size(mesh.dense, "tp") > 1 else None
     found = stack_lists(model, found)
@@ -90,7 +109,7 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) 
         pass_through(adapters)
         module.forward = SplitExperts(
             experts, ranks=mesh.ep.size(), group=group_key(mesh.ep.get_group()), tp=tp, adapters=adapters,
-            rank=mesh.ep.get_local_rank(),
+            rank=mesh.ep.get_local_rank(), dispatch=dispatch,
         )  # fmt: skip
     return found
 
@@ -118,27 +137,39 @@ def _own_memory(part: DTensor) -> DTensor:
     return DTensor.from_local(local.clone(), part.device_mesh, part.placements, run_check=False)
 
 
+def make_dispatch(word: str, experts: int, group: str, *, leaves_out: bool) -> Dispatch:
+    """What `ExpertParallel.dispatch` calls `word`, for the ranks of `group` (`group_key`)."""
+    if word == "all_gather":
+        return AllGather(experts, group)
+    if word == "deepep":
+        from nemo_like.distributed.expert_parallel.deepep import DeepEP  # where it is asked for alone
+
+        return DeepEP(experts, group)
+    return AllToAll(experts, group, leaves_out)
+
+
 class SplitExperts:
     """The forward of a module whose experts are split: exchange, compute, exchange back.
 
     Takes and gives what the module's own forward does (`Experts.call`), on this rank's tokens. `ranks`: those that share
     the experts; `group`: their process group, by `group_key`; `rank`: this one of it; `tp`: ranks with the same tokens;
-    `adapters`: on the weights (`adapters_on`).
+    `adapters`: on the weights (`adapters_on`); `dispatch`: a word of `ExpertParallel.dispatch`.
     """
 
     def __init__(
         self, experts: Experts, *, ranks: int, group: str, rank: int = 0, tp: DeviceMesh | None = None,
-        adapters: Sequence[nn.Module] = (),
+        adapters: Sequence[nn.Module] = (), dispatch: str = DISPATCHES[0],
     ) -> None:  # fmt: skip
         self.fqn, self.count, self.call = experts.fqn, experts.count, experts.call
         self.module = experts.module
         self.inside = type(experts.module).forward
-        self.group, self.tp = group, tp
+        self.tp = tp
         self.local = experts.count // ranks
         self.first = rank * self.local
         self.adapters = adapters
         self.understood = is_understood(experts.module)
         self.sparse = self.understood and zero_rows_stay_zero(experts.module)
+        self.dispatch = make_dispatch(dispatch, self.count, group, leaves_out=self.sparse)
 
     @torch.compiler.disable
     def __call__(self, hidden: Tensor, *routing: Any, **named: Any) -> Tensor:
@@ -155,10 +186,7 @@ class SplitExperts:
         if self.tp is not None:
             # The ranks of tp have the same tokens: each sends its part of them, or an expert would see each several times.
             hidden, chosen, weights = (_own_part(tensor, self.tp) for tensor in (hidden, chosen, weights))
-        top_k = chosen.shape[-1]
-        order, out = self.exchanged(hidden, chosen.reshape(-1), top_k)
-        out = out.index_select(0, _inverse(order)).view(*chosen.shape, -1) * weights[..., None]
-        out = out.sum(1).to(hidden.dtype)
+        out = self.sent_and_back(hidden, chosen, weights)
         return out if self.tp is None else _all_parts(out, self.tp, tokens)
 
     def every(self, hidden: Tensor) -> Tensor:
@@ -170,29 +198,19 @@ class SplitExperts:
         chosen = torch.arange(self.count, device=parts.device).repeat_interleave(each)
         if self.sparse:
             chosen = chosen.masked_fill((parts == 0).all(-1), self.count)
-        order, out = self.exchanged(parts, chosen, 1)
-        out = torch.zeros_like(parts).index_copy(0, order[: out.shape[0]], out).view(shape)
+        out = self.sent_and_back(parts, chosen[:, None], None).view(shape)
         return out if self.tp is None else _all_parts(out, self.tp, rows // self.count, dim=1).reshape(rows, -1)
 
     def each(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """Rows (R, D) and the expert of each (R,) → (R, D)."""
         parts = rows if self.tp is None else _own_part(rows, self.tp)
-        order, out = self.exchanged(parts, chosen if self.tp is None else _own_part(chosen, self.tp), 1)
-        out = out.index_select(0, _inverse(order))
+        out = self.sent_and_back(parts, (chosen if self.tp is None else _own_part(chosen, self.tp))[:, None], None)
         return out if self.tp is None else _all_parts(out, self.tp, rows.shape[0])
 
-    def exchanged(self, hidden: Tensor, chosen: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """What the experts make of row ``i // top_k`` of `hidden` for each `i` of `chosen`, and the order that it is in."""
-        order, table, arrange, ends = route(chosen, self.count, self.group)
-        # Added up in Python: a sum of the table would be an operator, which a plan might replay or leave out.
-        to, of = table.tolist()
-        sent, received, counts = [sum(row) for row in to], [sum(row) for row in of], [sum(row) for row in zip(*of)]
-        # Not `hidden[...]`, which may copy the index first; nor index_select, whose gradient adds in no fixed order where a
-        # row is taken several times. Permutations take each row once.
-        rows = torch.ops.aten.index.Tensor(hidden, [order[: sum(sent)] // top_k])
-        rows = exchange_rows(rows, sent, received, self.group)
-        out = self.compute(rows.index_select(0, arrange), counts, ends)
-        return order, exchange_rows(out.index_select(0, _inverse(arrange)), received, sent, self.group)
+    def sent_and_back(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
+        """Rows (N, D), their experts (N, k) and weights (N, k) → (N, D), through whatever rank has the experts."""
+        taken, sent = self.dispatch.send(rows, chosen, weights)
+        return self.dispatch.bring_back(self.compute(taken, sent.counts, sent.ends), sent)
 
     def compute(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
         """Rows (R, D), sorted by expert, `counts` of each of this rank's, the last at `ends` → (R, D)."""
@@ -227,11 +245,6 @@ class SplitExperts:
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`."""
-    return torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 def _own_part(whole: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
