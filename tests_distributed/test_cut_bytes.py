@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from nemo_like import ContextParallel, apply_activation_checkpointing
-from nemo_like.distributed.context_parallel import apply_context_parallel
+from nemo_like.distributed.context_parallel import apply_context_parallel, ring
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.families import COMMON, hf
@@ -30,12 +30,27 @@ class SentBytes(TorchDispatchMode):
         self.calls: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") == "nemo_like":
+        if getattr(func, "namespace", "") == "nemo_like" and "ring" not in func.name():
             name, ranks = func.name().removeprefix("nemo_like::"), next(a for a in args[1:][::-1] if isinstance(a, int))
             others = {"gather_sequence": ranks - 1}.get(name, (ranks - 1) / ranks)
             self.sent[name] = self.sent.get(name, 0) + int(args[0].nbytes * others)
             self.calls[name] = self.calls.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        """What a ring sends inside of its operators is counted where it does."""
+        self._exchange = ring._exchange
+
+        def counted(sent: torch.Tensor, group: Any) -> Any:
+            self.sent["ring"] = self.sent.get("ring", 0) + sent.nbytes
+            return self._exchange(sent, group)
+
+        ring._exchange = counted
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        ring._exchange = self._exchange
+        super().__exit__(*exception)
 
 
 def _count(rank: int, world_size: int, method: str, modes: tuple[str, ...]) -> dict[str, tuple[int, Any, Any]]:
@@ -60,11 +75,15 @@ def _count(rank: int, world_size: int, method: str, modes: tuple[str, ...]) -> d
     return found
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
 def test_what_is_sent(method: str) -> None:
     found = run_ranks(2, _count, method, ("none", "full"))[0]
     _, sent, calls = found["none"]
-    if method == "all_gather":  # keys and values of a part to each other rank; their gradients back
+    both = LAYERS * 2 * KV_HEADS * HEAD_BYTES  # keys and values of the whole sequence
+    if method == "ring":  # a part to the next rank; in backward again, and float32 gradients once around
+        assert sent["ring"] == both // 2 + both // 2 + both
+        assert found["full"][1]["ring"] == sent["ring"] + both // 2, "sent again in backward"
+    elif method == "all_gather":  # keys and values of a part to each other rank; their gradients back
         assert calls == {"gather_sequence": 2 * LAYERS, "scatter_sequence": 2 * LAYERS, "sum_parts": 1}
         assert sent["gather_sequence"] == sent["scatter_sequence"] == LAYERS * KV_HEADS * HEAD_BYTES // 2 * 2
         assert found["full"][2]["gather_sequence"] == 4 * LAYERS, "gathered again in backward"

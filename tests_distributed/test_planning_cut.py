@@ -36,9 +36,13 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.T
     optimizer.zero_grad(set_to_none=True)
 
 
-def _peaks(rank: int, world_size: int, name: str, method: str, modes: tuple[str, ...]) -> list[Any]:
+def _peaks(
+    rank: int, world_size: int, name: str, method: str, modes: tuple[str, ...], packed: bool = False
+) -> list[Any]:
     ids = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
+    if packed:
+        batch["position_ids"] = torch.arange(SEQ).remainder(100).repeat(2, 1)
     cp = ContextParallel(world_size, method)
     planned = _build(name)
     before = {key: len(vars(module)) for key, module in planned.named_modules()}
@@ -71,10 +75,17 @@ def _least_peak(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "modes"), [("LlamaConfig", ("none", "full", "50%")), ("Gemma3TextConfig", ("selective",))]
+    ("name", "modes", "packed"),
+    [
+        ("LlamaConfig", ("none", "full", "50%"), False),
+        ("Gemma3TextConfig", ("selective",), False),
+        ("Qwen3Config", ("full",), True),
+        pytest.param("Qwen3Config", ("none", "full"), False, marks=pytest.mark.long),
+        pytest.param("LlamaConfig", ("full",), True, marks=pytest.mark.long),
+    ],
 )
-def test_predicted_peak_is_within_one_per_cent(name: str, modes: tuple[str, ...]) -> None:
-    ranks = run_ranks(2, _peaks, name, "all_gather", modes, timeout=240)
+def test_predicted_peak_is_within_one_per_cent(name: str, modes: tuple[str, ...], packed: bool) -> None:
+    ranks = run_ranks(2, _peaks, name, "all_gather", modes, packed, timeout=240)
     for rows in zip(*ranks):
         mode, predicted, _, where, parts = rows[0]
         measured = min(row[2] for row in rows)
