@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import Any
 
 import pytest
@@ -62,6 +63,13 @@ def _lower(rank: int, world_size: int) -> list[str]:
 def test_with_compiled_layers() -> None:
     cases = [{"compile": "aot_eager", "ac": ac} for ac in ("none", "selective")]
     assert run_ranks(2, _with_options, "llama", cases, timeout=180) == [[], []]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+def test_with_layers_compiled_by_inductor() -> None:
+    cases = [{"compile": True, "ac": ac} for ac in ("selective", "full")]
+    assert run_ranks(2, _with_options, "llama", cases, timeout=400) == [[], []]
 
 
 def test_with_tensor_parallelism_and_replicas() -> None:
