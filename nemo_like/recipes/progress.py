@@ -76,10 +76,12 @@ class Progress:
         """Report after `done` steps; `loss` in nats per token."""
         if not self._shown:
             return
-        used, peak = memory_used(self._device) / _GIB, memory_peak(self._device) / _GIB
+        found = memory(self._device)
+        used, peak = found["memory_bytes"] / _GIB, found["peak_bytes"] / _GIB
+        reserved = f", reserved {found['reserved_bytes'] / _GIB:.2f} GiB" if "reserved_bytes" in found else ""
         text = (
             f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s  "
-            f"memory {used:.2f} GiB, peak {peak:.2f} GiB"
+            f"memory {used:.2f} GiB, peak {peak:.2f} GiB{reserved}"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=done, text=text)

@@ -60,3 +60,12 @@ def test_memory_counts_resident_bytes_of_this_process():
     assert memory_peak(CPU) >= before + size - size // 16
     del held
     assert memory_used(CPU) < before + size // 16 <= memory_peak(CPU)
+
+
+def test_a_line_has_what_the_caching_allocator_reserved(monkeypatch, capsys):
+    for name, size in (("memory_allocated", 1), ("max_memory_allocated", 2), ("max_memory_reserved", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size << 30)
+    Progress(0, 10, torch.device("cuda"), plain=True).step(1, 2.0, 1e-3, 1000.0)
+    assert "memory 1.00 GiB, peak 2.00 GiB, reserved 3.00 GiB" in capsys.readouterr().out
+    Progress(0, 10, torch.device("cpu"), plain=True).step(1, 2.0, 1e-3, 1000.0)
+    assert "reserved" not in capsys.readouterr().out
