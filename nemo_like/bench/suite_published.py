@@ -101,9 +101,9 @@ def predicted(row: dict[str, str]) -> dict[str, Any]:
     left += ["memory of compiled layers"] * (row["compile"] == "yes")
     if sizes["tp"] > 1:
         return said | {"left_out": ", ".join([*left, "sequence parallel, split logits"])}
-    reserved = shape.reserved(layout, variant, choices)
-    if reserved is not None:
-        said["reserved_gib"] = reserved / 2**30
+    found = shape.planner(layout, variant).reserved(choices)
+    if found is not None:
+        said["reserved_gib"] = found.reserved / 2**30
         said["memory_off"] = said["reserved_gib"] / said["published_reserved_gib"] - 1
     return said | {"left_out": ", ".join(left) or None}
 

@@ -122,7 +122,7 @@ def _say(found: Any, explain: int | None) -> None:
         f"{question.limit / 2**30:.2f} GiB.\n"
     )
     if found.candidates:
-        print(report.table(found))
+        print(f"{report.table(found)}\n\n{report.judged(found)}")
         print(f"\nThe first one is bound by {found.binds}.\n{report.explanation(found.best)}\n")
         print(f"  {found.best.call()}\n  {report.recipe(found, found.best)}")
         if explain is not None and explain > len(found.candidates):
@@ -135,4 +135,4 @@ def _say(found: Any, explain: int | None) -> None:
         f"{found.searched['seconds']:.1f} s, {found.searched['shapes']:.0f} shapes traced. Others: {reasons or 'none'}."
     )
     print(f"Planned for {question.planned_for}. Seconds go by the rates of {question.device.rates}.")
-    print("Bytes are predicted, allocated ones. No GPU was compared.")
+    print("Bytes are predicted ones. No GPU was compared.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -129,7 +129,7 @@ class BlockProblem:
         found = self.every(skip)
         if found is None:
             found = closure.closure_frontier(self.ops(), points)
-        return best_of([self.full(), *self._choices(_spread(found, _MOST), host), self.none()])
+        return best_of([self.full(), *self._choices(solver.spread(found, _MOST), host), self.none()])
 
     def every(self, skip: bool) -> tuple[solver.Point, ...] | None:
         """Every best choice for its bytes; None where the block has too many to go through."""
@@ -196,19 +196,6 @@ def best_of(choices: Iterable[Choice]) -> tuple[Choice, ...]:
         if not kept or choice.replay_seconds < kept[-1].replay_seconds:
             kept.append(choice)
     return tuple(kept)
-
-
-def _spread(points: Sequence[solver.Point], limit: int) -> list[solver.Point]:
-    """At most `limit` of many points, both ends included, at even steps of bytes."""
-    if len(points) <= limit:
-        return list(points)
-    low, high = points[0].bytes, points[-1].bytes
-    chosen = {points[0].bytes: points[0], points[-1].bytes: points[-1]}
-    for step in range(1, limit - 1):
-        best = solver.at_budget(points, low + (high - low) * step // (limit - 1))
-        if best is not None:
-            chosen[best.bytes] = best
-    return [chosen[key] for key in sorted(chosen)]
 
 
 def _keepable(record: OpRecord) -> bool:

@@ -22,6 +22,7 @@ from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, F
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.launch import pick_device_type
 from nemo_like.distributed.pipeline.cut import STAGE_MARK
+from nemo_like.distributed.units import UnitPlan
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
 from nemo_like.log import warn_once
@@ -59,6 +60,7 @@ from nemo_like.planning.sharding import (
     same_on_all_ranks,
     shard_ranks,
     sharding_of,
+    units_for,
 )
 from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_events import LayerEvents
@@ -165,6 +167,7 @@ class Planner:
         self._memories: dict[tuple[int, Choice, bool], BlockMemory] = {}
         self.outers: dict[bool, OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
+        self._unit_plans: dict[bool, UnitPlan] = {}
 
     def __enter__(self) -> Planner:
         return self
@@ -314,8 +317,16 @@ class Planner:
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
             trained=self.trained, experts=[each.module for each in self.experts], ep=s.ep,
-            gloo=self.device.kind == "cpu",
+            gloo=self.device.kind == "cpu", plan=self._unit_plan(),
         )  # fmt: skip
+
+    def _unit_plan(self) -> UnitPlan:
+        """Found once for all copies of this planner."""
+        whole = self.setup.shard_ranks == 1
+        if whole not in self._unit_plans:
+            experts = [each.module for each in self.experts]
+            self._unit_plans[whole] = units_for(self.model, self.layers, whole=whole, experts=experts)
+        return self._unit_plans[whole]
 
     @cached_property
     def trained(self) -> frozenset[int]:
@@ -345,6 +356,8 @@ class Planner:
     def _copies(self, choices: Sequence[Choice]) -> list[tuple[int, ...]]:
         """Of each call, what `moved` is made of, in the order in which it is copied."""
         offload, last = self.setup.offload, self.traced.calls[-1].fqn
+        if offload.mode == "none":
+            return [()] * len(choices)
         left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
         found = []
         for call, choice in zip(self.traced.calls, choices):
@@ -352,7 +365,7 @@ class Planner:
             sizes = [problem.trace.input_bytes]
             if offload.mode != "boundary":
                 sizes += [r.bytes for r, word in zip(problem.records, choice.decisions) if word == "save"]
-            moves = choice.decisions and call.fqn != last and offload.mode != "none"
+            moves = choice.decisions and call.fqn != last
             going = []
             for size in sizes if moves else ():
                 if offload.min_bytes <= size <= left:

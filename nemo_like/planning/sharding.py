@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
+from nemo_like.distributed.units import UnitPlan, padded_rows, plan_units, shard_dim
 from nemo_like.module_tree import bare
 from nemo_like.options import FSDP2, Precision
 from nemo_like.planning.optimizers import TrainedParameter
@@ -97,41 +97,48 @@ class Sharding:
 def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
     trained: frozenset[int] | None = None, experts: Sequence[nn.Module] = (), ep: int = 1,
-    gloo: bool = False,
+    gloo: bool = False, plan: UnitPlan | None = None,
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
     `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: modules with the experts of
     one rank out of `ep`, units of their own that the ranks with the same experts shard. `gloo`: it does the collectives.
+    `plan`: what `units_for` returned for the same model, layers and experts; None: it is asked.
     """
-    # A model that stays whole may have trainable scalars (CLIP's temperature); only FSDP refuses them.
-    scalars = [p for p in model.parameters() if p.dim() == 0] if shard_ranks == 1 else []
+    plan = plan or units_for(model, layers, whole=shard_ranks == 1, experts=experts)
     own = [p for module in experts for p in module.parameters()]
-    plan = plan_units(model, layers, ignored_params=[*scalars, *own])
     last = plan.layers[-1] if plan.layers else None
     dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
+    known: dict[Any, UnitBytes] = {}
+
+    def made(kind: str, params: Sequence[nn.Parameter], ranks: int, reshard: bool) -> UnitBytes:
+        """Equal layers have equal units: one of each is counted."""
+        alike = tuple(
+            (type(p), p.shape, p.dtype, p.requires_grad and (trained is None or id(p) in trained)) for p in params
+        )
+        key = (kind, alike, ranks, reshard)
+        if key not in known:
+            known[key] = _unit(kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained)
+        return known[key]
 
     def unit(source: Any) -> UnitBytes:
         if source.kind == "layer" and source is not last:
             reshard = True if asked is None else bool(asked)
         else:
             reshard = asked if isinstance(asked, bool) and source.kind != "dtype" else False
-        return _unit(
-            source.kind, source.params, shard_ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], bool(reshard),
-            trained,
-        )  # fmt: skip
+        return made(source.kind, source.params, shard_ranks, bool(reshard))
 
     inner, apart = {}, shard_ranks // ep
-    for layer in (bare(source.modules[0]) for source in plan.layers):
-        params = [p for module in experts if module in set(layer.modules()) for p in module.parameters()]
+    for layer in (bare(source.modules[0]) for source in plan.layers if experts):
+        inside = set(layer.modules())
+        params = [p for module in experts if module in inside for p in module.parameters()]
         if params:
             reshard = asked if isinstance(asked, bool) else True
-            inner[id(layer)] = _unit(
-                "experts", params, apart, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained
-            )
+            inner[id(layer)] = made("experts", params, apart, reshard)
     theirs = {id(p) for p in own}
     in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
     sharded = [p for source in plan.units for p in source.params]
+    padded = _Padded()
     root = unit(plan.root)
     for extra in plan.by_dtype:
         root = _join(root, unit(extra))
@@ -147,13 +154,20 @@ def sharding_of(
         # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
-        padding=sum((_padded(p, shard_ranks) - p.numel()) * p.element_size() for p in sharded) // shard_ranks,
+        padding=sum((padded(p, shard_ranks) - p.numel()) * p.element_size() for p in sharded) // shard_ranks,
         trained=tuple(
-            TrainedParameter(tuple(p.shape), _padded(p, ranks) // ranks, p.element_size(), id(p) in in_layers)
+            TrainedParameter(tuple(p.shape), padded(p, ranks) // ranks, p.element_size(), id(p) in in_layers)
             for p, ranks in ((p, apart if id(p) in theirs else shard_ranks) for p in model.parameters())
             if p.requires_grad and (trained is None or id(p) in trained)
         ),
     )
+
+
+def units_for(model: nn.Module, layers: Sequence[Any], *, whole: bool, experts: Sequence[nn.Module] = ()) -> UnitPlan:
+    """Which parameters make a unit, for any number of ranks. `whole`: one rank has all of the model, which then may have
+    trainable scalars (CLIP's temperature): only FSDP refuses them. `experts`: as for `sharding_of`."""
+    scalars = [p for p in model.parameters() if p.dim() == 0] if whole else []
+    return plan_units(model, layers, ignored_params=[*scalars, *(p for m in experts for p in m.parameters())])
 
 
 def _unit(
@@ -190,6 +204,19 @@ def _unit(
 def _join(a: UnitBytes, b: UnitBytes) -> UnitBytes:
     numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard")}
     return UnitBytes(kind=a.kind, reshard=a.reshard, **numbers)
+
+
+class _Padded:
+    """`_padded`, asked once for parameters of one shape: a model has thousands of a dozen shapes."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, int] = {}
+
+    def __call__(self, param: torch.Tensor, ranks: int) -> int:
+        key = (type(param), param.shape, ranks)
+        if key not in self.known:
+            self.known[key] = _padded(param, ranks)
+        return self.known[key]
 
 
 def _padded(param: torch.Tensor, ranks: int) -> int:

@@ -16,9 +16,15 @@ All results are deterministic: ties go to fewer bytes, then to the smaller bit m
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+try:  # of scipy and transformers; without it, merges of many mixes take some ten times as long
+    import numpy as np
+except ImportError:  # pragma: no cover
+    np = None  # type: ignore[assignment]
 
 EXACT_STATES = 1 << 14
 """Non-dominated states that a sweep may hold before it thins them out; below this every answer is exact."""
@@ -157,6 +163,16 @@ def at_budget(points: Sequence[Point], budget: int) -> Point | None:
     return best
 
 
+def spread(points: Sequence[Point], limit: int) -> list[Point]:
+    """At most `limit` of a frontier's points, both ends included: the best at even steps of bytes."""
+    if len(points) <= limit:
+        return list(points)
+    low, high = points[0].bytes, points[-1].bytes
+    sizes = [point.bytes for point in points]
+    steps = (low + (high - low) * step // (limit - 1) for step in range(limit))
+    return [points[index] for index in sorted({bisect_right(sizes, step) - 1 for step in steps})]
+
+
 def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
     """The points that no other beats in both bytes and cost, ascending in bytes."""
     kept: list[Point] = []
@@ -195,11 +211,38 @@ def _times(single: list, count: int, width: int, limit: int) -> list:
     power = single
     while count:
         if count & 1:
-            result = _best(_sums(result, power), limit, add=True)
+            result = _summed(result, power, limit)
         count >>= 1
         if count:
-            power = _best(_sums(power, power, symmetric=True), limit, add=True)
+            power = _summed(power, power, limit, symmetric=True)
     return result
+
+
+_FEW_PAIRS = 1 << 10
+"""Sums that plain Python is as quick with as numpy."""
+
+
+def _summed(a: list, b: list, limit: int, *, symmetric: bool = False, quick: bool = True) -> list:
+    """The best sums of one state of `a` and one of `b`. `quick`: by numpy, which finds the same."""
+    if np is None or not quick or len(a) * len(b) < _FEW_PAIRS:
+        return _best(_sums(a, b, symmetric), limit, add=True)
+    first, second = np.triu_indices(len(a)) if symmetric else np.indices((len(a), len(b))).reshape(2, -1)
+    sizes, costs = (
+        np.array([state[n] for state in a], dtype)[first] + np.array([state[n] for state in b], dtype)[second]
+        for n, dtype in enumerate((np.int64, np.float64))
+    )
+    order = np.lexsort((costs, sizes))  # stable, as Python's sort is
+    cheapest = np.minimum.accumulate(costs[order])
+    kept = order[np.concatenate(([True], costs[order][1:] < cheapest[:-1]))]
+    if len(kept) > limit:
+        low, high = sizes[kept[0]], sizes[kept[-1]]
+        bucket = (sizes[kept] - low) * (limit - 2) // max(1, high - low)
+        last = np.concatenate((bucket[:-1] != bucket[1:], [True]))  # the later, the cheaper
+        last[0] = True
+        kept = kept[last]
+    return [
+        (int(sizes[k]), float(costs[k]), tuple(x + y for x, y in zip(a[first[k]][2], b[second[k]][2]))) for k in kept
+    ]
 
 
 def _sums(a: list, b: list, symmetric: bool = False) -> Iterator[tuple]:
@@ -209,8 +252,8 @@ def _sums(a: list, b: list, symmetric: bool = False) -> Iterator[tuple]:
 
 
 def _best(states: Iterable[tuple], limit: int, *, add: bool = False) -> list[tuple]:
-    """Non-dominated states, at most about `limit`. With `add`, the third field is a pair of counts to be summed, which
-    is done for the survivors only."""
+    """Non-dominated states, at most about `limit`; `_summed` does the same with numpy. With `add`, the third field is a
+    pair of counts to be summed, which is done for the survivors only."""
     kept: list[tuple] = []
     for state in sorted(states, key=lambda s: (s[0], s[1])):
         if not kept or state[1] < kept[-1][1]:

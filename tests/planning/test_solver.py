@@ -145,6 +145,30 @@ def test_combine_is_brute_force(kinds):
         assert spent == mix.bytes
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("limit", [50, 5000])
+def test_numpy_sums_states_as_plain_python_does(symmetric, limit):
+    pytest.importorskip("numpy")
+    draw = random.Random(limit)
+
+    def states(count):
+        sizes, costs = (sorted(draw.sample(range(3 * count), count)) for _ in range(2))
+        return [(size, cost / 7, (n, 1)) for n, (size, cost) in enumerate(zip(sizes, reversed(costs)))]
+
+    a, b = states(90), states(70)
+    b = a if symmetric else b
+    quick, plain = (solver._summed(a, b, limit, symmetric=symmetric, quick=quick) for quick in (True, False))
+    assert quick == plain and len(plain) <= limit
+
+
+def test_points_are_spread_evenly_over_their_bytes():
+    points = [solver.Point(n * n, 1000.0 - n) for n in range(1000)]
+    few = solver.spread(points, 20)
+    steps = [998001 * step // 19 for step in range(20)]
+    assert few == sorted({solver.at_budget(points, step) for step in steps}, key=lambda p: p.bytes)
+    assert solver.spread(few, 20) == few
+
+
 def test_many_layers_stay_close_to_the_bound():
     random.seed(0)
     points = sorted({(b, 1000.0 / (1 + b)) for b in random.sample(range(10_000), 40)})

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.shapes import TracedShape, Variant
 
 MOST_GPUS = 1 << 17
+_GROWING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _MEMORY = {
     "outside of layers": "head", "kept output": "head", "held activations": "activations", "running layer": "activations",
     "parameters": "parameters and optimizer", "optimizer state": "parameters and optimizer",
@@ -34,7 +36,7 @@ def binds(candidate: Candidate, limit: int, gpus_per_host: int) -> str:
         "bubble": parts.get("pipeline bubble", 0.0),
     }
     worst = max(extra, key=lambda name: extra[name])
-    if candidate.peak_bytes > limit or (worst == "replay" and extra["replay"] > 0.02 * candidate.step_seconds):
+    if candidate.need.bytes > limit or (worst == "replay" and extra["replay"] > 0.02 * candidate.step_seconds):
         sizes: dict[str, int] = {}
         for name, size in candidate.peak.parts.items():
             group = _MEMORY.get(name, "gathered layers and their reductions")
@@ -61,27 +63,39 @@ def ways_out(
     limit, layout = question.limit, candidate.layout
     variant = Variant("full", candidate.loss, candidate.offload, candidate.reshard_after_forward)
 
-    def peak(of: TracedShape, layout: Layout, variant: Variant) -> int:
-        return of.peak(layout, variant, of.uniform["full"]).total
-
+    now = _needs(shape, layout, variant)
     fitting: list[str] = []
     lowering: list[str] = []
     for name, changed in _variants(shape, variant):
-        size = peak(shape, layout, changed)
-        if size < candidate.peak_bytes:
-            words = f"{name}: -{(candidate.peak_bytes - size) / 2**30:.2f} GiB"
+        size = _needs(shape, layout, changed)
+        if size < now:
+            words = f"{name}: -{(now - size) / 2**30:.2f} GiB"
             (fitting if size <= limit else lowering).append(words)
     if question.step.optimizer == "adamw" and not shape.key.whole:
-        size = peak(shape.with_step(replace(question.step, optimizer="adamw-8bit")), layout, variant)
-        words = f"an 8-bit optimizer (optimizer='adamw-8bit'): -{(candidate.peak_bytes - size) / 2**30:.2f} GiB"
+        size = _needs(shape.with_setup(step=replace(question.step, optimizer="adamw-8bit")), layout, variant)
+        words = f"an 8-bit optimizer (optimizer='adamw-8bit'): -{(now - size) / 2**30:.2f} GiB"
         (fitting if size <= limit else lowering).append(words)
-    gpus = _more_gpus(shape, layout, variant, limit)
+    allocator = AllocatorConfig(expandable_segments=True)
+    size = _needs(shape.with_setup(allocator=allocator), layout, variant)
+    if size < now:
+        words = f"{_GROWING}: -{(now - size) / 2**30:.2f} GiB"
+        (fitting if size <= limit else lowering).append(words)
+    one = shape.sharded() if shape.key.whole else shape
+    gpus, fewer = (_more_gpus(each, layout, variant, limit) for each in (one, one.with_setup(allocator=allocator)))
     if gpus is not None:
         fitting.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
+    if fewer is not None and (gpus is None or fewer < gpus):
+        fitting.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
     length = _shorter(question, limit, layout, variant, at_length)
     if length is not None:
         fitting.append(f"sequence {length:,} instead of {question.seq_len:,}")
     return [*fitting, *(f"{words}, which is not enough alone" for words in lowering)]
+
+
+def _needs(shape: TracedShape, layout: Layout, variant: Variant) -> int:
+    """Bytes under ``ac="full"``."""
+    choices = shape.uniform["full"]
+    return shape.need(layout, variant, choices, shape.peak(layout, variant, choices)).bytes
 
 
 def _variants(shape: TracedShape, variant: Variant) -> list[tuple[str, Variant]]:
@@ -97,12 +111,10 @@ def _variants(shape: TracedShape, variant: Variant) -> list[tuple[str, Variant]]
 
 def _more_gpus(shape: TracedShape, layout: Layout, variant: Variant, limit: int) -> int | None:
     """The least of twice, four times ... the GPUs to shard over on which it fits; None: none up to `MOST_GPUS`."""
-    if shape.key.whole:
-        shape = shape.sharded()
     times = 2
     while layout.gpus * times <= MOST_GPUS:
         more = replace(layout, dp_shard=layout.dp_shard * times)
-        if shape.peak(more, variant, shape.uniform["full"]).total <= limit:
+        if _needs(shape, more, variant) <= limit:
             return more.gpus
         times *= 2
     return None
@@ -120,8 +132,8 @@ def _shorter(
             shape = at_length(length)
         except ValueError:
             return None
-        fits = shape.peak(layout, variant, shape.uniform["full"]).total <= limit
+        fits = (size := _needs(shape, layout, variant)) <= limit
         low, high = (eighths, high) if fits else (low, eighths)
-        if not fits and eighths == 4 and shape.peak(layout, variant, shape.uniform["full"]).total > 2 * limit:
+        if not fits and eighths == 4 and size > 2 * limit:
             return None  # what does not depend on the sequence is too much already
     return question.seq_len * low // 8 if low else None

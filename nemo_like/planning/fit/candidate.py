@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_like.options import FSDP2, PipelineParallel, Precision, dtype_word
 from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.need import Need
 from nemo_like.planning.fit.seconds import StepSeconds
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import Plan
@@ -27,6 +28,8 @@ class Candidate:
     optimizer: str
     peak: Peak
     """Allocated bytes, on the rank (of a pipeline: of the stage) that needs most."""
+    need: Need
+    """What decides whether it fits."""
     seconds: StepSeconds
     tokens: int
     """Of all GPUs in one step."""
@@ -38,8 +41,11 @@ class Candidate:
     """What each layer keeps, where `ac` is a peak."""
     sample: Any = field(default=None, compare=False, repr=False)
     """One microbatch, on the meta device but for small integers: what a cut into stages looks at."""
-    reserved: int | None = None
-    """Bytes that CUDA's caching allocator would have reserved at most; None: not known."""
+
+    @property
+    def reserved(self) -> int | None:
+        """Bytes that CUDA's caching allocator would have reserved at most; None: not known."""
+        return self.need.reserved
 
     @property
     def peak_bytes(self) -> int:
@@ -106,6 +112,7 @@ class Candidate:
             "reshard_after_forward": self.reshard_after_forward,
             "precision": precision_word(self.precision), "optimizer": self.optimizer,
             "peak_bytes": self.peak_bytes, "peak_at": self.peak.at, "reserved_bytes": self.reserved,
+            "needed_bytes": self.need.bytes, "judged_by": self.need.by,
             "parts": dict(self.peak.parts), "step_seconds": self.step_seconds, "seconds": dict(self.seconds.parts),
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu, "mfu": self.mfu, "fits": self.fits,
             "call": self.call(),

@@ -69,7 +69,7 @@ class FitReport:
             return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
         return (
             f"Nothing fits in {gib(limit)} on each of {self.question.gpus} x {self.question.device.name}: what "
-            f"needs least takes {gib(near.peak_bytes)} ({near.call()}), bound by {self.binds}."
+            f"needs least takes {gib(near.need.bytes)} ({near.need.by}; {near.call()}), bound by {self.binds}."
             + (f" What would help: {'; '.join(self.helps)}." if self.helps else "")
         )
 
@@ -112,7 +112,8 @@ def fit(
             step is planned for the largest microbatch, all of whose sequences are as long as the longest; with `p99` alone
             for that length, which the report says.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
-        memory: bytes of each device that a step may take (``"70GiB"``). Default: its memory less a tenth.
+        memory: bytes of each device that a step may take (``"70GiB"``), of what `nemo_like.planning.fit.need` says.
+            Default: its memory less a tenth.
         precision: as for `nemo_like.parallelize`. Default: ``"bf16"`` on CUDA, else nothing is cast.
         optimizer, step: the training loop, as for `nemo_like.parallelize`; how many microbatches is what is looked for.
         imbalance: how unevenly tokens come to split experts, see `nemo_like.options.ExpertParallel`.

@@ -7,6 +7,7 @@ from pathlib import Path
 from nemo_like.extras import require
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.fitting import FitReport
+from nemo_like.planning.fit.need import ALLOCATED, OVERHEAD, RESERVED, WITH_OVERHEAD
 
 _HEAD = (
     "#", "dp_replicate x dp_shard", "tp", "cp", "ep", "pp", "micro-batch x times", "ac", "loss", "offload", "reshard",
@@ -21,6 +22,20 @@ def table(report: FitReport) -> str:
     kept = [i for i, name in enumerate(_HEAD) if any(line[i] != bare.get(name) for line in lines[1:])]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
     return "\n".join("  ".join(line[i].rjust(widths[i]) for i in kept).rstrip() for line in lines)
+
+
+def judged(report: FitReport) -> str:
+    """What a configuration had to fit in the limit with, in a sentence."""
+    known = {candidate.need.by for candidate in report.candidates}
+    words = [_JUDGED[by] for by in _JUDGED if by in known]
+    return f"A configuration fits if {', and '.join(words)} within {report.question.limit / 2**30:.2f} GiB."
+
+
+_JUDGED = {
+    RESERVED: "what our model of CUDA's caching allocator reserves is",
+    WITH_OVERHEAD: f"(offloaded, or in stages) what tensors take and {OVERHEAD:.0%} of it, for what is not predicted, are",
+    ALLOCATED: "what tensors take is",
+}
 
 
 def _line(number: int, candidate: Candidate) -> tuple[str, ...]:

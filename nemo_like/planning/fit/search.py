@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.need import ALLOCATED, Need
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import StepSeconds
 from nemo_like.planning.fit.shapes import ShapeKey, TracedShape, Variant
@@ -28,6 +30,23 @@ from nemo_like.planning.peak import Peak
 
 Shape = TracedShape | StagedShape
 Tracer = Callable[[ShapeKey], Shape]
+Planning = Callable[[Layout, Variant, int], tuple[Any, Peak] | None]
+"""A plan's choices and its peak, for the highest peak that it may have."""
+_ATTEMPTS = 6
+"""Plans for ever lower peaks, till what is reserved fits."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a configuration takes."""
+
+    seconds: StepSeconds
+    peak: Peak
+    need: Need
+    choices: Any
+    """What each layer keeps (of each stage)."""
+    budget: int = 0
+    """The peak that a plan was made for."""
 
 
 @dataclass
@@ -68,7 +87,7 @@ class Search:
         """The best that fits, and up to `count` of the next best layouts among the shapes that were traced for it."""
         order = itertools.count()
         queue: list[tuple[float, int, Any]] = []
-        later = 0
+        later, large = 0, []
         for key in self.by_shape:
             heapq.heappush(queue, (self._bound(key), next(order), key))
         while queue and len(self.found.best) < count:
@@ -78,21 +97,24 @@ class Search:
                     heapq.heappush(queue, (better, next(order), item))  # other shapes were traced meanwhile
                 elif self.found.best:
                     later += len(self.by_shape[item])
+                elif item not in large and self._is_too_large(item):
+                    large.append(item)
+                    heapq.heappush(queue, (math.inf, next(order), item))  # what needs least, if nothing fits
                 else:
                     for seconds, entry in self._entries(item):
                         heapq.heappush(queue, (seconds, next(order), entry))
                 continue
-            layout, variant, peak = item
+            layout, variant, resolved = item
             if any(found.layout == layout for found in self.found.best):
                 self.found.rejected["slower than another way to run the same layout"] += 1
                 continue
             shape = self._traced(ShapeKey.of(layout))
             assert not isinstance(shape, str)
-            if peak is not None:
-                self.found.best.append(self.candidate(shape, layout, variant, peak))
+            if resolved is not None:
+                self.found.best.append(self.candidate(shape, layout, variant, resolved))
             elif (resolved := self._resolve(shape, layout, variant)) is not None:
-                per_token = self._per_token(resolved[0], layout)
-                heapq.heappush(queue, (per_token, next(order), (layout, variant, resolved[1])))
+                per_token = self._per_token(resolved.seconds, layout)
+                heapq.heappush(queue, (per_token, next(order), (layout, variant, resolved)))
         later += sum(1 if isinstance(item, tuple) else len(self.by_shape[item]) for _, _, item in queue)
         if later:
             self.found.rejected["slower than the best, not looked at"] += later
@@ -110,8 +132,8 @@ class Search:
                 assert not isinstance(shape, str)
                 resolved = self._resolve(shape, layout, variant)
                 if resolved is not None:
-                    per_token = self._per_token(resolved[0], layout)
-                    everything.append((per_token, len(everything), shape, layout, variant, resolved[1]))
+                    per_token = self._per_token(resolved.seconds, layout)
+                    everything.append((per_token, len(everything), shape, layout, variant, resolved))
         everything.sort(key=lambda entry: entry[:2])
         self.found.best = [self.candidate(*entry[2:]) for entry in everything[:count]]
         return self.found
@@ -152,7 +174,29 @@ class Search:
         made = (least(layout) * layout.gpus / layout.sequences for layout in self.by_shape[key])
         return min(made) / self.question.seq_len
 
-    def _entries(self, key: ShapeKey) -> Iterator[tuple[float, tuple[Layout, Variant, Peak | None]]]:
+    def _is_too_large(self, key: ShapeKey) -> bool:
+        """Whether no layout of a shape that is not traced fits, by those that were traced with the same weights: fewer rows
+        take their share at least, and more take more."""
+        if key.staged:
+            return False
+        alike = [
+            shape
+            for other, shape in self.shapes.items()
+            if isinstance(shape, TracedShape)
+            and (other.tp, other.ep, other.whole, other.cp > 1) == (key.tp, key.ep, key.whole, key.cp > 1)
+        ]
+        layouts = sorted(self.by_shape[key], key=lambda layout: -layout.shard_ranks)
+        return any(all(self._exceeds(shape, layout) for layout in layouts) for shape in alike)
+
+    def _exceeds(self, shape: TracedShape, layout: Layout) -> bool:
+        with quietly():
+            ways = dict.fromkeys(replace(variant, ac="full") for variant in self._variants(shape, layout))
+            # What takes least comes last.
+            return bool(ways) and all(
+                shape.least_peak(layout, way) > shape.most_allocated(way) for way in reversed(ways)
+            )
+
+    def _entries(self, key: ShapeKey) -> Iterator[tuple[float, tuple[Layout, Variant, Resolved | None]]]:
         """All configurations of a traced shape by the least seconds per token that they take."""
         shape = self._traced(key)
         if isinstance(shape, str):
@@ -161,7 +205,7 @@ class Search:
         for layout in self.by_shape[key]:
             for variant in self._variants(shape, layout):
                 choices, least = shape.least(layout, variant)
-                if least > self.question.limit and (self.found.best or not self._near(least)):
+                if least > shape.most_allocated(variant) and (self.found.best or not self._near(least)):
                     self.found.rejected["memory"] += 1
                     continue
                 seconds = shape.seconds(layout, variant, choices)
@@ -202,26 +246,48 @@ class Search:
         """Seconds of one GPU for a token."""
         return seconds.total * layout.gpus / (layout.sequences * self.question.seq_len)
 
-    def _resolve(self, shape: Shape, layout: Layout, variant: Variant) -> tuple[StepSeconds, Peak] | None:
-        """Its seconds and its peak; None where it does not fit, which is counted."""
+    def _resolve(self, shape: Shape, layout: Layout, variant: Variant) -> Resolved | None:
+        """What it takes; None where it does not fit, which is counted."""
         self.found.looked_at += 1
-        limit = self.question.limit
         with quietly():
-            if self._is_hopeless(shape, layout, variant):
-                self.found.rejected["memory"] += 1
+            resolved = None
+            if not self._is_hopeless(shape, layout, variant):
+                if variant.ac == "plan":
+                    resolved = self._planned(shape, layout, variant, shape.planned)
+                else:
+                    resolved = self._uniform(shape, layout, variant)
+                    if resolved.need.bytes > self.question.limit:
+                        self._remember_nearest(shape, layout, variant, resolved)
+                        resolved = None
+        if resolved is None:
+            self.found.rejected["memory"] += 1
+        return resolved
+
+    def _uniform(self, shape: Shape, layout: Layout, variant: Variant) -> Resolved:
+        """Of a mode that needs no budget. What is reserved is asked for only where the peak alone would fit."""
+        choices: Any = shape.choices(layout, variant)
+        peak = shape.peak(layout, variant, choices)
+        known = peak.total <= shape.most_allocated(variant)
+        need = shape.need(layout, variant, choices, peak) if known else Need(peak.total, ALLOCATED)
+        return Resolved(shape.seconds(layout, variant, choices), peak, need, choices)
+
+    def _planned(self, shape: Shape, layout: Layout, variant: Variant, make: Planning) -> Resolved | None:
+        """The plan that `make` makes for the highest peak with which what is needed fits; None: none does.
+
+        A plan is made for a peak. Where more is reserved than there is, the next one is made for a peak that is lower in
+        the same proportion.
+        """
+        budget = shape.most_allocated(variant)
+        for _ in range(_ATTEMPTS):
+            made = make(layout, variant, budget)
+            if made is None:
                 return None
-            if variant.ac == "plan":
-                made = shape.planned(layout, variant)
-                if made is None:
-                    self.found.rejected["memory"] += 1
-                    return None
-                return shape.seconds(layout, variant, made[0]), made[1]
-            choices: Any = shape.choices(layout, variant)
-            peak = shape.peak(layout, variant, choices)
-            if peak.total > limit:
-                self.found.rejected["memory"] += 1
-                return None
-            return shape.seconds(layout, variant, choices), peak
+            choices, peak = made
+            need = shape.need(layout, variant, choices, peak)
+            if need.bytes <= self.question.limit:
+                return Resolved(shape.seconds(layout, variant, choices), peak, need, choices, budget)
+            budget = min(budget, peak.total) * self.question.limit // need.bytes
+        return None
 
     def _is_hopeless(self, shape: Shape, layout: Layout, variant: Variant) -> bool:
         """Nothing holds less than the layers' inputs, so where these are too much, all other modes are, too."""
@@ -230,15 +296,15 @@ class Search:
         if key not in self.hopeless:
             least = replace(variant, ac="full")
             peak = shape.peak(layout, least, shape.choices(layout, least))
-            self.hopeless[key] = peak.total > self.question.limit
+            self.hopeless[key] = peak.total > shape.most_allocated(variant)
             if self.hopeless[key]:
-                self._remember_nearest(shape, layout, least, peak)
+                self._remember_nearest(shape, layout, least, self._uniform(shape, layout, least))
         return self.hopeless[key]
 
-    def _remember_nearest(self, shape: Shape, layout: Layout, variant: Variant, peak: Peak) -> None:
+    def _remember_nearest(self, shape: Shape, layout: Layout, variant: Variant, resolved: Resolved) -> None:
         nearest = self.found.nearest
-        if nearest is None or peak.total < nearest.peak_bytes:
-            self.found.nearest = self.candidate(shape, layout, variant, peak)
+        if nearest is None or resolved.peak.total < nearest.peak_bytes:
+            self.found.nearest = self.candidate(shape, layout, variant, resolved)
 
     def _refined(self, best: Candidate) -> Candidate:
         """The winner with the best plan of all, where a plan is what it has."""
@@ -246,36 +312,29 @@ class Search:
         if best.plan is None or isinstance(shape, str):
             return best
         with quietly():
-            made = shape.refined(best.layout, variant)
+            made = self._planned(shape, best.layout, variant, shape.refined)
         if made is None:
             return best
-        finer = self.candidate(shape, best.layout, variant, made[1], made[0])
+        finer = self.candidate(shape, best.layout, variant, made)
         return finer if finer.step_seconds <= best.step_seconds else best
 
     def _variant(self, candidate: Candidate) -> Variant:
         ac = candidate.ac if candidate.plan is None else "plan"
         return Variant(ac, candidate.loss, candidate.offload, candidate.reshard_after_forward)
 
-    def candidate(self, shape: Shape, layout: Layout, variant: Variant, peak: Peak, choices: Any = None) -> Candidate:
+    def candidate(self, shape: Shape, layout: Layout, variant: Variant, resolved: Resolved) -> Candidate:
         """All that is known of one configuration."""
         question, ac, plan = self.question, variant.ac, None
         if ac == "plan":
-            made = (choices, peak) if choices is not None else shape.planned(layout, variant)
-            assert made is not None
-            chosen, ac = made[0], budget_word(question.limit)
+            ac = budget_word(resolved.budget)
             with quietly():
-                plan = shape.plan(layout, variant, chosen, ac)
-        else:
-            chosen = shape.choices(layout, variant)
-        with quietly():
-            reserved = shape.reserved(layout, variant, chosen) if peak.total <= question.limit else None
+                plan = shape.plan(layout, variant, resolved.choices, ac)
         return Candidate(
             layout=layout, ac=ac, loss=variant.loss, offload=variant.offload, reshard_after_forward=variant.reshard,
-            precision=question.precision, optimizer=question.step.optimizer, peak=peak,
-            seconds=shape.seconds(layout, variant, chosen), tokens=layout.sequences * question.seq_len,
+            precision=question.precision, optimizer=question.step.optimizer, peak=resolved.peak, need=resolved.need,
+            seconds=resolved.seconds, tokens=layout.sequences * question.seq_len,
             model_flops=shape.flops() * layout.grad_accum / layout.pp, peak_flops=question.device.peak_flops,
-            fits=peak.total <= question.limit, plan=plan, sample=shape.sample,
-            reserved=reserved,
+            fits=resolved.need.bytes <= question.limit, plan=plan, sample=shape.sample,
         )  # fmt: skip
 
 

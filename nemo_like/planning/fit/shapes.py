@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig, StepSpec
+from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice, best_of
 from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.need import Need, most_allocated, need_of, reserved_within
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
 from nemo_like.planning.optimizers import optimizer_memory
@@ -33,6 +34,14 @@ KERNELS_PER_PARAMETER = 12
 
 _MENU = 10
 """Choices of one kind of layer that plans are mixed of while searching, beside all and nothing."""
+
+
+_COARSE = 1 << 9
+"""States of the frontier of a block whose skips are not looked for."""
+
+
+_COMPUTED = ("held activations", "running layer", "outside of layers", "kept output")
+"""Parts of a peak that depend on a microbatch's rows and tokens."""
 
 
 _QUICK = 64
@@ -98,17 +107,22 @@ class TracedShape:
         self.least_of: dict[Any, tuple[list[Choice], int]] = {}
         self._runs: dict[Any, list[LayerRun]] = {}
         self._kept: list[Sequence[Choice]] = []
+        """Told apart by id, so they must live."""
+        self._needs: dict[Any, Need] = {}
         self.planners: dict[Any, Planner] = {}
         self.peaks: dict[Any, Peak] = {}
         self.plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
 
-    def with_step(self, step: StepSpec) -> TracedShape:
-        """The same shape, and nothing traced again, for another optimizer."""
+    def with_setup(self, **changed: Any) -> TracedShape:
+        """The same shape, and nothing traced again, for another optimizer (``step=``) or other settings of the
+        ``allocator=``."""
         other = copy.copy(self)
         other.base = copy.copy(self.base)
-        other.base.setup = replace(self.base.setup, step=step)
-        other.__dict__.pop("chunked", None)
-        other.planners, other.peaks, other.plans, other.least_of = {}, {}, {}, {}
+        other.base.setup = replace(self.base.setup, **changed)
+        if self.__dict__.get("chunked") is not None:
+            other.__dict__["chunked"] = copy.copy(self.chunked)
+            other.__dict__["chunked"].setup = replace(other.__dict__["chunked"].setup, **changed)
+        other.planners, other.peaks, other.plans, other.least_of, other._needs = {}, {}, {}, {}, {}
         return other
 
     def sharded(self) -> TracedShape:
@@ -177,7 +191,7 @@ class TracedShape:
             if key not in self.shared.decisions:
                 # Of a block of many operators, whose best skips a solver looks for, the winner alone gets any.
                 skips = self.base.skip and len(problem.records) <= _QUICK
-                self.shared.decisions[key] = [choice.decisions for choice in _few(problem.frontier(skip=skips))]
+                self.shared.decisions[key] = [choice.decisions for choice in _few(_some(problem, skips))]
             choices = [_choice(problem, words) for words in self.shared.decisions[key] if words]
             made.append(best_of([problem.full(), *choices, problem.none()]))
         return made
@@ -202,31 +216,31 @@ class TracedShape:
             return self.uniform[variant.ac], bytes_of(self.uniform[variant.ac])
         mixes = self.stack.mixes
         key = lambda mix: bytes_of(self.stack.assignment(mix))  # noqa: E731
-        index = max(0, bisect_right(mixes, self.question.limit, key=key) - 1)
+        index = max(0, bisect_right(mixes, self.most_allocated(variant), key=key) - 1)
         choices = self.stack.assignment(mixes[index])
         return choices, bytes_of(choices)
 
-    def planned(self, layout: Layout, variant: Variant) -> tuple[list[Choice], Peak] | None:
-        """The fastest mix of the menu within the limit, and its peak; None: there is none."""
-        key = (layout.shard_ranks, min(layout.grad_accum, 3), variant)
+    def planned(self, layout: Layout, variant: Variant, limit: int) -> tuple[list[Choice], Peak] | None:
+        """The fastest mix of the menu whose peak is within `limit`, and that peak; None: there is none."""
+        key = (layout.shard_ranks, min(layout.grad_accum, 3), variant, limit)
         if key not in self.plans:
             planner, mixes = self.planner(layout, variant), self.stack.mixes
 
             def peak_of(mix: solver.Mix) -> Peak:
                 return planner.peak(planner.proved_all(self.stack.assignment(mix)))
 
-            fits = bisect_right(mixes, self.question.limit, key=lambda mix: peak_of(mix).total) - 1
+            fits = bisect_right(mixes, limit, key=lambda mix: peak_of(mix).total) - 1
             if fits < 0:
                 self.plans[key] = None
             else:
                 self.plans[key] = planner.proved_all(self.stack.assignment(mixes[fits])), peak_of(mixes[fits])
         return self.plans[key]
 
-    def refined(self, layout: Layout, variant: Variant) -> tuple[list[Choice], Peak] | None:
+    def refined(self, layout: Layout, variant: Variant, limit: int) -> tuple[list[Choice], Peak] | None:
         """`planned` over the whole frontier; None: nothing fits."""
         planner = self.planner(layout, variant)
         try:
-            choices, _ = planner.choose(MemoryBudget(peak_bytes=self.question.limit), "")
+            choices, _ = planner.choose(MemoryBudget(peak_bytes=limit), "")
         except BudgetError:
             return None
         return choices, planner.peak(choices)
@@ -238,14 +252,32 @@ class TracedShape:
             self.peaks[key] = self.planner(layout, variant).peak(choices)
         return self.peaks[key]
 
+    def least_peak(self, layout: Layout, variant: Variant) -> int:
+        """Bytes that no step of `layout` is below, whose local shape was not traced but has the same weights: at the point
+        where this shape peaks, what is sharded, gathered and reduced is the same, and what is computed takes at least the
+        share that its rows or tokens are of this shape's (what does not grow with them is more than that)."""
+        rows = layout.micro_batch / self.key.micro_batch
+        share = min(1.0, rows, rows * self.key.cp / layout.cp)
+        peak = self.peak(layout, variant, self.choices(layout, variant))
+        computed = sum(peak.parts.get(name, 0) for name in _COMPUTED)
+        return peak.total - computed + int(share * computed)
+
     def plan(self, layout: Layout, variant: Variant, choices: Sequence[Choice], asked: str) -> Plan:
         """Choices as what `nemo_like.parallelize` takes."""
         return self.planner(layout, variant).describe(choices, asked)
 
-    def reserved(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> int | None:
-        """Bytes that CUDA's caching allocator reserves; None: not known."""
-        found = self.planner(layout, variant).reserved(choices)
-        return None if found is None else found.reserved
+    def most_allocated(self, variant: Variant) -> int:
+        """The highest peak that could fit."""
+        return most_allocated(self.question, predicted=variant.offload == "none")
+
+    def need(self, layout: Layout, variant: Variant, choices: Sequence[Choice], peak: Peak) -> Need:
+        """What decides whether it fits; `peak`: of these choices."""
+        key = (layout.shard_ranks, min(layout.grad_accum, 3), variant, tuple(map(id, choices)))
+        if key not in self._needs:
+            reserved = reserved_within(self.planner(layout, variant), choices, self.question.limit)
+            self._needs[key] = need_of(self.question, peak, reserved)
+            self._kept.append(choices)
+        return self._needs[key]
 
     # --- seconds --------------------------------------------------------------------------------------------------
 
@@ -281,7 +313,7 @@ class TracedShape:
             full = choice.label == "full"
             made.append(LayerRun(count, block, replay, full, unit, experts, copies))
         self._runs[key] = made
-        self._kept.append(choices)  # told apart by id, so they must live
+        self._kept.append(choices)
         return made
 
     def least_step(self, layout: Layout) -> float:
@@ -345,6 +377,14 @@ def _few(choices: Sequence[Choice]) -> list[Choice]:
     steps = (low + (high - low) * n // _MENU for n in range(1, _MENU + 1))
     picked = {bisect_right(choices, step, key=lambda choice: choice.held_bytes) - 1 for step in steps}
     return [choices[index] for index in sorted(picked)]
+
+
+def _some(problem: BlockProblem, skips: bool) -> Sequence[Choice]:
+    """The frontier of a block, coarse where it has many operators: a dozen of its choices are looked for."""
+    if skips:
+        return problem.frontier(skip=True)
+    points = solver.spread(solver.linear_frontier(problem.ops(), _COARSE), _COARSE)
+    return best_of([problem.full(), *map(problem.choice, points), problem.none()])
 
 
 def _choice(problem: BlockProblem, words: Sequence[str]) -> Choice:

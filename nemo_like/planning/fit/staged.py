@@ -14,6 +14,7 @@ from nemo_like.losses.model_loss import find_head
 from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, PipelineParallel
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.need import Need, most_allocated, need_of
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, Links, StepSeconds, unit_seconds
 from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Variant
@@ -79,13 +80,13 @@ class StagedShape:
         mode = "none" if variant.ac == "plan" else variant.ac
         return self.choices(layout, replace(variant, ac=mode)), 0
 
-    def planned(self, layout: Layout, variant: Variant) -> tuple[Any, Peak] | None:
-        """The fastest plan of each stage within the limit, and the highest rank's peak; None: there is none."""
-        key = (*self._layout_key(layout), variant)
+    def planned(self, layout: Layout, variant: Variant, limit: int) -> tuple[Any, Peak] | None:
+        """The fastest plan of each stage within `limit`, and the highest rank's peak; None: there is none."""
+        key = (*self._layout_key(layout), variant, limit)
         if key not in self._plans:
             planner = self.planner(layout, variant)
             try:
-                choices = choose(planner, MemoryBudget(peak_bytes=self.question.limit))
+                choices = choose(planner, MemoryBudget(peak_bytes=limit))
                 self._plans[key] = choices, _highest(planner, choices)
             except BudgetError:
                 self._plans[key] = None
@@ -104,9 +105,13 @@ class StagedShape:
         """Choices as what `nemo_like.parallelize` takes."""
         return describe(self.planner(layout, variant), choices, asked)
 
-    def reserved(self, layout: Layout, variant: Variant, choices: Any) -> int | None:
-        """None: not known with several microbatches in flight."""
-        return None
+    def most_allocated(self, variant: Variant) -> int:
+        """The highest peak that could fit: what is reserved with several microbatches in flight is not predicted."""
+        return most_allocated(self.question, predicted=False)
+
+    def need(self, layout: Layout, variant: Variant, choices: Any, peak: Peak) -> Need:
+        """What decides whether it fits; `peak`: of these choices."""
+        return need_of(self.question, peak, None)
 
     # --- seconds --------------------------------------------------------------------------------------------------
 
