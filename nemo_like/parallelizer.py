@@ -61,6 +61,7 @@ from nemo_like.pipelined import parallelize_pipeline
 from nemo_like.planning.first_step import watch_first_step
 from nemo_like.planning.larger_batch import warn_of_larger_batches
 from nemo_like.planning.plan import Plan
+from nemo_like.planning.tensor_twin import check_tensor_budget
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, planned, read_ac, resolve
 
@@ -223,7 +224,7 @@ def parallelize(
     mesh = _mesh(word, mesh, sizes, asked_device, hasattr(model, STAGE_MARK))
     shard_mesh = mesh if word == "fsdp2" else None
     target = asked_device or local_device(None if mesh is None else mesh.device_type)
-    split = _check_tensor_parallel(shard_mesh, asked, tensor)
+    split = _check_tensor_parallel(model, shard_mesh, asked, tensor)
     context = replace(context, size=axis_size(shard_mesh, "cp"))
     if context.size > 1:
         check_context_parallel(model, context, found, call_of(model))
@@ -236,7 +237,8 @@ def parallelize(
         ddp_ranks = mesh is not None and word == "ddp"
         asked = planned(
             model, asked, chosen, sample_input,
-            _planning(shard_mesh, loop, cast, fsdp, loss, place, expert, ddp=ddp_ranks) | {"cp": context},
+            _planning(shard_mesh, loop, cast, fsdp, loss, place, expert, ddp=ddp_ranks)
+            | {"cp": context, "tp_plan": tensor.plan},
         )  # fmt: skip
     specs = resolve(model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None)
     check_specs(model, specs, compile=backend is not None)
@@ -394,14 +396,11 @@ def _check_compile(compiled: bool, asked: Asked) -> None:
         raise ValueError("CheckpointConfig.use_reentrant is True and compile is on: torch cannot compile it. Drop one.")
 
 
-def _check_tensor_parallel(mesh: DeviceMesh | None, asked: Asked, tensor: TensorParallel) -> bool:
+def _check_tensor_parallel(model: nn.Module, mesh: DeviceMesh | None, asked: Asked, tensor: TensorParallel) -> bool:
     """Whether weights are split at all."""
     split = axis_size(mesh, "tp") > 1
     if split and isinstance(asked, MemoryBudget):
-        raise ValueError(
-            f"ac is {asked} beside tensor parallelism: a plan is traced on whole weights. Use a mode such as "
-            "'selective', or budget without tp."
-        )
+        check_tensor_budget(model, axis_size(mesh, "tp"), tensor, asked)
     for name in ("sequence_parallel", "loss_parallel"):
         if getattr(tensor, name) and not split:
             raise ValueError(

@@ -41,6 +41,7 @@ from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import Setup
 from nemo_like.planning.stage_parts import stage_parts
 from nemo_like.planning.stage_plans import balance_for_memory, plan_pipeline
+from nemo_like.planning.tensor_twin import check_tensor_budget
 from nemo_like.resolve import layers_for, read_ac
 from nemo_like.torch_compat import splits_compiled_backward
 
@@ -106,8 +107,8 @@ def parallelize_pipeline(
     setup = Setup(
         shard_ranks=axis_size(mesh, "dp_shard") * context.size, step=StepSpec.of(options["step"], options["optimizer"]),
         precision=precision, fsdp=FSDP2(**{**vars(fsdp), "reshard_after_forward": False}) if shards else None,
-        tp=tensor.size, ep=ExpertParallel.of(options["ep"]).size, offload=OffloadConfig.of(options["offload"]),
-        loss=in_chunks, cp=context,
+        tp=tensor.size, tp_plan=tensor.plan, ep=ExpertParallel.of(options["ep"]).size, cp=context, loss=in_chunks,
+        offload=OffloadConfig.of(options["offload"]),
     )  # fmt: skip
     pp, rest["ac"] = _planned(model, pp, asked, setup, options)
     counts = counts_of(parts, pp)
@@ -174,10 +175,7 @@ def _planned(
         )
     if isinstance(asked, MemoryBudget):
         if setup.tp > 1:
-            raise ValueError(
-                f"ac is {asked} beside pp and tp={setup.tp}: no plan is made for weights that are split. Use a mode such as "
-                "'selective', or dp_shard ranks instead of tp."
-            )
+            check_tensor_budget(model, setup.tp, TensorParallel.of(options["tp"]), asked)
         asked = plan_pipeline(model, asked, options["sample_input"], pp, setup=setup, layers=options["layers"])
     elif pp.balance == "memory":
         mode = asked.mode if isinstance(asked, CheckpointConfig) and asked.mode in ("none", "selective") else "full"

@@ -34,7 +34,10 @@ def _refused(rank: int, world_size: int) -> None:
     before = dict(model.named_modules())
     for arguments, message in (
         (dict(tp=3), "not divisible"),
-        (dict(tp=2, ac="50%", sample_input={"input_ids": batch(2)}), "beside tensor parallelism"),
+        (
+            dict(tp=TensorParallel(2, loss_parallel=True), ac="50%", sample_input={"input_ids": batch(2)}),
+            "no plan is made",
+        ),
         (dict(tp=TensorParallel(1, sequence_parallel=True)), "there is one"),
     ):
         with pytest.raises(ValueError, match=message):

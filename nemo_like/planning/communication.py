@@ -40,7 +40,7 @@ class Communication:
         self, walk: StepWalk, sharding: Sharding, units: Sequence[UnitBytes | None], micro: Microbatch
     ) -> None:
         self.walk, self.now, self.s, self.units, self.micro = walk, walk.now, sharding, units, micro
-        self.on = sharding.world > 1
+        self.on = sharding.on
         self.flat: dict[int, int] = {}
         """Units whose flat buffer is there: fetched, not yet copied out."""
         self.kept = ("gathered root", 0)

@@ -35,7 +35,7 @@ def microbatches(step: StepSpec, sharding: Sharding, *, ddp: bool, cast: bool) -
     """
     shards = sum(unit.grad for unit in sharding.all)
     once = step.microbatches > 1 and step.sync == "last"
-    if sharding.world > 1:
+    if sharding.on:
         return _sharded(step, sharding, shards, once=once, cast=cast)
     if not ddp:
         return [Microbatch(shards, accumulates=True) if step.accumulates else Microbatch()]

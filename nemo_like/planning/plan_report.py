@@ -159,8 +159,7 @@ def make_report(
             rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit, planner.host_memory))
     except BudgetError as error:
         problem = str(error)
-    # `parallelize` takes no budget beside tp=.
-    fitting = [row for row in rows if row.fits and (planner.setup.tp == 1 or row.name in MODES)]
+    fitting = [row for row in rows if row.fits and (planner.takes_budget or row.name in MODES)]
     best = min(fitting, key=lambda row: (row.plan.step_time, row.plan.peak_bytes)) if fitting else None
     return PlanReport(
         tuple(rows), best, limit, planner.setup, planner.device.name, problem, dp_replicate, special, tuple(unmet),

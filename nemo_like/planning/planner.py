@@ -56,7 +56,6 @@ from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.sharding import (
     Sharding,
     axis,
-    local_twin,
     same_on_all_ranks,
     shard_ranks,
     sharding_of,
@@ -65,6 +64,7 @@ from nemo_like.planning.sharding import (
 from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_events import LayerEvents
 from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
+from nemo_like.planning.tensor_twin import has_known_rules, rank_twin
 from nemo_like.tensors import describe, tensors_in
 
 HOST_MEMORY = 64 << 30
@@ -86,7 +86,9 @@ class Setup:
     ddp: bool = False
     """`DistributedDataParallel` averages gradients, in buckets that stay."""
     tp: int = 1
-    """Tensor-parallel ranks (see `nemo_like.planning.sharding`)."""
+    """Tensor-parallel ranks (see `nemo_like.planning.tensor_twin`)."""
+    tp_plan: Mapping[str, Any] | None = None
+    """Which weights they split, where the caller says."""
     ep: int = 1
     """Ranks that each layer's experts are split over."""
     expert_plan: Mapping[str, str] | None = None
@@ -120,9 +122,10 @@ class Planner:
         dtype, lower = setup.precision.dtypes["param_dtype"], None
         if setup.fsdp is None:
             dtype, lower = None, None if dtype is torch.float32 else dtype
-        self.skip = _can_skip() if skip is None else skip
+        # A DTensor cannot be stood in for by a placeholder.
+        self.skip = (_can_skip() if skip is None else skip) and setup.tp == 1
         self.whole = model
-        self.model = local_twin(model, setup.tp)
+        self.model = rank_twin(model, setup.tp, setup.tp_plan)
         self.experts: tuple[Experts, ...] = ()
         if setup.ep > 1:
             self.model, self.experts = expert_twin(self.model, setup.ep, planned_imbalance(setup), setup.expert_plan)
@@ -168,6 +171,11 @@ class Planner:
         self.outers: dict[bool, OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
         self._unit_plans: dict[bool, UnitPlan] = {}
+
+    @property
+    def takes_budget(self) -> bool:
+        """Whether `parallelize` takes a budget with this set-up: not beside weights that are split in an unknown way."""
+        return self.setup.tp == 1 or has_known_rules(self.whole, self.setup.tp, self.setup.tp_plan)
 
     def __enter__(self) -> Planner:
         return self
@@ -317,7 +325,11 @@ class Planner:
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
             trained=self.trained, experts=[each.module for each in self.experts], ep=s.ep,
+<<<<<<< HEAD
             gloo=self.device.kind == "cpu", plan=self._unit_plan(),
+=======
+            gloo=self.device.kind == "cpu", alone=s.tp > 1 and s.fsdp is not None,
+>>>>>>> 3aedc4a (Plan budgets beside tensor parallelism on the weights that a rank holds, with what their rules send; count what any negative target ignores in a pipeline's mean)
         )  # fmt: skip
 
     def _unit_plan(self) -> UnitPlan:
@@ -623,6 +635,7 @@ def plan_for(
     step: StepSpec | None = None,
     ddp: bool = False,
     layers: Any = None,
+    tp_plan: Mapping[str, Any] | None = None,
     ep: int = 1,
     expert_plan: Mapping[str, str] | None = None,
     imbalance: float | None = None,
@@ -651,6 +664,7 @@ def plan_for(
         ddp: `DistributedDataParallel` averages the gradients (with ``fsdp=None``).
         layers: as for `nemo_like.layers.find.find_layers`; where they are some of the layers that would be found, the
             others are left without checkpointing, and count in the peak.
+        tp_plan: as `nemo_like.options.TensorParallel.plan`, of the weights that the ``tp`` axis of `mesh` splits.
         ep, expert_plan, imbalance: ranks that experts are split over, which modules hold them, and how unevenly tokens
             come to them, as in `nemo_like.options.ExpertParallel`.
         precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``). ``fsdp=None``: the
@@ -682,7 +696,7 @@ def plan_for(
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(
         shard_ranks=shard_ranks(mesh, world_size), step=StepSpec.of(step, optimizer), precision=Precision.of(precision),
-        fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), ep=ep, expert_plan=expert_plan, imbalance=imbalance,
+        fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), tp_plan=tp_plan, ep=ep, expert_plan=expert_plan, imbalance=imbalance,
         loss=ChunkedLoss.of(loss), offload=OffloadConfig.of(offload),
         cp=ContextParallel.of(cp),
     )  # fmt: skip

@@ -69,7 +69,7 @@ class Sharding:
     replicated: int
     """Parameters that every rank holds whole."""
     world: int
-    """Ranks that parameters are sharded over; 1: no FSDP."""
+    """Ranks that parameters are sharded over."""
     prefetch: tuple[int, int]
     """Units fetched ahead in forward and in backward."""
     tail_params: frozenset[int]
@@ -80,8 +80,15 @@ class Sharding:
     """Bytes of `params` that no parameter needs, because the ranks do not divide it."""
     experts: Mapping[int, UnitBytes] = field(default_factory=dict)
     """By id of the bare layer, the unit of its experts inside, where these are split."""
+    alone: bool = False
+    """FSDP2 is there for one rank too, as beside tensor parallelism: it gathers and reduces all the same."""
     trained: tuple[TrainedParameter, ...] = ()
     """This rank's share of each parameter that trains, in the order of ``model.parameters()``."""
+
+    @property
+    def on(self) -> bool:
+        """Whether FSDP2 gathers and reduces."""
+        return self.world > 1 or self.alone
 
     @property
     def all(self) -> tuple[UnitBytes, ...]:
@@ -97,13 +104,21 @@ class Sharding:
 def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
     trained: frozenset[int] | None = None, experts: Sequence[nn.Module] = (), ep: int = 1,
+<<<<<<< HEAD
     gloo: bool = False, plan: UnitPlan | None = None,
+=======
+    gloo: bool = False, alone: bool = False,
+>>>>>>> 3aedc4a (Plan budgets beside tensor parallelism on the weights that a rank holds, with what their rules send; count what any negative target ignores in a pipeline's mean)
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
     `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: modules with the experts of
     one rank out of `ep`, units of their own that the ranks with the same experts shard. `gloo`: it does the collectives.
+<<<<<<< HEAD
     `plan`: what `units_for` returned for the same model, layers and experts; None: it is asked.
+=======
+    `alone`: FSDP2 is there, whatever the number of ranks.
+>>>>>>> 3aedc4a (Plan budgets beside tensor parallelism on the weights that a rank holds, with what their rules send; count what any negative target ignores in a pipeline's mean)
     """
     plan = plan or units_for(model, layers, whole=shard_ranks == 1, experts=experts)
     own = [p for module in experts for p in module.parameters()]
@@ -151,6 +166,7 @@ def sharding_of(
         experts=inner,
         world=shard_ranks,
         gloo=gloo,
+        alone=alone,
         # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),

@@ -291,7 +291,7 @@ class _RankWalk:
         """A stage's parameters are gathered once, before its first microbatch."""
         stage.gathered = True
         sharding = stage.memory.sharding
-        if sharding.world == 1:
+        if not sharding.on:
             return
         units = [
             sharding.root,
@@ -307,7 +307,7 @@ class _RankWalk:
         """Gradients are reduced, stage by stage; then the optimizer's step."""
         for stage in self.stages.values():
             sharding, comm = stage.memory.sharding, stage.comm
-            if sharding.world == 1:
+            if not sharding.on:
                 continue
             comm.micro = Microbatch(frees=True)
             for unit in sharding.all:

@@ -212,7 +212,7 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
     whole = sum(unit.whole_grad for unit in sharding.all)
     own = sum(unit.grad for unit in sharding.all)
     stays = own if planner.setup.step.zero_grad == "zero" else 0
-    if sharding.world > 1:
+    if sharding.on:
         cast = planner.setup.precision.dtypes["param_dtype"] is not None
         first = Microbatch(stays, reduces=False)
         rest = Microbatch(stays + whole, accumulates=not cast, reduces=False, adds=True)
@@ -222,7 +222,7 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
 
     def one(micro: Microbatch) -> StageRound:
         root, tail = planner.outer_grads(micro)
-        if sharding.world > 1:
+        if sharding.on:
             root = 0 if micro.adds else sharding.root.whole_grad
         halves: tuple[HalvesMemory, ...] = ()
         outer: OuterMemory | None = None

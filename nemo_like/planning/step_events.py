@@ -184,7 +184,7 @@ class StepEvents:
         self, events: Events, sharding: Sharding, tail_names: frozenset[str] = frozenset(), *, in_chunks: bool = False
     ) -> None:
         self.e, self.s = events, sharding
-        self.on = sharding.world > 1
+        self.on = sharding.on
         self.units = UnitEvents(events)
         self.tail_names, self.in_chunks = tail_names, in_chunks
         self.kept: list[int] = []

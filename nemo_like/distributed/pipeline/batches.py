@@ -51,8 +51,27 @@ def cut_batch(batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]
 
 
 def counted_tokens(labels: Tensor, shifted: bool) -> int:
-    """How many labels of (rows, tokens) count; `shifted`: the first of each row is no token's target."""
-    return int((labels[:, 1:] if shifted else labels).ne(IGNORED).sum())
+    """How many labels of (rows, tokens) count; `shifted`: the first of each row is no token's target.
+
+    No class has a negative number, so whatever a model's loss ignores (-100, -1) is negative.
+    """
+    return int((labels[:, 1:] if shifted else labels).ge(0).sum())
+
+
+def _targets(microbatches: Sequence[dict[str, Any]]) -> str | None:
+    """What a batch without ``labels`` calls them, if some count for nothing: whole numbers of which some are negative."""
+    found = {
+        name
+        for part in microbatches
+        for name, value in part.items()
+        if isinstance(value, Tensor) and value.dim() >= 2 and not value.is_floating_point() and bool((value < 0).any())
+    }
+    if len(found) > 1:
+        raise ValueError(
+            f"The batch has no labels=, and negative numbers in {', '.join(sorted(found))}: which of them says what counts "
+            "in the mean loss is not known. Call the targets labels=."
+        )
+    return found.pop() if found else None
 
 
 def loss_weights(microbatches: Sequence[dict[str, Any]], takes_items: bool) -> list[float]:
@@ -62,10 +81,13 @@ def loss_weights(microbatches: Sequence[dict[str, Any]], takes_items: bool) -> l
     divides by it itself.
 
     Raises:
-        ValueError: a microbatch in which nothing counts, in a model that does not.
+        ValueError: a microbatch in which nothing counts, in a model that does not; no telling what the targets are.
     """
     if not all(isinstance(part.get("labels"), Tensor) for part in microbatches):
-        return [1 / len(microbatches)] * len(microbatches)
+        name = _targets(microbatches)
+        if name is None:
+            return [1 / len(microbatches)] * len(microbatches)
+        return _shares([counted_tokens(part[name], shifted=False) for part in microbatches])
     names = [
         "shift_labels" if takes_items and isinstance(p.get("shift_labels"), Tensor) else "labels" for p in microbatches
     ]
@@ -74,6 +96,10 @@ def loss_weights(microbatches: Sequence[dict[str, Any]], takes_items: bool) -> l
         for part in microbatches:
             part["num_items_in_batch"] = max(sum(counts), 1)
         return [1.0] * len(counts)
+    return _shares(counts)
+
+
+def _shares(counts: Sequence[int]) -> list[float]:
     if not all(counts):
         raise ValueError(
             f"Microbatch {counts.index(0)} has no label that counts, so its mean loss is no number. Give a batch in which "

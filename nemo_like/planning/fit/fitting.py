@@ -25,7 +25,8 @@ from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.plan import gib
-from nemo_like.planning.sharding import local_twin, same_on_all_ranks
+from nemo_like.planning.sharding import same_on_all_ranks
+from nemo_like.planning.tensor_twin import rank_twin
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def _splits(model: nn.Module, size: int) -> bool:
     if not getattr(config, "base_model_tp_plan", None):
         return False
     try:
-        local_twin(model, size)
+        rank_twin(model, size)
     except ValueError:
         return False
     return True

@@ -286,7 +286,7 @@ class TracedShape:
         planner, device = self.planner(layout, variant), self.question.device
         sharding, step = planner.sharding, planner.setup.step
         made = self._layer_runs(layout, variant, choices)
-        outside = [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.world > 1 else []
+        outside = [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.on else []
         loop = len(sharding.trained) * KERNELS_PER_PARAMETER * device.launch_seconds
         return step_seconds(
             made, outside, Links.of(layout, device), layout, outer=planner.outer().seconds, sync=step.sync,

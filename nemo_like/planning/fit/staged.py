@@ -167,7 +167,7 @@ class StagedShape:
     def _unit_seconds(self, stage: PlannedStage, links: Links) -> tuple[float, float]:
         """To gather a stage's parameters and to reduce its gradients; nothing is said to hide them."""
         sharding = stage.planner.sharding
-        if sharding.world == 1:
+        if not sharding.on:
             return 0.0, 0.0
         own = [
             unit_seconds(unit, links.shards, links) for unit in sharding.all if unit not in sharding.experts.values()

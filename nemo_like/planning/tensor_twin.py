@@ -1,0 +1,163 @@
+"""The model as one rank has it under tensor parallelism: weights cut by the plan's rules, collectives on fake tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.distributed.tp_plan import Rule, resolve_plan
+from nemo_like.log import warn_once
+from nemo_like.options import TensorParallel
+from nemo_like.planning.sharding import local_twin
+
+_CUT = {
+    "colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "embedding_rowwise": 0,
+    "rowwise": 1, "rowwise_split_input": 1, "rowwise_rep": 1, "embedding_colwise": 1,
+}  # fmt: skip
+"""By style: the dimension of a weight (out, in), or of an embedding (vocabulary, width), that is cut."""
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+"""Styles that leave weights whole. What the second one sends are gradients of norms, which are small."""
+_GROUP = "planned"
+
+
+class UnknownStyleError(ValueError):
+    """A plan with styles of which the bytes of one rank are not known."""
+
+
+def rank_twin(model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None) -> nn.Module:
+    """`model` as one of `tp` ranks has it: `tensor_twin`, or with one warning `local_twin` where a style is not known."""
+    if tp == 1:
+        return model
+    try:
+        return tensor_twin(model, tp, plan)
+    except UnknownStyleError as error:
+        warn_once(
+            f"{error} Planned with the heads and widths of its config divided by {tp} instead: collectives are not counted, "
+            "and embedding and head stay whole."
+        )
+        return local_twin(model, tp)
+
+
+def tensor_twin(model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None) -> nn.Module:
+    """A twin of `model` with the weights that one of `tp` ranks holds, on the meta device.
+
+    Modules that `plan` (default: the model's own) cuts run with their part, and their inputs and outputs go through the
+    collectives that `torch.distributed.tensor.parallel` sends for them, of which nothing is sent. Buffers are the model's.
+
+    Raises:
+        UnknownStyleError: (a ValueError) a style whose bytes are not known, such as those of packed or expert weights.
+        ValueError: as `nemo_like.distributed.apply_tensor_parallel`.
+    """
+    rules = known_rules(model, tp, plan)
+    cut = {id(rule.module): rule for rule in rules}
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for module in model.modules():  # a tied weight has the same rule in both places, see `resolve_plan`
+        for parameter in module._parameters.values():
+            if parameter is not None and (id(parameter) not in memo or id(module) in cut):
+                memo[id(parameter)] = _part(parameter, cut.get(id(module)), tp)
+    twin = copy.deepcopy(model, memo)
+    for rule in rules:
+        module = twin.get_submodule(rule.fqn)
+        module.forward = _forward(module, rule.style_name, tp)
+    return twin
+
+
+def check_tensor_budget(model: nn.Module, tp: int, options: TensorParallel, asked: object) -> None:
+    """Raise ValueError where no plan can be made for the budget `asked` beside `options`, with `tp` ranks."""
+    for name in ("sequence_parallel", "loss_parallel"):
+        if getattr(options, name):
+            raise ValueError(
+                f"ac is {asked} beside {name}=True, which no plan is made for. Use a mode: ac='selective'."
+            )
+    try:
+        known_rules(model, tp, options.plan)
+    except UnknownStyleError as error:
+        raise ValueError(f"ac is {asked}, and {error} Use a mode: ac='selective'.") from error
+
+
+def has_known_rules(model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None) -> bool:
+    """Whether `tensor_twin` can be made."""
+    try:
+        known_rules(model, tp, plan)
+    except UnknownStyleError:
+        return False
+    return True
+
+
+def known_rules(model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None) -> list[Rule]:
+    """The rules by which `model` is cut; raises UnknownStyleError for one of which the bytes of a rank are not known."""
+    # Without those that have no weight: another stage of a pipeline holds it, see `nemo_like.distributed.pipeline.cut`.
+    rules = [r for r in resolve_plan(model, plan, tp) if any(p is not None for p in r.module._parameters.values())]
+    rules = [rule for rule in rules if rule.style_name not in _WHOLE]
+    for rule in rules:
+        known = rule.style_name in _CUT and rule.parameter is None and type(rule.module) in (nn.Linear, nn.Embedding)
+        if not known:
+            raise UnknownStyleError(
+                f"tp={tp}: the plan of {type(model).__name__} gives {rule.fqn!r} the style {rule.style_name!r}, of which "
+                "the bytes of one rank are not known."
+            )
+    return rules
+
+
+def _part(parameter: nn.Parameter, rule: Rule | None, tp: int) -> nn.Parameter:
+    shape = list(parameter.shape)
+    at = None if rule is None else _CUT[rule.style_name]
+    if at is not None and at < len(shape):  # the bias of a rowwise linear stays whole
+        shape[at] = -(-shape[at] // tp)  # the first rank has what is left over
+    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+
+
+def _forward(module: nn.Module, style: str, tp: int) -> Callable[[Tensor], Tensor]:
+    inner: Callable[[Tensor], Tensor] = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if style.startswith("colwise"):
+            x = _SumGradients.apply(x)
+        elif style in ("rowwise_split_input", "rowwise_rep"):
+            x = x.chunk(tp, -1)[0]
+        out = inner(x)
+        if "rowwise" in style:
+            return _Sum.apply(out)
+        return out if style == "colwise" else _Gather.apply(out, tp)
+
+    return forward
+
+
+class _SumGradients(torch.autograd.Function):
+    """What every rank has the same; each has its own term of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.all_reduce(grad, "sum", _GROUP)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.all_reduce(x, "sum", _GROUP)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Gather(torch.autograd.Function):
+    """Parts of the last dimension, put together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        whole = torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, _GROUP)
+        return torch.cat(whole.chunk(ranks, 0), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.ranks, -1)[0].contiguous(), None

@@ -1,0 +1,125 @@
+"""Budgets beside tensor parallelism: planned on the weights of one rank, kept by real ranks, and the gradients' bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like import parallelize
+from nemo_like.options import FSDP2, MemoryBudget, PipelineParallel, Precision, StepSpec, TensorParallel
+from nemo_like.planning import Planner, Setup
+from nemo_like.planning.devices import resolve_device
+from tests_distributed.allocated import local, pipeline_peak_bytes, step_peak_bytes
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("scipy")
+transformers = pytest.importorskip("transformers")
+
+SEQ, VOCAB = 128, 384
+STEP = StepSpec(keeps_output=False)
+
+
+def _build(name: str) -> Any:
+    torch.manual_seed(0)
+    shape = dict(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, max_position_embeddings=SEQ, use_cache=False, tie_word_embeddings=False, head_dim=16,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**shape)).train()
+
+
+def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _steps(rank: int, world_size: int, name: str, asked: tuple[str, ...], precision: str | None) -> list[Any]:
+    planner = Planner(
+        _build(name), _batch(), device=resolve_device("cpu"),
+        setup=Setup(shard_ranks=world_size // 2, tp=2, step=STEP, fsdp=FSDP2(), precision=Precision.of(precision)),
+    )  # fmt: skip
+    rows, bare = [], None
+    for ac in asked:
+        model = parallelize(_build(name), ac=ac, tp=2, sample_input=_batch(), step=STEP, precision=precision)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def backward(model: Any = model) -> float:
+            loss = model(**_batch()).loss
+            loss.backward()
+            return float(loss)
+
+        loss = backward()
+        found = [loss, *(local(p.grad).clone() for p in model.parameters())]
+        bare = bare or found
+        same = found[0] == bare[0] and all(torch.equal(a, b) for a, b in zip(found[1:], bare[1:], strict=True))
+        optimizer.step()
+        optimizer.zero_grad()
+
+        def step(optimizer: Any = optimizer, backward: Any = backward) -> None:
+            backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        measured = step_peak_bytes(model, optimizer, step)
+        if "%" in ac:
+            predicted = planner.plan(MemoryBudget.parse(ac)).peak_bytes
+        else:
+            predicted = planner.peak(planner.uniform(ac)).total
+        rows.append((ac, same, predicted, measured))
+    return rows
+
+
+def _assert_right(ranks: list[list[Any]]) -> None:
+    for rows in ranks:
+        for ac, same, predicted, measured in rows:
+            assert same, ac
+            assert abs(predicted - measured) <= 0.01 * measured, (ac, predicted, measured)
+
+
+def test_a_budget_beside_tp() -> None:
+    """FSDP2 gathers on one rank, too."""
+    _assert_right(run_ranks(2, _steps, "LlamaConfig", ("none", "selective", "40%"), None, timeout=240))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3Config", "MistralConfig"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_budgets_of_families_on_four_ranks(name: str, precision: str | None) -> None:
+    _assert_right(run_ranks(4, _steps, name, ("none", "full", "selective", "40%"), precision, timeout=280))
+
+
+def _stages(rank: int, world_size: int, schedule: str, budget: str) -> Any:
+    pp = PipelineParallel(2, schedule=schedule, microbatches=4)
+    plain, planned = (
+        parallelize(_build("LlamaConfig"), ac=ac, tp=2, pp=pp, sample_input=_batch()) for ac in ("none", budget)
+    )
+    losses = [float(pipeline.step(**_batch(8))) for pipeline in (plain, planned)]
+    pairs = zip(plain.parameters(), planned.parameters(), strict=True)
+    same = losses[0] == losses[1] and all(torch.equal(local(a.grad), local(b.grad)) for a, b in pairs)
+    planned.zero_grad()
+    del plain, pairs
+    return same, pipeline_peak_bytes(planned, _batch(8))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("schedule", "budget"), [("1f1b", "5MiB"), ("zbv", "7MiB")])
+def test_a_budget_beside_tp_and_pp(schedule: str, budget: str) -> None:
+    for same, measured in run_ranks(4, _stages, schedule, budget, timeout=280):
+        assert same
+        assert measured <= 1.001 * MemoryBudget.parse(budget).peak_bytes
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for options in (TensorParallel(2, sequence_parallel=True), TensorParallel(2, loss_parallel=True)):
+        with pytest.raises(ValueError) as caught:
+            parallelize(_build("LlamaConfig"), ac="40%", tp=options, sample_input=_batch())
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_no_plan_is_made_for_is_refused() -> None:
+    messages = run_ranks(2, _refused, timeout=60)[0]
+    assert "sequence_parallel=True" in messages[0] and "loss_parallel=True" in messages[1]
