@@ -32,8 +32,12 @@ def advice(report: PlanReport, sample: str) -> str:
         f"{row.plan.step_time:.3f} of one without checkpointing).",
         f"  {report.call(row, sample)}",
     ]
-    if row.name in MODES and any(r.fits and r.name not in MODES and r.plan.step_time < row.plan.step_time for r in report.rows):
-        lines.append("  # parallelize takes no budget beside this tp=: of what fits, this is the fastest that it can run.")
+    if row.name in MODES and any(
+        r.fits and r.name not in MODES and r.plan.step_time < row.plan.step_time for r in report.rows
+    ):
+        lines.append(
+            "  # parallelize takes no budget beside this tp=: of what fits, this is the fastest that it can run."
+        )
     if report.tight is not None:
         lines.append(report.tight.words(row.name))
     if spread := routing(report):

@@ -325,11 +325,7 @@ class Planner:
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
             trained=self.trained, experts=[each.module for each in self.experts], ep=s.ep,
-<<<<<<< HEAD
-            gloo=self.device.kind == "cpu", plan=self._unit_plan(),
-=======
-            gloo=self.device.kind == "cpu", alone=s.tp > 1 and s.fsdp is not None,
->>>>>>> 3aedc4a (Plan budgets beside tensor parallelism on the weights that a rank holds, with what their rules send; count what any negative target ignores in a pipeline's mean)
+            gloo=self.device.kind == "cpu", alone=s.tp > 1 and s.fsdp is not None, plan=self._unit_plan(),
         )  # fmt: skip
 
     def _unit_plan(self) -> UnitPlan:

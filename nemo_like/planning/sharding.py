@@ -104,21 +104,14 @@ class Sharding:
 def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
     trained: frozenset[int] | None = None, experts: Sequence[nn.Module] = (), ep: int = 1,
-<<<<<<< HEAD
-    gloo: bool = False, plan: UnitPlan | None = None,
-=======
-    gloo: bool = False, alone: bool = False,
->>>>>>> 3aedc4a (Plan budgets beside tensor parallelism on the weights that a rank holds, with what their rules send; count what any negative target ignores in a pipeline's mean)
+    gloo: bool = False, alone: bool = False, plan: UnitPlan | None = None,
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
     `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: modules with the experts of
     one rank out of `ep`, units of their own that the ranks with the same experts shard. `gloo`: it does the collectives.
-<<<<<<< HEAD
-    `plan`: what `units_for` returned for the same model, layers and experts; None: it is asked.
-=======
     `alone`: FSDP2 is there, whatever the number of ranks.
->>>>>>> 3aedc4a (Plan budgets beside tensor parallelism on the weights that a rank holds, with what their rules send; count what any negative target ignores in a pipeline's mean)
+    `plan`: what `units_for` returned for the same model, layers and experts; None: it is asked.
     """
     plan = plan or units_for(model, layers, whole=shard_ranks == 1, experts=experts)
     own = [p for module in experts for p in module.parameters()]
