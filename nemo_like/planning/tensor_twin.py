@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.log import warn_once
+from nemo_like.op_lookup import find_op
 from nemo_like.options import TensorParallel
 from nemo_like.planning.sharding import local_twin
 
@@ -116,18 +117,28 @@ def _forward(module: nn.Module, style: str, tp: int) -> Callable[[Tensor], Tenso
 
     def forward(x: Tensor) -> Tensor:
         if style.startswith("colwise"):
-            x = _SumGradients.apply(x)
+            x = _PlannedGradientSum.apply(x)
         elif style in ("rowwise_split_input", "rowwise_rep"):
             x = x.chunk(tp, -1)[0]
         out = inner(x)
         if "rowwise" in style:
-            return _Sum.apply(out)
-        return out if style == "colwise" else _Gather.apply(out, tp)
+            return _PlannedSum.apply(out)
+        return out if style == "colwise" else _PlannedGather.apply(out, tp)
 
     return forward
 
 
-class _SumGradients(torch.autograd.Function):
+def _sent(name: str, x: Tensor, how: object) -> Tensor:
+    """What one of torch's functional collectives makes of a fake tensor."""
+    op = find_op(f"_c10d_functional.{name}.default")
+    if op is None:
+        raise RuntimeError(
+            f"This torch {torch.__version__} has no collective {name!r} to plan tensor parallelism with."
+        )
+    return cast(Tensor, op(x, how, _GROUP))
+
+
+class _PlannedGradientSum(torch.autograd.Function):
     """What every rank has the same; each has its own term of the gradient."""
 
     @staticmethod
@@ -136,26 +147,26 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.all_reduce(grad, "sum", _GROUP)
+        return _sent("all_reduce", grad, "sum")
 
 
-class _Sum(torch.autograd.Function):
+class _PlannedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.all_reduce(x, "sum", _GROUP)
+        return _sent("all_reduce", x, "sum")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
-class _Gather(torch.autograd.Function):
+class _PlannedGather(torch.autograd.Function):
     """Parts of the last dimension, put together."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        whole = torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, _GROUP)
+        whole = _sent("all_gather_into_tensor", x, ranks)
         return torch.cat(whole.chunk(ranks, 0), -1)
 
     @staticmethod

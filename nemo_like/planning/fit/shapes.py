@@ -108,7 +108,7 @@ class TracedShape:
         self._runs: dict[Any, list[LayerRun]] = {}
         self._kept: list[Sequence[Choice]] = []
         """Told apart by id, so they must live."""
-        self._needs: dict[Any, Need] = {}
+        self.needs: dict[Any, Need] = {}
         self.planners: dict[Any, Planner] = {}
         self.peaks: dict[Any, Peak] = {}
         self.plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
@@ -122,7 +122,7 @@ class TracedShape:
         if self.__dict__.get("chunked") is not None:
             other.__dict__["chunked"] = copy.copy(self.chunked)
             other.__dict__["chunked"].setup = replace(other.__dict__["chunked"].setup, **changed)
-        other.planners, other.peaks, other.plans, other.least_of, other._needs = {}, {}, {}, {}, {}
+        other.planners, other.peaks, other.plans, other.least_of, other.needs = {}, {}, {}, {}, {}
         return other
 
     def sharded(self) -> TracedShape:
@@ -273,11 +273,11 @@ class TracedShape:
     def need(self, layout: Layout, variant: Variant, choices: Sequence[Choice], peak: Peak) -> Need:
         """What decides whether it fits; `peak`: of these choices."""
         key = (layout.shard_ranks, min(layout.grad_accum, 3), variant, tuple(map(id, choices)))
-        if key not in self._needs:
+        if key not in self.needs:
             reserved = reserved_within(self.planner(layout, variant), choices, self.question.limit)
-            self._needs[key] = need_of(self.question, peak, reserved)
+            self.needs[key] = need_of(self.question, peak, reserved)
             self._kept.append(choices)
-        return self._needs[key]
+        return self.needs[key]
 
     # --- seconds --------------------------------------------------------------------------------------------------
 
