@@ -120,11 +120,14 @@ def _peaks(rank: int, world_size: int, arguments: list[str]) -> list[tuple[int, 
     return found
 
 
-# In bfloat16 the adapters, float32, are units of their own beside the frozen weights, which plans do not count in full.
-@pytest.mark.parametrize(("precision", "within"), [("float32", 0.01), ("bf16", 0.06)])
-def test_a_plan_with_four_bits_keeps_its_word(base: list[str], tmp_path: Path, precision: str, within: float) -> None:
-    line = [*base, "--ac", "50%", "--pack", "--seq-len", "128", "--batch-size", "2", "--precision", precision]
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_plan_with_four_bits_keeps_its_word(base: list[str], tmp_path: Path, precision: str) -> None:
+    """With packed rows, whose mask is held, too. Of 16 rows a rank: the CPU's matmuls in bfloat16 take up to 230 kB for
+    themselves, which no plan counts."""
+    data = write_lines(tmp_path / "data.jsonl", questions(480))
+    line = [*base, "--ac", "50%", "--pack", "--seq-len", "128", "--batch-size", "32", "--precision", precision]
+    line += ["--steps", "2", "--data", str(data), "--output", str(tmp_path / "tuned")]
     env = {"NEMO_LIKE_COMPARE_PEAK": "1"}
-    (found, _) = run_ranks(2, _peaks, [*line, "--output", str(tmp_path)], init_group=False, env=env, timeout=100)
+    (found, _) = run_ranks(2, _peaks, line, init_group=False, env=env, timeout=100)
     ((measured, predicted),) = found
-    assert measured == pytest.approx(predicted, rel=within)
+    assert measured == pytest.approx(predicted, rel=0.01)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_like.options import FLOAT8, Precision, parse_dtype
 from nemo_like.recipes.option_sources import parse_command_line
 from nemo_like.recipes.run_options import RunOptions, flag, option
@@ -112,6 +114,14 @@ class FinetuneOptions(RunOptions):
             raise ValueError(
                 f"--precision is {self.precision!r} beside adapters, whose frozen weights stay bfloat16. Use bf16."
             )
+
+    def planned_input(self, rows: int, width: int) -> Any:
+        made = super().planned_input(rows, width)
+        if not self.pack:
+            return made
+        # Two documents a row: the mask that keeps them apart is held as well.
+        positions = (torch.arange(width) % -(-width // 2)).expand(rows, width).contiguous()
+        return ({"input_ids": made} if isinstance(made, torch.Tensor) else made) | {"position_ids": positions}
 
     def _own_checkpoints(self) -> str:
         return str(Path(self.output) / "checkpoints")
