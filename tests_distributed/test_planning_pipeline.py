@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from nemo_like import parallelize
+from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import PipelinePlanner, Plan, Setup
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.halves_memory import backward_of_inputs
 from nemo_like.planning.stage_plans import choose, describe
-from tests_distributed.allocated import pipeline_peak_bytes
+from tests_distributed.allocated import allocator_events, pipeline_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("scipy")
@@ -139,3 +141,40 @@ def _saved(plan: Plan) -> str:
     with tempfile.NamedTemporaryFile(suffix=".json", delete=False) as file:
         plan.save(file.name)
     return file.name
+
+
+def _kept_between_halves(planner: PipelinePlanner, mode: str) -> tuple[int, int]:
+    """Of a middle layer of the second stage, for a microbatch that comes after the first: predicted, counted."""
+    stage, choices = planner.stages[1], planner.uniform(mode)[1]
+    predicted = planner.stage_memory(1, choices).rest.halves[0]
+    policy = stage.planner.policy(stage.planner.traced.calls[0].kind, choices[0])
+    model = _build()
+    layer = model.model.layers[2]
+    hidden = torch.randn(2, SEQ, 64, requires_grad=True)
+    given = {"position_embeddings": model.model.rotary_emb(hidden, torch.arange(SEQ)[None])}
+    rest: list[Any] = []
+
+    def first_half() -> None:
+        out = layer(hidden, **given) if policy is None else run_region(layer, (hidden,), given, policy=policy)
+        grads = [torch.ones_like(out)]
+        rest.append(backward_of_inputs([out], grads, [hidden], layer.parameters(), planner.pp.replay != "twice"))
+
+    for _ in range(2):  # from the second time on, the engine knows what each half needs
+        first_half()
+        rest.pop()()
+    hidden.grad = None
+    _, left = allocator_events(first_half)
+    assert hidden.grad is not None
+    return predicted.kept, left - hidden.grad.untyped_storage().nbytes()
+
+
+def test_what_is_kept_between_the_halves_is_what_the_allocator_counts() -> None:
+    once = _planner(PipelineParallel(2, schedule="zbv", microbatches=MICROBATCHES, replay="once"))
+    found = {
+        (mode, planner.pp.replay): _kept_between_halves(planner, mode)
+        for planner in (once, once.replaying("twice"))
+        for mode in ("none", "full", "selective")
+    }
+    assert {case: predicted - counted for case, (predicted, counted) in found.items()} == dict.fromkeys(found, 0)
+    kept = {case: counted for case, (_, counted) in found.items()}
+    assert kept["full", "twice"] < kept["selective", "twice"] < kept["full", "once"] <= kept["none", "once"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 
@@ -26,6 +27,33 @@ class Timeline:
         busy = sum(end - begin for rank in self.spans for _, begin, end in rank)
         total = self.seconds * len(self.spans)
         return 1 - busy / total if total else 0.0
+
+
+class StageSeconds(NamedTuple):
+    """One microbatch in one stage."""
+
+    forward: float
+    """Of its layers."""
+    backward: float
+    """Of its layers, without what is replayed."""
+    replay: float
+    outer: float = 0.0
+    """Forward and backward of embedding, head and loss, of which a third is the forward."""
+    sent: float = 0.0
+    """By collectives inside: forward and backward send as much."""
+
+
+def action_seconds(stages: Iterable[StageSeconds], replay: str) -> dict[tuple[str, int], float]:
+    """Seconds by kind of action and stage; `replay`: ``"twice"`` if both halves of a cut backward replay."""
+    seconds: dict[tuple[str, int], float] = {}
+    for index, own in enumerate(stages):
+        third, sent, again = own.outer / 3, own.sent / 2, own.replay if replay == "twice" else 0.0
+        seconds[FORWARD, index] = own.forward + third + sent
+        seconds[BACKWARD, index] = own.backward + own.replay + 2 * third + sent
+        # torch runs the first stage's backward whole, in the place of the second half.
+        seconds[INPUTS, index] = 0.0 if index == 0 else own.backward / 2 + own.replay + third + sent
+        seconds[WEIGHTS, index] = seconds[BACKWARD, index] if index == 0 else own.backward / 2 + again + third
+    return seconds
 
 
 def timeline(

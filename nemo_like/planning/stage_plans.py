@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, actions_of
+from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.distributed.pipeline.schedules import kind_of
 from nemo_like.options import MemoryBudget, PipelineParallel
 from nemo_like.planning.block import Choice
@@ -16,7 +16,7 @@ from nemo_like.planning.devices import Device, calibrated, device_at_hand, resol
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan, gib
 from nemo_like.planning.planner import Setup
-from nemo_like.planning.schedule_time import Timeline, timeline
+from nemo_like.planning.schedule_time import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.stage_balance import balanced
 from nemo_like.planning.stages import Choices, PipelinePlanner
@@ -169,20 +169,17 @@ def _too_small(planner: PipelinePlanner, rank: int, limit: int, asked: str, peak
 
 def times(planner: PipelinePlanner, choices: Choices) -> Timeline:
     """When each action runs, by the roofline of the device: computing alone, without communication."""
-    seconds: dict[tuple[str, int], float] = {}
-    splits_replay = 2.0 if planner.pp.replay == "twice" else 1.0
-    for index, (stage, own) in enumerate(zip(planner.stages, choices)):
+    stages = []
+    for stage, own in zip(planner.stages, choices):
         problems = [stage.planner.problems[call.kind] for call in stage.planner.traced.calls]
-        layers = sum(problem.forward_seconds for problem in problems)
         back = sum(problem.forward_seconds for problem in problems if problem.trace.saves_something)
-        replay = sum(choice.replay_seconds for choice in own)
-        outer = stage.planner.outer().seconds
-        seconds[FORWARD, index] = layers + outer / 3
-        seconds[BACKWARD, index] = 2 * back + replay + outer * 2 / 3
-        seconds[INPUTS, index] = 0.0 if index == 0 else back + replay + outer / 3
-        twice = replay * (splits_replay - 1)
-        seconds[WEIGHTS, index] = seconds[BACKWARD, index] if index == 0 else back + twice + outer / 3
-    return timeline(actions_of(planner.pp), seconds, len(planner.stages))
+        stages.append(
+            StageSeconds(
+                forward=sum(problem.forward_seconds for problem in problems), backward=2 * back,
+                replay=sum(choice.replay_seconds for choice in own), outer=stage.planner.outer().seconds,
+            )
+        )  # fmt: skip
+    return timeline(actions_of(planner.pp), action_seconds(stages, planner.pp.replay), len(planner.stages))
 
 
 def describe(planner: PipelinePlanner, choices: Choices, asked: str) -> Plan:

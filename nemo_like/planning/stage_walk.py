@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nemo_like.distributed.pipeline.dealing import StageSlice
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, Action
 from nemo_like.options import OffloadConfig
 from nemo_like.planning.communication import Communication, StepWalk
@@ -42,8 +43,7 @@ class StageRound:
 class StageMemory:
     """One stage on one rank."""
 
-    index: int
-    count: int
+    slice: StageSlice
     first: StageRound
     rest: StageRound
     sharding: Sharding
@@ -52,14 +52,6 @@ class StageMemory:
     offload: OffloadConfig
     shared: int
     """What several layers are called with (position tables, masks), bytes."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
 
 
 class _Gathered(Communication):
@@ -155,14 +147,17 @@ class _RankWalk:
         self.now = self.walk.now
         self.first_sent = warmup - 1
         """Of 1F1B: how many backwards until the output is done with that the last send of its warm-up holds on to."""
-        here = {stage.index for stage in stages}
+        here = {stage.slice.index for stage in stages}
         self.stages = {}
         for stage in stages:
             units = [layer.unit for layer in stage.first.layers]
             comm = _Gathered(self.walk, stage.sharding, units, stage.first.micro)
-            self.stages[stage.index] = _Running(stage, comm, stage.index + 1 in here, stage.index - 1 in here, stay)
+            index = stage.slice.index
+            self.stages[index] = _Running(stage, comm, index + 1 in here, index - 1 in here, stay)
             self.now["parameters"] += stage.sharding.params
-            self.now["receive buffers"] += microbatches * stage.hidden * ((not stage.is_first) + (not stage.is_last))
+            self.now["receive buffers"] += (
+                microbatches * stage.hidden * ((not stage.slice.is_first) + (not stage.slice.is_last))
+            )
             if stay:
                 self.now["gradients"] += stage.rest.micro.gradients
         self.in_flight: dict[tuple[int, int], int] = {}
@@ -183,7 +178,7 @@ class _RankWalk:
             self._backward(stage, key)
         elif action.kind == INPUTS:
             self._inputs(stage, key)
-        elif stage.memory.is_first:
+        elif stage.memory.slice.is_first:
             self._backward(stage, key)  # torch runs it whole, in the place of the second half
         else:
             self._weights(stage, key)
@@ -210,11 +205,11 @@ class _RankWalk:
         """What was in flight is what the microbatch holds now; returns the output's bytes that it counts itself."""
         now, hidden = self.now, stage.memory.hidden
         now["microbatches in flight"] -= self.in_flight.pop(key)
-        own = 0 if stage.after_here or stage.memory.is_last else hidden
+        own = 0 if stage.after_here or stage.memory.slice.is_last else hidden
         now["held activations"] = held_bytes(one.layers, stage.memory.offload)
         now["outside of layers"] = outer.head.left
-        now["kept output"] = own if not stage.memory.is_last else outer.kept
-        if not stage.memory.is_last:
+        now["kept output"] = own if not stage.memory.slice.is_last else outer.kept
+        if not stage.memory.slice.is_last:
             now["receive buffers"] -= hidden  # the one that is counted as the gradient of the last layer's output
         return own
 
@@ -224,7 +219,7 @@ class _RankWalk:
         now["kept output"] = now["outside of layers"] = now["held activations"] = 0
         self.done += 1
         now["sent tensors"] += own if self.holds_sent or self.done == self.first_sent else 0
-        if not (stage.memory.is_first or stage.before_here):
+        if not (stage.memory.slice.is_first or stage.before_here):
             now["sent tensors"] += hidden if self.holds_sent or self.done == 1 else 0
 
     def _backward(self, stage: _Running, key: tuple[int, int]) -> None:
@@ -234,7 +229,7 @@ class _RankWalk:
         own = self._begin_backward(stage, one, outer, key)
         walk_backward(
             self.walk, stage.comm, one.layers, outer, memory.offload, one.tail_grads,
-            after_last_layer=0 if memory.is_last else memory.hidden,
+            after_last_layer=0 if memory.slice.is_last else memory.hidden,
         )  # fmt: skip
         self._sent(stage, own)
         self._first_gradients(stage, one.root_grads)
@@ -246,7 +241,7 @@ class _RankWalk:
 
     def _inputs(self, stage: _Running, key: tuple[int, int]) -> None:
         memory = stage.memory
-        if memory.is_first:
+        if memory.slice.is_first:
             return
         one, now, walk = self._round(stage), self.now, self.walk
         assert one.outer_halves is not None
@@ -266,7 +261,7 @@ class _RankWalk:
                 microbatches_in_flight=kept,
             )  # fmt: skip
             kept += halves.kept + layer.inputs - (0 if i else memory.hidden)  # that is in a receiving buffer
-            if i == last and not memory.is_last:
+            if i == last and not memory.slice.is_last:
                 now["receive buffers"] += memory.hidden
                 kept -= halves.kept_output_grad  # that one
         outside = outer.tail.left - outer.kept - memory.hidden + memory.shared

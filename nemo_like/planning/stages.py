@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,6 +73,7 @@ class PipelinePlanner:
         self.batch = names | dict(batch)
         self.hidden = _hidden_of(self.batch, self.parts)
         self._more, self.planners = more, dict[Any, Planner]()
+        self._memories: dict[Any, StageMemory] = {}
         self.scheduled_as(pp)
 
     def scheduled_as(self, pp: PipelineParallel) -> None:
@@ -86,16 +86,14 @@ class PipelinePlanner:
 
     def scheduled(self, pp: PipelineParallel) -> PipelinePlanner:
         """This planner for another cut or schedule; stages of the same layers are not traced again."""
-        other = copy.copy(self)
-        other.__dict__.pop("_memories", None)
+        other = self._copy()
         other.scheduled_as(pp)
         return other
 
     def with_setup(self, setup: Setup) -> PipelinePlanner:
         """This planner for other ranks to shard over, another offloading or loss; but for the last stage of another loss,
         nothing is traced again."""
-        other = copy.copy(self)
-        other.__dict__.pop("_memories", None)
+        other = self._copy()
         other.setup, other.planners = setup, {}
         for key, planner in self.planners.items():
             if key[1] and setup.loss != self.setup.loss:
@@ -110,23 +108,27 @@ class PipelinePlanner:
 
     def dealt(self, counts: Sequence[int]) -> PipelinePlanner:
         """This planner for another number of layers on each stage."""
-        other = copy.copy(self)
+        other = self._copy()
         other.pp, other.counts = replace(self.pp, balance=tuple(counts)), list(counts)
         other.stages = other.stages_for(other.counts)
-        other.__dict__.pop("_memories", None)
         return other
 
     def with_all_microbatches(self) -> PipelinePlanner:
         """This planner with all actions of a step, also those of which nothing new is to be learned."""
-        other = copy.copy(self)
+        other = self._copy()
         other.actions = actions_of(self.pp)
         return other
 
     def replaying(self, replay: str) -> PipelinePlanner:
         """This planner for one replay or two of what is checkpointed, where backward is cut in two."""
-        other = copy.copy(self)
+        other = self._copy()
         other.pp = replace(self.pp, replay=replay)
-        other.__dict__.pop("_memories", None)
+        return other
+
+    def _copy(self) -> PipelinePlanner:
+        """This planner again, without what it has found for its own cut, schedule and set-up."""
+        other = copy.copy(self)
+        other._memories = {}
         return other
 
     def stages_for(self, counts: Sequence[int]) -> list[PlannedStage]:
@@ -188,10 +190,6 @@ class PipelinePlanner:
         """Of every rank of the pipeline."""
         return [self.rank_peak(rank, choices) for rank in range(self.pp.size)]
 
-    @cached_property
-    def _memories(self) -> dict[Any, StageMemory]:
-        return {}
-
     def stage_memory(self, index: int, choices: Sequence[Choice]) -> StageMemory:
         """What one stage holds and needs with these choices."""
         stage = self.stages[index]
@@ -237,7 +235,7 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
         )  # fmt: skip
 
     return StageMemory(
-        stage.slice.index, stage.slice.count, one(first), one(rest), sharding, hidden, planner.setup.offload,
+        stage.slice, one(first), one(rest), sharding, hidden, planner.setup.offload,
         planner.traced.shared_bytes,
     )  # fmt: skip
 

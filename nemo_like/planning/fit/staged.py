@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, actions_of
+from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, PipelineParallel
 from nemo_like.planning.fit import network
@@ -21,7 +21,7 @@ from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Varia
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan
 from nemo_like.planning.planner import Setup
-from nemo_like.planning.schedule_time import timeline
+from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
 from nemo_like.planning.stage_plans import choose, describe
 from nemo_like.planning.stages import Choices, PipelinePlanner, PlannedStage
 from nemo_like.planning.step_time import optimizer_seconds
@@ -126,7 +126,7 @@ class StagedShape:
         busiest = max(sums, key=lambda one: sum(one.values()))
         found = {name: value * layout.grad_accum for name, value in busiest.items()}
         actions, count = actions_of(planner.pp), len(planner.stages)
-        seconds = _actions(parts)
+        seconds = action_seconds(map(_stage_seconds, parts), planner.pp.replay)
         handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > layout.gpus // layout.pp, device)
         computing = timeline(actions, seconds, count).seconds
         found["pipeline bubble"] = max(0.0, computing - sum(found.values()))
@@ -198,15 +198,9 @@ def _highest(planner: PipelinePlanner, choices: Any) -> Peak:
     return max(planner.peaks(choices), key=lambda peak: peak.total)
 
 
-def _actions(parts: list[dict[str, float]]) -> dict[tuple[str, int], float]:
-    """Seconds by kind of action and stage; see `nemo_like.planning.stage_plans.times`, which leaves communication out."""
-    seconds: dict[tuple[str, int], float] = {}
-    for index, own in enumerate(parts):
-        outer, replay, back = own.get("head and embedding", 0.0), own.get("replay", 0.0), own.get("backward", 0.0)
-        # Forward and backward send as much, and a replay before it; shares of it are near enough.
-        sent = own.get("tensor-parallel sums", 0.0) + own.get("expert exchanges", 0.0)
-        seconds[FORWARD, index] = own.get("forward", 0.0) + outer / 3 + sent / 2
-        seconds[BACKWARD, index] = back + replay + outer * 2 / 3 + sent / 2
-        seconds[INPUTS, index] = 0.0 if index == 0 else back / 2 + replay + outer / 3 + sent / 2
-        seconds[WEIGHTS, index] = seconds[BACKWARD, index] if index == 0 else back / 2 + outer / 3
-    return seconds
+def _stage_seconds(parts: dict[str, float]) -> StageSeconds:
+    return StageSeconds(
+        forward=parts.get("forward", 0.0), backward=parts.get("backward", 0.0), replay=parts.get("replay", 0.0),
+        outer=parts.get("head and embedding", 0.0),
+        sent=parts.get("tensor-parallel sums", 0.0) + parts.get("expert exchanges", 0.0),
+    )  # fmt: skip
