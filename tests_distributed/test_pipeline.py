@@ -149,6 +149,13 @@ def test_families(name: str) -> None:
     run_ranks(2, _schedule, "1f1b", name, "selective", "once")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("ac", ["none", "full", "40%", "1GiB"])
+@pytest.mark.parametrize("name", MODELS)
+def test_families_in_every_mode_and_with_plans(name: str, ac: str) -> None:
+    run_ranks(2, _schedule, "1f1b", name, ac, "once", timeout=240)
+
+
 @pytest.mark.parametrize(
     ("schedule", "ac"), [("zbv", "selective"), ("interleaved_zero_bubble", "none"), ("zbv", "submodule")]
 )
