@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
+from collections.abc import Iterator
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # ranks share the machine's cores; a pool per rank would only make them wait
@@ -17,6 +19,15 @@ import torch  # noqa: E402
 from tests_distributed.spawn import close_server  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _the_level_of_before() -> Iterator[None]:
+    """A training job that runs in this process lets our logger say more."""
+    logger = logging.getLogger("nemo_like")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -97,10 +97,15 @@ def _without_disk(rank: int, world_size: int, arguments: list[str], checkpoints:
     job = FineTuner(parse_finetune_options(arguments), ALONE)
     if checkpoints:
         resource.setrlimit(resource.RLIMIT_FSIZE, full)
+    save_result = job.save_result
+
+    def save_without_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, full)
+        save_result()
+
+    job.save_result = save_without_disk  # type: ignore[method-assign]
     try:
         run_job(job)
-        resource.setrlimit(resource.RLIMIT_FSIZE, full)
-        job.save_result()
     except CheckpointError as error:
         return str(error)
     return "no error"

@@ -107,7 +107,9 @@ def _budget(rank: int, world_size: int, schedule: str, budget: str) -> Any:
     return losses[0] == losses[1], same, pipeline_peak_bytes(planned, _batch())
 
 
-@pytest.mark.parametrize(("schedule", "budget"), [("1f1b", "7MiB"), ("zbv", "10MiB")])
+@pytest.mark.parametrize(
+    ("schedule", "budget"), [("1f1b", "7MiB"), pytest.param("zbv", "10MiB", marks=pytest.mark.long)]
+)
 def test_a_budget_is_kept_on_every_rank_and_changes_no_bit(schedule: str, budget: str) -> None:
     for equal, same, measured in run_ranks(2, _budget, schedule, budget, timeout=240):
         assert equal and same

@@ -154,10 +154,16 @@ def _check(rows):
 
 
 def test_one_device():
-    _check(_cases(0, 1, "single", list(SPECS), ("full", "none")))
+    _check(_cases(0, 1, "single", list(SPECS)))
+    _check(_cases(0, 1, "single", ["default", "dropped", "accumulated"], ("none",)))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.long
+def test_one_device_without_checkpointing():
+    _check(_cases(0, 1, "single", list(SPECS), ("none",)))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_fsdp2(ranks):
     names = [name for name in SPECS if name not in ("outside, unsaid", "sgd", "momentum", "averaged", "muon")]
     names = names if ranks == 2 else ["default", "summed in the last", "accumulated", "dropped", "outside", "foreach"]

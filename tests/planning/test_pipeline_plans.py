@@ -85,6 +85,7 @@ def test_layers_are_dealt_out_for_memory() -> None:
     assert other.counts[0] < other.counts[1] and worst[1] < worst[0]
 
 
+@pytest.mark.long
 def test_two_replays_where_one_holds_too_much() -> None:
     pp = PipelineParallel(2, schedule="zbv", microbatches=4)
     once, twice = (_planner(pp).replaying(word) for word in ("once", "twice"))
