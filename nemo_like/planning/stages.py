@@ -73,7 +73,7 @@ class PipelinePlanner:
         self.batch = names | dict(batch)
         self.hidden = _hidden_of(self.batch, self.parts)
         self._more, self.planners = more, dict[Any, Planner]()
-        self._memories: dict[Any, StageMemory] = {}
+        self.memories: dict[Any, StageMemory] = {}
         self.scheduled_as(pp)
 
     def scheduled_as(self, pp: PipelineParallel) -> None:
@@ -128,7 +128,7 @@ class PipelinePlanner:
     def _copy(self) -> PipelinePlanner:
         """This planner again, without what it has found for its own cut, schedule and set-up."""
         other = copy.copy(self)
-        other._memories = {}
+        other.memories = {}
         return other
 
     def stages_for(self, counts: Sequence[int]) -> list[PlannedStage]:
@@ -194,9 +194,9 @@ class PipelinePlanner:
         """What one stage holds and needs with these choices."""
         stage = self.stages[index]
         key = (index, tuple(choices))
-        if key not in self._memories:
-            self._memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes)
-        return self._memories[key]
+        if key not in self.memories:
+            self.memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes)
+        return self.memories[key]
 
     @property
     def hidden_bytes(self) -> int:

@@ -12,12 +12,16 @@ from nemo_like.profiling.meters import AllocatorEvents
 def test_memory_older_than_the_measurement_does_not_count_whatever_was_measured_before() -> None:
     first = AllocatorEvents()
     first.start()
-    blocks = [torch.empty(1 << 16) for _ in range(8)]
+    blocks = [torch.empty(1 << 13) for _ in range(8)]
     seen = {block.data_ptr() for block in blocks}
-    assert max(first.stop()) == 8 * 4 << 16
+    assert max(first.stop()) == 8 * 4 << 13
     del blocks  # the profiler does not see their end
-    older = [torch.empty(1 << 16) for _ in range(8)]
-    assert seen & {block.data_ptr() for block in older}, "the allocator gives the same addresses again"
+    older = [torch.empty(1 << 13) for _ in range(64)]
+    again = [block for block in older if block.data_ptr() in seen]
+    if not again:
+        pytest.skip("the allocator gave none of the addresses again")
+    older = again[:1]
+    del again
     second = AllocatorEvents()
     second.start()
     newer = torch.empty(1 << 10)
