@@ -1,4 +1,4 @@
-"""Counts collectives while a block runs."""
+"""Counts operators while a block runs: collectives, and our own."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class CountCollectives(TorchDispatchMode):
-    """``counts["_allgather_base_"]`` and the like: how often each c10d op was called in the block, on this thread."""
+class CountOps(TorchDispatchMode):
+    """``counts["name"]``: how often each operator of `namespace` was called in the block, on this thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str) -> None:
         super().__init__()
+        self.namespace = namespace
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func._schema.name.removeprefix("c10d::")] += 1
+        if func.namespace == self.namespace:
+            self.counts[func._schema.name.removeprefix(f"{self.namespace}::")] += 1
         return func(*args, **(kwargs or {}))
+
+
+class CountCollectives(CountOps):
+    """``counts["_allgather_base_"]`` and the like."""
+
+    def __init__(self) -> None:
+        super().__init__("c10d")
 
     @property
     def gathers(self) -> int:

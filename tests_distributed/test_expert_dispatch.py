@@ -16,9 +16,9 @@ from nemo_like.distributed.expert_parallel.gather_dispatch import AllGather
 from nemo_like.distributed.expert_parallel.row_dispatch import AllToAll, Dispatch
 from nemo_like.extras import MissingExtraError
 from nemo_like.options import ExpertParallel
-from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.expert_families import build, tokens
 from tests_distributed import deep_ep_stand_in
+from tests_distributed.counting import CountOps
 from tests_distributed.spawn import run_ranks
 from tests_distributed.whole_gradients import assert_close, expected, gradients
 
@@ -72,17 +72,6 @@ def test_implementations_agree() -> None:
     assert Counter(calls) == {"dispatch": 2, "cached dispatch": 4, "combine": 5}
 
 
-class _CountOwnOps(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "nemo_like":
-            self.counts[func._schema.name.removeprefix("nemo_like::")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _gathered(rank: int, world_size: int) -> None:
     ids = tokens(world_size)
     mine = ids[rank : rank + 1]
@@ -91,9 +80,9 @@ def _gathered(rank: int, world_size: int) -> None:
         plain: Any = None
         for ac, again in (("none", 0), ("full", 1), ("selective", 0)):
             model = parallelize(build(name), ac=ac, ep=ExpertParallel(2, dispatch="all-gather"), device="cpu")
-            with _CountOwnOps() as forward:
+            with CountOps("nemo_like") as forward:
                 part = model(input_ids=mine, labels=mine).loss
-            with _CountOwnOps() as backward:
+            with CountOps("nemo_like") as backward:
                 part.backward()
             layers = forward.counts["route_gathered"]
             assert layers and not backward.counts["route_gathered"], ac

@@ -11,32 +11,18 @@ from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, SelectivePolicy
-from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.expert_families import build, tokens
-from tests_distributed.counting import CountCollectives
+from tests_distributed.counting import CountCollectives, CountOps
 from tests_distributed.spawn import run_ranks
 from tests_distributed.whole_gradients import gradients
 
 LAYERS = 2
-ROUTE, ROWS = "nemo_like::route", "nemo_like::exchange_rows"
-
-
-class CountExchanges(TorchDispatchMode):
-    """How often each operator of expert parallelism runs in the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "nemo_like":
-            self.counts[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
+ROUTE, ROWS = "route", "exchange_rows"
 
 
 def _table(first: Any, second: Any) -> DecisionTable:
     """What becomes of a layer's two exchanges: of the tokens, and of the experts' results."""
-    return DecisionTable({ROWS.replace("::", ".") + ".default": (first, second)})
+    return DecisionTable({f"nemo_like.{ROWS}.default": (first, second)})
 
 
 # Mode → all-to-alls of rows in replay, per layer. Forward has two, and backward's own two are those of the gradients.
@@ -56,9 +42,9 @@ IN_REPLAY: dict[str, tuple[Any, int]] = {
 
 def _step(model: nn.Module, ids: torch.Tensor) -> tuple[Counter[str], Counter[str]]:
     torch.manual_seed(7)  # jitter and dropout
-    with CountExchanges() as forward:
+    with CountOps("nemo_like") as forward:
         loss = model(input_ids=ids, labels=ids).loss
-    with CountExchanges() as backward:
+    with CountOps("nemo_like") as backward:
         loss.backward()
     return forward.counts, backward.counts
 
