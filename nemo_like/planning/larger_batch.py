@@ -14,7 +14,7 @@ from nemo_like.log import warn_once
 from nemo_like.planning.plan import Plan, gib
 from nemo_like.tensors import describe, tensors_in
 
-_WHOLE = ("uint8", "int8", "int16", "int32", "int64")
+_WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64")
 
 
 def warn_of_larger_batches(model: nn.Module, plan: Plan) -> None:
@@ -51,15 +51,15 @@ class _SizeWatch:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.over or torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
-        given = describe(tuple(tensors_in((args, kwargs))), {})
-        found = max((size for dtype, size in _sizes(given) if not self.whole or dtype in _WHOLE), default=0)
+        given = tuple(tensors_in((args, kwargs)))
+        found = max((t.numel() for t in given if not self.whole or str(t.dtype) in _WHOLE), default=0)
         if found <= self.most or not self.most:
             return
         self.over = True  # not taken out here: torch goes through the hooks just now
         warn_once(
-            f"A batch is larger than the one that the plan was made for ({given}; planned: {self.planned}). It is trained "
-            f"on as it is, and takes more than the predicted peak of {gib(self.peak_bytes)}. Plan for the largest batch: "
-            "give it as sample_input=, or its length as --max-seq-len of nemo-like fit."
+            f"A batch is larger than the one that the plan was made for ({describe(given, {})}; planned: {self.planned}). "
+            f"It is trained on as it is, and takes more than the predicted peak of {gib(self.peak_bytes)}. Plan for the "
+            "largest batch: give it as sample_input=, or its length as --max-seq-len of nemo-like fit."
         )
 
 
@@ -67,12 +67,12 @@ def _sizes(described: str) -> list[tuple[str, int]]:
     """(dtype, number of elements) of each tensor in the words of `describe`.
 
     >>> _sizes("int64 (2, 64), float32 (3,)")
-    [('int64', 128), ('float32', 3)]
+    [('torch.int64', 128), ('torch.float32', 3)]
     """
     found = []
     for dtype, shape in re.findall(r"(\w+) \(([\d, ]*)\)", described):
         size = 1
         for length in filter(None, (part.strip() for part in shape.split(","))):
             size *= int(length)
-        found.append((dtype, size))
+        found.append((f"torch.{dtype}", size))
     return found

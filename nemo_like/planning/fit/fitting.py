@@ -26,7 +26,7 @@ from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.plan import gib
 from nemo_like.planning.sharding import same_on_all_ranks
-from nemo_like.planning.tensor_twin import rank_twin
+from nemo_like.planning.tensor_twin import has_known_rules, local_twin
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,8 @@ def _splits(model: nn.Module, size: int) -> bool:
     if not getattr(config, "base_model_tp_plan", None):
         return False
     try:
-        rank_twin(model, size)
+        if not has_known_rules(model, size):
+            local_twin(model, size)
     except ValueError:
         return False
     return True
