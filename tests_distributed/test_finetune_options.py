@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like.planning.devices import rates_file, resolve_device
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.finetune_options import parse_finetune_options
+from nemo_like.recipes.finetuner import FineTuner
 from nemo_like.recipes.run_log import read_log
 from tests_distributed.finetune_job import make_model, questions, run_several, write_lines
 
@@ -119,5 +123,24 @@ def test_what_else_may_be_said(base: Path, tmp_path: Path) -> None:
     assert [found["step"] for found in found["held out"]["eval_losses"]] == [2, 3]
     assert found["held out"]["samples"] == 24, "nothing of --data is held out beside --eval-data"
     assert len(list((tmp_path / "held out" / "checkpoints").iterdir())) <= 2, "the newest, and the best one"
+    assert found["chat"]["mfu"] is None and "--calibrate" in found["chat"]["mfu_is"]
     records = read_log(tmp_path / "chat" / "log.jsonl")
+    assert not any("mfu" in record for record in records), "no speed of this CPU is known"
     assert [record["step"] for record in records if "sample" in record] == [2, 3]
+
+
+def test_the_log_has_the_share_of_the_speed_that_was_measured(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_LIKE_CACHE", str(tmp_path))
+    path = rates_file(resolve_device("cpu"))
+    path.parent.mkdir(parents=True)
+    path.write_text('{"measured": "2026-01-01", "torch": "2.13.0", "rates": {"matmul_single": 2e9}}')
+    line = f"--model {base / 'model'} --data {base / 'data.jsonl'} {COMMON} --lora --pack --output {tmp_path / 'run'}"
+    job = FineTuner(parse_finetune_options([*line.split(), "--steps", "2"]), Ranks(0, 1, torch.device("cpu")))
+    job.run()
+    lengths = job.rows.lengths(1)  # the first step is not timed
+    assert len(lengths) > 4 and job.mfu is not None and job.utilisation.flops is not None
+    flops = job.utilisation.flops.of(lengths)
+    assert job.mfu == pytest.approx(job.tokens_per_second / sum(lengths) * flops / 2e9, rel=1e-9)
+    assert [record["mfu"] for record in read_log(tmp_path / "run" / "log.jsonl") if "mfu" in record][-1] == job.mfu

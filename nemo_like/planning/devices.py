@@ -94,13 +94,16 @@ def resolve_device(spec: str | Path | Device) -> Device:
     )
 
 
-def device_at_hand() -> Device:
+def device_at_hand(kind: str | None = None) -> Device:
     """The device this process trains on: the current GPU if there is one, else ``cpu``; at the rates that were measured here
     (`nemo_like.planning.calibration`), if they were.
 
+    kind: ``"cuda"`` or ``"cpu"``, where the caller has chosen.
+
     A GPU that the table does not know gets the nearest known speeds (said in `sources`) and its own memory.
     """
-    if (kind := pick_device_type()) == "cpu":
+    kind = pick_device_type() if kind is None else kind
+    if kind == "cpu":
         return calibrated(resolve_device("cpu"))
     properties = torch.get_device_module(kind).get_device_properties(current_device(kind))
     table = _table()

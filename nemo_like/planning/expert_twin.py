@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.expert_parallel import Experts, find_experts
 from nemo_like.distributed.expert_parallel.expert_adapters import adapters_on, pass_through
-from nemo_like.distributed.expert_parallel.find_experts import EACH
+from nemo_like.distributed.expert_parallel.find_experts import EACH, experts_per_token
 from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
 from nemo_like.distributed.expert_parallel.split_experts import SplitExperts
 
@@ -68,19 +68,12 @@ def expert_twin(
     here = tuple(Experts(e.fqn, twin.get_submodule(e.fqn), e.count, e.call) for e in found)
     for experts in here:
         # Called with a row for each expert and token, such a module sends those that the router chose.
-        sent = _top_k(model) / experts.count if zero_rows_stay_zero(experts.module) else 1.0
+        sent = (experts_per_token(model) or 1) / experts.count if zero_rows_stay_zero(experts.module) else 1.0
         key = f"{_PLANNED}:{ep}:{imbalance}:{sent}"
         adapters = adapters_on(twin, experts.module)
         pass_through(adapters)
         experts.module.forward = SplitExperts(experts, ranks=ep, group=key, adapters=adapters)
     return twin, here
-
-
-def _top_k(model: nn.Module) -> int:
-    """Experts that a token goes to, by the model's config."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "num_experts_per_tok", 1) or 1)
 
 
 def _cut(parameter: nn.Parameter, experts: Experts | None, ep: int) -> nn.Parameter:

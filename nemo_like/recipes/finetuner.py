@@ -56,7 +56,7 @@ class FineTuner(TrainingJob):
         with ranks.together("building the model"):
             self.model = build_on_meta(self.source, options)
         self.width = options.seq_len if options.pack else max(self.rows.samples.lengths)
-        self._fit(self.model, self.width)
+        self._look_at(self.model, self.width)
         options, ranks = self.options, self.ranks
         self._advice = functools.partial(advice_on_memory, self.source, options, ranks, self.width)
         with self._advice():
@@ -130,8 +130,8 @@ class FineTuner(TrainingJob):
         self.optimizer.zero_grad(set_to_none=True)
         self.largest_step = tuple(batch.inputs.shape)
 
-    def _step_tokens(self, step: int) -> int:
-        return self.rows.tokens(step)
+    def _step_lengths(self, step: int) -> Sequence[int]:
+        return self.rows.lengths(step)
 
     def _evaluate(self) -> float | None:
         if self.held_out is None:
@@ -155,7 +155,8 @@ class FineTuner(TrainingJob):
             self.run_log.add(number, loss=found, learning_rate=self.schedule.at(number - 1))
         self._logged = len(self.log.losses)
         if report:
-            self.run_log.add(step, tokens_per_second=self.tokens_per_second, **memory(self.ranks.device))
+            speed = {"tokens_per_second": self.tokens_per_second} | ({} if self.mfu is None else {"mfu": self.mfu})
+            self.run_log.add(step, **speed, **memory(self.ranks.device))
         if loss is not None:
             self.run_log.add(step, eval_loss=loss)
         turn = step == options.steps or (options.sample_every > 0 and step % options.sample_every == 0)

@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.parallelizer import parallelize
+from nemo_like.planning.devices import device_at_hand
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.fitted import Fitted, choose
 from nemo_like.recipes.interrupt import Interrupt
@@ -32,6 +33,7 @@ from nemo_like.recipes.progress import Progress
 from nemo_like.recipes.run_options import RunOptions
 from nemo_like.recipes.run_state import check_same_run, gather_state
 from nemo_like.recipes.schedule import Schedule
+from nemo_like.recipes.step_flops import Utilisation
 
 
 class TrainingJob:
@@ -40,6 +42,8 @@ class TrainingJob:
     options: RunOptions
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    utilisation: Utilisation
+    """What MFU is counted with."""
     about: dict[str, Any]
     """The facts that a resumed run must share, see `run_state`."""
 
@@ -73,8 +77,8 @@ class TrainingJob:
         """Say what is about to run."""
         raise NotImplementedError
 
-    def _step_tokens(self, step: int) -> int:
-        """Tokens that a step trains on, over all ranks."""
+    def _step_lengths(self, step: int) -> Sequence[int]:
+        """Tokens of each sample, or document of a packed row, that a step trains on, over all ranks."""
         raise NotImplementedError
 
     def _clip(self, most: float) -> torch.Tensor:
@@ -104,7 +108,15 @@ class TrainingJob:
     @property
     def tokens_per_second(self) -> float:
         """Trained tokens per second over all ranks, without the first step, evaluations and checkpoints."""
-        return self._clock.tokens_per_second
+        return self._clock.per_second[0]
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the devices' FLOP/s that the model needed, in the time that `tokens_per_second` counts; None where
+        `utilisation` has a reason."""
+        if self.utilisation.flops is None:
+            return None
+        return self._clock.per_second[1] / (self.utilisation.peak * self.ranks.world_size)
 
     def facts(self) -> dict[str, Any]:
         """What the summary says of this kind of job beside what it says of every one; JSON values."""
@@ -114,9 +126,11 @@ class TrainingJob:
         """What a checkpoint holds, the tensors themselves."""
         return gather_state(self.model, self.optimizer)
 
-    def _fit(self, model: nn.Module, width: int) -> None:
-        """Have ``--fit`` choose for the bare `model` and rows of up to `width` tokens, where it was asked for. A
-        collective."""
+    def _look_at(self, model: nn.Module, width: int) -> None:
+        """Count the FLOPs of the bare `model`, and have ``--fit`` choose for it and rows of up to `width` tokens, where it
+        was asked for. A collective."""
+        device = device_at_hand(self.ranks.device.type)
+        self.utilisation = Utilisation.of(model, device, self.options.mixed_precision)
         if self.options.free:
             self.options, self.ranks, self.fitted = choose(self.options, self.ranks, model, width)
             _check_ranks(self.options, self.ranks)
@@ -181,6 +195,7 @@ class TrainingJob:
         progress = Progress(self.step, options.steps, self.ranks.device, plain=options.plain)
         with progress, Interrupt() as stop:
             self._introduce(progress)
+            progress.say(self.utilisation.words)
             if self.fitted is not None:
                 progress.say(self.fitted.words())
             if self.step:
@@ -215,10 +230,15 @@ class TrainingJob:
             # After the first step, which is not timed, so that none of its work is left for the second; before a save,
             # because a diverged state must not become the newest checkpoint.
             self.log.read()
-        self._clock.add(time.perf_counter() - start, self._step_tokens(self.step - 1), first=first)
+        seconds, lengths, counted = (
+            time.perf_counter() - start,
+            self._step_lengths(self.step - 1),
+            self.utilisation.flops,
+        )
+        self._clock.add(seconds, sum(lengths), 0 if counted is None else counted.of(lengths), first=first)
         if report:
             rate = self.schedule.at(self.step - 1)
-            progress.step(self.step, self.log.losses[-1], rate, self.tokens_per_second)
+            progress.step(self.step, self.log.losses[-1], rate, self.tokens_per_second, self.mfu)
         loss = self._evaluate() if evaluate and not self.interrupted else None
         if loss is not None:
             self.eval_losses.append({"step": self.step, "loss": loss})
@@ -242,23 +262,25 @@ class TrainingJob:
 
 
 class _Clock:
-    """Tokens per second. The first step allocates and compiles; it is left out unless it is the only one."""
+    """Tokens and FLOPs per second. The first step allocates and compiles; it is left out unless it is the only one."""
 
     def __init__(self) -> None:
-        self._tokens = 0
-        self._seconds = 0.0
+        self._tokens, self._flops, self._seconds = 0, 0, 0.0
         self._only_first = False
 
-    def add(self, seconds: float, tokens: int, *, first: bool) -> None:
+    def add(self, seconds: float, tokens: int, flops: int, *, first: bool) -> None:
         if self._only_first:
-            self._tokens, self._seconds = 0, 0.0
+            self._tokens, self._flops, self._seconds = 0, 0, 0.0
         self._only_first = first
         self._tokens += tokens
+        self._flops += flops
         self._seconds += seconds
 
     @property
-    def tokens_per_second(self) -> float:
-        return self._tokens / self._seconds if self._seconds else 0.0
+    def per_second(self) -> tuple[float, float]:
+        """Of tokens, and of FLOPs."""
+        seconds = self._seconds or math.inf
+        return self._tokens / seconds, self._flops / seconds
 
 
 def _check_ranks(options: RunOptions, ranks: Ranks) -> None:

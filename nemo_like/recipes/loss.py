@@ -130,6 +130,12 @@ def count_targets(documents: torch.Tensor) -> int:
     return int((documents[:, 1:] == documents[:, :-1]).sum())
 
 
+def document_lengths(documents: torch.Tensor) -> list[int]:
+    """Tokens that the model reads of each document in samples whose bytes are of these, (B, T + 1)."""
+    runs = (row.unique_consecutive(return_counts=True)[1].tolist() for row in documents[:, :-1])
+    return [length for row in runs for length in row]
+
+
 def _cross_entropy(output: Any, target: torch.Tensor, reduction: str) -> torch.Tensor:
     """The model may return logits, (B, T, V), or an object that has them as ``.logits``."""
     logits = output if isinstance(output, torch.Tensor) else output.logits

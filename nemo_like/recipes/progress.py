@@ -72,15 +72,18 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def step(self, done: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
-        """Report after `done` steps; `loss` in nats per token."""
+    def step(
+        self, done: int, loss: float, learning_rate: float, tokens_per_second: float, mfu: float | None = None
+    ) -> None:
+        """Report after `done` steps; `loss` in nats per token, `mfu` a share of 1, left out where it is None."""
         if not self._shown:
             return
         found = memory(self._device)
         used, peak = found["memory_bytes"] / _GIB, found["peak_bytes"] / _GIB
         reserved = f", reserved {found['reserved_bytes'] / _GIB:.2f} GiB" if "reserved_bytes" in found else ""
+        share = "" if mfu is None else f"MFU {mfu:.1%}  "
         text = (
-            f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s  "
+            f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s  {share}"
             f"memory {used:.2f} GiB, peak {peak:.2f} GiB{reserved}"
         )
         if self._bar is not None:

@@ -179,9 +179,9 @@ class TrainingRows:
         """Tokens that count in the global batch of `step`."""
         return sum(self.samples.targets[i] for row in self.order.rows(step) for i in row)
 
-    def tokens(self, step: int) -> int:
-        """Tokens that the model reads in the global batch of `step`, without what fills rows up."""
-        return sum(self.samples.lengths[i] for row in self.order.rows(step) for i in row)
+    def lengths(self, step: int) -> list[int]:
+        """Tokens that the model reads of each sample in the global batch of `step`, without what fills rows up."""
+        return [self.samples.lengths[i] for row in self.order.rows(step) for i in row]
 
     def largest(self, rows: int) -> Batch:
         """A batch of `rows` rows, no smaller than any of the run: the longest samples, or packed rows."""

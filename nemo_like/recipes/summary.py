@@ -26,6 +26,8 @@ def summarise(job: TrainingJob, peak_bytes: list[int]) -> dict[str, Any]:
         "peak_bytes": peak_bytes,
         "peak_bytes_are": memory_kind(job.ranks.device),
         "tokens_per_second": job.tokens_per_second,
+        "mfu": job.mfu,
+        "mfu_is": job.utilisation.words,
         "ac": job.options.ac,
         "fit": None if job.fitted is None else {"options": job.fitted.options, **job.fitted.predicted},
         "strategy": job.strategy,

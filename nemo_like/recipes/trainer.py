@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from nemo_like.recipes.loss import (
     MeanLoss,
     check_piped,
     count_targets,
+    document_lengths,
     next_byte,
     piped_batch,
 )
@@ -71,7 +73,7 @@ class Trainer(TrainingJob):
             raise ValueError(
                 f"--pack tells documents apart by position_ids, which {type(self.model).__name__} does not take."
             )
-        self._fit(self.model, options.seq_len)
+        self._look_at(self.model, options.seq_len)
         options, ranks = self.options, self.ranks
         mesh = _mesh(options, ranks)
         self._loss = MeanLoss(options.loss == "chunked", mesh)
@@ -116,8 +118,10 @@ class Trainer(TrainingJob):
             entropy = f"{self.unigram_entropy:.4f} nats per {self.unit}"
             progress.say(f"{self.unit}-unigram entropy of the held-out samples: {entropy}")
 
-    def _step_tokens(self, step: int) -> int:
-        return self.options.batch_size * self.options.seq_len
+    def _step_lengths(self, step: int) -> Sequence[int]:
+        if self.options.pack:
+            return document_lengths(self.sampler.documents(step))
+        return [self.options.seq_len] * self.options.batch_size
 
     def _train(self, step: int) -> torch.Tensor:
         options, ranks = self.options, self.ranks

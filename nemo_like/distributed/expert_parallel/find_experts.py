@@ -60,6 +60,14 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
     return tuple(_by_structure(model))
 
 
+def experts_per_token(model: nn.Module) -> int | None:
+    """Experts that a token goes to, by the model's config; None: it does not say."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    chosen = getattr(text, "num_experts_per_tok", None)
+    return int(chosen) if chosen else None
+
+
 def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
     for pattern, call in plan.items():
         regex = glob_to_regex(pattern)
