@@ -146,8 +146,11 @@ class FinetuneOptions(RunOptions):
 
     @property
     def compute(self) -> str:
-        """The dtype that everything else is computed in."""
         return "bfloat16" if self.float8 else self.precision
+
+    @property
+    def trains_less(self) -> Mapping[str, dict[str, Any]]:
+        return {} if self.lora or self.float8 else {"--lora": {"lora": True, "train": None}}
 
 
 def parse_finetune_options(arguments: Sequence[str] | None = None) -> FinetuneOptions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +17,11 @@ from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
 from nemo_like.recipes.finetune_options import FinetuneOptions
 from nemo_like.recipes.job import TrainingJob, seed_all, synced_only_if
 from nemo_like.recipes.loss import MeanLoss
-from nemo_like.recipes.memory_advice import advice_on_memory
 from nemo_like.recipes.option_sources import config_text
 from nemo_like.recipes.progress import Progress, memory
 from nemo_like.recipes.result import merge_adapter, save_adapter, save_model
 from nemo_like.recipes.run_log import RunLog, plot_log
+from nemo_like.recipes.run_options import RunOptions
 from nemo_like.recipes.run_state import about_run, gather_state, make_optimizer
 from nemo_like.recipes.sample_data import SampleSet, TrainingRows, hold_out, look_through
 from nemo_like.recipes.sample_files import open_samples
@@ -55,14 +54,12 @@ class FineTuner(TrainingJob):
         super().__init__(options, ranks)
         with ranks.together("building the model"):
             self.model = build_on_meta(self.source, options)
-        self.width = options.seq_len if options.pack else max(self.rows.samples.lengths)
-        self._look_at(self.model, self.width)
+        self._look_at(self.model, options.seq_len if options.pack else max(self.rows.samples.lengths))
         options, ranks = self.options, self.ranks
-        self._advice = functools.partial(advice_on_memory, self.source, options, ranks, self.width)
         with self._advice():
             self._build()
-        if self.step == 0:  # before training: what a better loss is to be compared with
-            self.about["base_eval_loss"] = self._evaluate()
+            if self.step == 0:  # before training: what a better loss is to be compared with
+                self.about["base_eval_loss"] = self._evaluate()
         self._logged = 0
         with ranks.together("opening the log"):
             self.run_log = RunLog(
@@ -73,6 +70,10 @@ class FineTuner(TrainingJob):
                 require("matplotlib", "plot", "for --plot")
             if ranks.rank == 0:
                 (Path(options.output) / "options.yaml").write_text(config_text(options), encoding="utf-8")
+
+    def _bare(self, options: RunOptions) -> nn.Module:
+        assert isinstance(options, FinetuneOptions)
+        return build_on_meta(self.source, options)
 
     def _build(self) -> None:
         """Weights, optimizer and what a checkpoint has of them. A collective."""
@@ -93,8 +94,7 @@ class FineTuner(TrainingJob):
         replicated = options.strategy == "ddp" and ranks.world_size > 1
         if replicated:
             fill(model, options)  # DDP starts from weights
-        size = options.batch_size // (options.passes * ranks.data_ranks)
-        made: nn.Module = self._parallelized(model, size, self.width)
+        made: nn.Module = self._parallelized(model, options.rows(ranks.data_ranks), self.width)
         if not replicated:
             fill(made, options)
         return made
@@ -121,8 +121,7 @@ class FineTuner(TrainingJob):
         Weights stay as they are. The optimizer's moments are there already, where checkpoints are written.
         """
         seed_all(self.options.seed)
-        size = self.options.batch_size // (self.options.passes * self.ranks.data_ranks)
-        batch = self.rows.largest(size).to(self.ranks.device)
+        batch = self.rows.largest(self.options.rows(self.ranks.data_ranks)).to(self.ranks.device)
         counted = float((batch.targets != -100).sum())
         for micro in range(min(2, self.options.passes)):  # the second one finds gradients of the first
             with synced_only_if(self.model, micro == min(2, self.options.passes) - 1):
@@ -136,7 +135,7 @@ class FineTuner(TrainingJob):
     def _evaluate(self) -> float | None:
         if self.held_out is None:
             return None
-        size = self.options.batch_size // (self.options.passes * self.ranks.data_ranks)
+        size = self.options.rows(self.ranks.data_ranks)
         return mean_loss(self.model, self.held_out, self.ranks, size, self._loss)
 
     def _is_worth_saving(self) -> bool:
@@ -213,10 +212,6 @@ class FineTuner(TrainingJob):
             store.best = int(self.about["best"]["step"])
 
     # ------------------------------------------------------------------------------------------------------- the result
-
-    def run(self) -> None:
-        with self._advice():
-            super().run()
 
     def save_result(self) -> None:
         """Write what was trained to ``--output``. A collective."""

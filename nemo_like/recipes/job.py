@@ -29,11 +29,12 @@ from nemo_like.recipes.fitted import Fitted, choose
 from nemo_like.recipes.interrupt import Interrupt
 from nemo_like.recipes.job_checkpoint import CheckpointStore
 from nemo_like.recipes.loss import DivergedError, LossLog
+from nemo_like.recipes.memory_advice import PlannedStep, advice_on_memory
 from nemo_like.recipes.progress import Progress
 from nemo_like.recipes.run_options import RunOptions
 from nemo_like.recipes.run_state import check_same_run, gather_state
 from nemo_like.recipes.schedule import Schedule
-from nemo_like.recipes.step_flops import Utilisation
+from nemo_like.recipes.step_flops import Speed, Utilisation
 
 
 class TrainingJob:
@@ -42,6 +43,8 @@ class TrainingJob:
     options: RunOptions
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    width: int
+    """Tokens of the longest row."""
     utilisation: Utilisation
     """What MFU is counted with."""
     about: dict[str, Any]
@@ -61,9 +64,13 @@ class TrainingJob:
         self.eval_losses: list[dict[str, float]] = []
         self.interrupted = 0
         """The signal that ended the run early, or 0."""
-        self._clock = _Clock()
+        self._speed = Speed()
 
     # ------------------------------------------------------------------------------------------- what a job overrides
+
+    def _bare(self, options: RunOptions) -> nn.Module:
+        """The model that `options` make, on the meta device, not sharded."""
+        raise NotImplementedError
 
     def _train(self, step: int) -> torch.Tensor:
         """Forward and backward of one step on this rank; its mean loss, 0-dim, whose mean over the ranks is the step's."""
@@ -108,7 +115,7 @@ class TrainingJob:
     @property
     def tokens_per_second(self) -> float:
         """Trained tokens per second over all ranks, without the first step, evaluations and checkpoints."""
-        return self._clock.per_second[0]
+        return self._speed.per_second[0]
 
     @property
     def mfu(self) -> float | None:
@@ -116,7 +123,7 @@ class TrainingJob:
         `utilisation` has a reason."""
         if self.utilisation.flops is None:
             return None
-        return self._clock.per_second[1] / (self.utilisation.peak * self.ranks.world_size)
+        return self._speed.per_second[1] / (self.utilisation.peak * self.ranks.world_size)
 
     def facts(self) -> dict[str, Any]:
         """What the summary says of this kind of job beside what it says of every one; JSON values."""
@@ -129,11 +136,16 @@ class TrainingJob:
     def _look_at(self, model: nn.Module, width: int) -> None:
         """Count the FLOPs of the bare `model`, and have ``--fit`` choose for it and rows of up to `width` tokens, where it
         was asked for. A collective."""
+        self.width = width
         device = device_at_hand(self.ranks.device.type)
         self.utilisation = Utilisation.of(model, device, self.options.mixed_precision)
         if self.options.free:
             self.options, self.ranks, self.fitted = choose(self.options, self.ranks, model, width)
             _check_ranks(self.options, self.ranks)
+
+    def _advice(self) -> contextlib.AbstractContextManager[None]:
+        """Where memory runs out inside, raise `MemoryRanOutError` with what would lower the peak."""
+        return advice_on_memory(PlannedStep(self._bare, self.options, self.ranks, self.width))
 
     def _parallelized(self, model: nn.Module, rows: int, width: int, **more: Any) -> Any:
         """What `parallelize` makes of `model`, for microbatches of up to `rows` x `width` tokens."""
@@ -190,10 +202,11 @@ class TrainingJob:
 
         Raises:
             DivergedError: the loss is not finite; on every rank, after the last sound checkpoint is complete.
+            MemoryRanOutError: a step does not fit; the message has what to change.
         """
         options = self.options
         progress = Progress(self.step, options.steps, self.ranks.device, plain=options.plain)
-        with progress, Interrupt() as stop:
+        with self._advice(), progress, Interrupt() as stop:
             self._introduce(progress)
             progress.say(self.utilisation.words)
             if self.fitted is not None:
@@ -235,7 +248,7 @@ class TrainingJob:
             self._step_lengths(self.step - 1),
             self.utilisation.flops,
         )
-        self._clock.add(seconds, sum(lengths), 0 if counted is None else counted.of(lengths), first=first)
+        self._speed.add(seconds, sum(lengths), 0 if counted is None else counted.of(lengths), first=first)
         if report:
             rate = self.schedule.at(self.step - 1)
             progress.step(self.step, self.log.losses[-1], rate, self.tokens_per_second, self.mfu)
@@ -259,28 +272,6 @@ class TrainingJob:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.log.add(loss, norm)
-
-
-class _Clock:
-    """Tokens and FLOPs per second. The first step allocates and compiles; it is left out unless it is the only one."""
-
-    def __init__(self) -> None:
-        self._tokens, self._flops, self._seconds = 0, 0, 0.0
-        self._only_first = False
-
-    def add(self, seconds: float, tokens: int, flops: int, *, first: bool) -> None:
-        if self._only_first:
-            self._tokens, self._flops, self._seconds = 0, 0, 0.0
-        self._only_first = first
-        self._tokens += tokens
-        self._flops += flops
-        self._seconds += seconds
-
-    @property
-    def per_second(self) -> tuple[float, float]:
-        """Of tokens, and of FLOPs."""
-        seconds = self._seconds or math.inf
-        return self._tokens / seconds, self._flops / seconds
 
 
 def _check_ranks(options: RunOptions, ranks: Ranks) -> None:

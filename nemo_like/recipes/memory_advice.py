@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from nemo_like.models import ModelSource
-from nemo_like.options import FSDP2, ChunkedLoss, OffloadConfig, Precision, parse_dtype
-from nemo_like.planning.devices import device_at_hand
+from nemo_like.options import (
+    FSDP2,
+    ChunkedLoss,
+    ContextParallel,
+    MemoryBudget,
+    OffloadConfig,
+    Precision,
+    parse_ac,
+    parse_dtype,
+)
+from nemo_like.planning.devices import Device, device_at_hand
+from nemo_like.planning.plan import BudgetError, gib
 from nemo_like.planning.planner import Planner, Setup
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.finetune_options import FinetuneOptions
-from nemo_like.recipes.tuned_model import build_on_meta
+from nemo_like.recipes.run_options import RunOptions
 
 _GIB = 2**30
+_LESS = 0.9
+"""Share of a budget that did not fit, to try next."""
 
 
 class MemoryRanOutError(RuntimeError):
@@ -25,8 +36,8 @@ class MemoryRanOutError(RuntimeError):
 
 
 @contextmanager
-def advice_on_memory(source: ModelSource, options: FinetuneOptions, ranks: Ranks, width: int) -> Iterator[None]:
-    """Where memory runs out inside, raise with what to change. `width`: tokens of the longest row."""
+def advice_on_memory(step: PlannedStep) -> Iterator[None]:
+    """Where memory runs out inside, raise with what to change in `step`."""
     try:
         yield
     except RuntimeError as error:
@@ -35,63 +46,105 @@ def advice_on_memory(source: ModelSource, options: FinetuneOptions, ranks: Ranks
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: can't allocate memory" not in reason:
             raise
         try:
-            ways = ways_out(source, options, ranks, width)
+            ways = step.ways_out()
         except (ValueError, NotImplementedError, RuntimeError) as problem:
             ways = [f"no plan can be made of this model ({problem}); try --ac full and a larger --grad-accum"]
         raise MemoryRanOutError(f"Memory ran out: {reason} What lowers the peak: {'; '.join(ways)}.") from error
 
 
-def ways_out(source: ModelSource, options: FinetuneOptions, ranks: Ranks, width: int) -> list[str]:
-    """Changes of options that lower the predicted peak of a rank, the largest first; then all of them together."""
-    now = predicted_peak(source, options, ranks, width)
-    found: dict[str, int] = {}
-    changes = dict(_changes(options, ranks))
-    for said, changed in changes.items():
-        saved = now - predicted_peak(source, replace(options, **changed), ranks, width)
-        if saved > 0:
-            found[said] = saved
-    ways = [f"-{_size(saved)} with {said}" for said, saved in sorted(found.items(), key=lambda item: -item[1])]
-    if len(found) > 1:
-        every = {name: value for said in found for name, value in changes[said].items()}
-        peak = predicted_peak(source, replace(options, **every), ranks, width)
-        ways.append(f"a peak of {_size(peak)} in place of {_size(now)} with all of these")
-    return ways or ["a smaller --seq-len, or more ranks to shard over"]
+class PlannedStep:
+    """A step of a job, as the planner sees it under any of its options."""
+
+    def __init__(
+        self, build: Callable[[Any], nn.Module], options: RunOptions, ranks: Ranks, width: int,
+        device: Device | None = None,
+    ) -> None:  # fmt: skip
+        """`build`: the bare model, on the meta device, that options make. `width`: tokens of the longest row. `device`:
+        default, the one that `ranks` train on."""
+        self._build, self._options, self._ranks, self._width = build, options, ranks, width
+        self._device = device_at_hand(ranks.device.type) if device is None else device
+
+    def ways_out(self) -> list[str]:
+        """Changes of options that lower the predicted peak of a rank, the largest first; then all of them together."""
+        options = self._options
+        now = self.peak(options)
+        found: dict[str, int] = {}
+        changes = dict(self._changes())
+        for said, changed in changes.items():
+            try:
+                saved = now - self.peak(replace(options, **changed))
+            except BudgetError:  # one that is too small for the change
+                continue
+            if saved > 0:
+                found[said] = saved
+        # Of two budgets the one that saves more: two values of one option cannot be taken together.
+        both = {
+            name: value for said in sorted(found, key=lambda said: found[said]) for name, value in changes[said].items()
+        }
+        ways = [f"-{_size(saved)} with {said}" for said, saved in sorted(found.items(), key=lambda item: -item[1])]
+        if len(both) > 1:
+            words = (
+                "all of these" if len(both) == sum(len(changes[said]) for said in found) else "the best of all of these"
+            )
+            ways.append(f"a peak of {_size(self.peak(replace(options, **both)))} in place of {_size(now)} with {words}")
+        return ways or ["a smaller --seq-len, or more ranks to shard over"]
+
+    def peak(self, options: RunOptions) -> int:
+        """Bytes that a step of one rank peaks at: under ``--ac full``, ``selective``, a budget, or for any other ``none``.
+
+        Raises:
+            BudgetError: no plan fits the budget.
+            NotImplementedError: the layers are a pipeline's.
+        """
+        ranks = self._ranks
+        if ranks.pp > 1:
+            raise NotImplementedError("peaks of a pipeline's stages are what nemo-like plan --pp predicts")
+        sharded = options.strategy == "fsdp2" and ranks.world_size > 1
+        setup = Setup(
+            shard_ranks=ranks.data_ranks * ranks.cp // options.dp_replicate if sharded else 1,
+            step=options.step_spec,
+            precision=Precision(parse_dtype("--precision", options.compute)),
+            fsdp=FSDP2(cpu_offload=options.cpu_offload) if sharded else None,
+            ddp=options.strategy == "ddp" and ranks.world_size > 1,
+            tp=ranks.tp, ep=getattr(options, "ep", 1), cp=ContextParallel(ranks.cp),
+            offload=OffloadConfig.of(None if options.offload == "none" else options.offload),
+            loss=ChunkedLoss.of(options.loss),
+        )  # fmt: skip
+        sample = options.planned_input(options.rows(ranks.data_ranks), self._width)
+        with Planner(self._build(options), sample, device=self._device, setup=setup) as planner:
+            budget = parse_ac(options.ac)
+            if isinstance(budget, MemoryBudget):
+                choices, _ = planner.choose(budget, options.ac)
+            else:
+                choices = planner.uniform(options.ac if options.ac in ("full", "selective") else "none")
+            return int(planner.peak(choices).total)
+
+    def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What to write on the command line, and the same as options."""
+        options, ranks = self._options, self._ranks
+        budget = parse_ac(options.ac)
+        if isinstance(budget, MemoryBudget):
+            smaller = smaller_budget(budget, self._device)
+            yield f"--ac {smaller}", {"ac": smaller}
+        if options.ac != "full":
+            yield "--ac full", {"ac": "full"}
+        if options.loss != "chunked":
+            yield "--loss chunked", {"loss": "chunked"}
+        if options.batch_size % (2 * options.grad_accum * ranks.data_ranks) == 0:
+            yield f"--grad-accum {2 * options.grad_accum}", {"grad_accum": 2 * options.grad_accum}
+        if parse_dtype("--precision", options.compute) is torch.float32:
+            yield "--precision bf16", {"precision": "bfloat16"}
+        if options.strategy == "ddp" and ranks.world_size > 1:
+            yield "--strategy fsdp2", {"strategy": "fsdp2"}
+        yield from options.trains_less.items()
 
 
-def predicted_peak(source: ModelSource, options: FinetuneOptions, ranks: Ranks, width: int) -> int:
-    """Bytes that a step of one rank peaks at: of ``--ac full``, ``selective`` or, for any other, ``none``."""
-    rows = options.batch_size // (options.passes * ranks.data_ranks)
-    sharded = options.strategy == "fsdp2" and ranks.world_size > 1
-    setup = Setup(
-        shard_ranks=ranks.data_ranks // options.dp_replicate if sharded else 1,
-        step=options.step_spec,
-        precision=Precision(parse_dtype("--precision", options.compute)),
-        fsdp=FSDP2(cpu_offload=options.cpu_offload) if sharded else None,
-        ddp=options.strategy == "ddp" and ranks.world_size > 1,
-        offload=OffloadConfig.of(None if options.offload == "none" else options.offload),
-        loss=ChunkedLoss.of(options.loss),
-    )
-    with Planner(
-        build_on_meta(source, options), options.planned_input(rows, width), device=device_at_hand(), setup=setup
-    ) as planner:
-        mode = options.ac if options.ac in ("full", "selective") else "none"
-        return int(planner.peak(planner.uniform(mode)).total)
-
-
-def _changes(options: FinetuneOptions, ranks: Ranks) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What to write on the command line, and the same as options."""
-    if options.ac != "full":
-        yield "--ac full", {"ac": "full"}
-    if options.loss != "chunked":
-        yield "--loss chunked", {"loss": "chunked"}
-    if options.batch_size % (2 * options.grad_accum * ranks.data_ranks) == 0:
-        yield f"--grad-accum {2 * options.grad_accum}", {"grad_accum": 2 * options.grad_accum}
-    if parse_dtype("--precision", options.compute) is torch.float32:
-        yield "--precision bf16", {"precision": "bfloat16"}
-    if not options.lora:
-        yield "--lora", {"lora": True, "train": None}
-    if options.strategy == "ddp" and ranks.world_size > 1:
-        yield "--strategy fsdp2", {"strategy": "fsdp2"}
+def smaller_budget(budget: MemoryBudget, device: Device) -> str:
+    """The budget to try next on `device`, where `budget` was too much."""
+    if budget.fraction is not None:
+        return f"{budget.fraction * 100 / 2:g}%"
+    size = budget.peak_bytes or device.memory_bytes * (budget.device_share or 1.0)
+    return gib(int(size * _LESS))
 
 
 def _size(count: int) -> str:

@@ -259,6 +259,20 @@ class RunOptions:
         """How often a rank runs forward and backward in a step."""
         return self.grad_accum
 
+    def rows(self, data_ranks: int) -> int:
+        """Samples of one forward of a rank, where so many ranks read different ones."""
+        return self.batch_size // (self.passes * data_ranks)
+
+    @property
+    def compute(self) -> str:
+        """The dtype to compute in, but for matmuls in float8."""
+        return self.precision
+
+    @property
+    def trains_less(self) -> Mapping[str, dict[str, Any]]:
+        """Options that leave weights as they are, where the job has any: by what to write on the command line."""
+        return {}
+
     @property
     def axes(self) -> Mapping[str, int]:
         """Ranks that read the same samples, by the option that says so; their product must divide the ranks."""

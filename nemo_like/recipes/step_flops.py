@@ -7,6 +7,7 @@ counts it, without halving for the causal mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -141,3 +142,25 @@ class Utilisation:
         except ValueError as error:
             return cls(None, 0.0, f"MFU is left out: {error}.")
         return cls(flops, peak, f"MFU is of the {peak / 1e12:,.4g} TFLOP/s {words}.")
+
+
+class Speed:
+    """Tokens and FLOPs per second. The first step allocates and compiles; it is left out unless it is the only one."""
+
+    def __init__(self) -> None:
+        self._tokens, self._flops, self._seconds = 0, 0, 0.0
+        self._only_first = False
+
+    def add(self, seconds: float, tokens: int, flops: int, *, first: bool) -> None:
+        if self._only_first:
+            self._tokens, self._flops, self._seconds = 0, 0, 0.0
+        self._only_first = first
+        self._tokens += tokens
+        self._flops += flops
+        self._seconds += seconds
+
+    @property
+    def per_second(self) -> tuple[float, float]:
+        """Of tokens, and of FLOPs."""
+        seconds = self._seconds or math.inf
+        return self._tokens / seconds, self._flops / seconds

@@ -31,6 +31,7 @@ from nemo_like.recipes.loss import (
 )
 from nemo_like.recipes.progress import Progress
 from nemo_like.recipes.result import save_model
+from nemo_like.recipes.run_options import RunOptions
 from nemo_like.recipes.run_state import about_run, make_optimizer
 from nemo_like.recipes.text_tokens import END, as_tokens, for_transformers, train_bpe
 
@@ -74,8 +75,17 @@ class Trainer(TrainingJob):
                 f"--pack tells documents apart by position_ids, which {type(self.model).__name__} does not take."
             )
         self._look_at(self.model, options.seq_len)
-        options, ranks = self.options, self.ranks
-        mesh = _mesh(options, ranks)
+        with self._advice():
+            self._prepare()
+        self.unigram_entropy = None if self.held_out is None else self.held_out.entropy()
+
+    def _bare(self, options: RunOptions) -> nn.Module:
+        return _without_cache(self.source.build("meta", torch.float32))
+
+    def _prepare(self) -> None:
+        """The model cut and sharded, its optimizer, and what a checkpoint has of them. A collective."""
+        options = self.options
+        mesh = _mesh(options, self.ranks)
         self._loss = MeanLoss(options.loss == "chunked", mesh)
         if options.pp > 1:  # each rank then has a part of the model
             self.about = about_run(options, self.text.fingerprint, self.model)
@@ -86,13 +96,13 @@ class Trainer(TrainingJob):
         self.optimizer = make_optimizer(self.model, options)
         if options.pp == 1:
             self.about = about_run(options, self.text.fingerprint, self.model)
-        self.unigram_entropy = None if self.held_out is None else self.held_out.entropy()
         self._begin()
 
     def _cut(self, model: nn.Module, mesh: DeviceMesh | None) -> Any:
         options, ranks = self.options, self.ranks
-        microbatches = (options.pipeline.microbatches or 1) if options.pp > 1 else options.grad_accum
-        samples = -(-options.batch_size // (microbatches * ranks.data_ranks))
+        samples = options.rows(ranks.data_ranks)
+        if options.pp > 1:  # which cuts its batch by itself
+            samples = -(-samples // (options.pipeline.microbatches or 1))
         options.check_model_loss(model, options.loss)
         if options.pp > 1:
             check_piped(model)
@@ -160,7 +170,7 @@ class Trainer(TrainingJob):
     def _evaluate(self) -> float | None:
         if self.held_out is None:
             return None
-        size = self.options.batch_size // (self.options.passes * self.ranks.data_ranks)
+        size = self.options.rows(self.ranks.data_ranks)
         return self.held_out.loss(self.pipeline or self.model, self.ranks, size, self._loss)
 
 
@@ -201,7 +211,10 @@ def _build(source: ModelSource, options: Options) -> nn.Module:
         )
     # On the CPU, whatever the device: the same seed gives the same weights on each strategy and number of ranks.
     seed_all(options.seed)
-    model = source.build("meta" if options.init == "sharded" else "cpu", torch.float32)
+    return _without_cache(source.build("meta" if options.init == "sharded" else "cpu", torch.float32))
+
+
+def _without_cache(model: nn.Module) -> nn.Module:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache of keys and values is of no use in training
