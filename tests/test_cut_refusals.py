@@ -47,7 +47,7 @@ def test_refused_options() -> None:
         check_context_parallel(FAMILIES["gpt_oss"].build(), ContextParallel(2, "ulysses"))
     with pytest.raises(ValueError, match="output_router_logits"):
         check_context_parallel(causal("Mixtral", **_MIXTRAL, output_router_logits=True)(), ContextParallel(2))
-    for implementation in ("flash_attention_2", "flex_attention"):
+    for implementation in ("flash_attention_2", "flash_attention_3"):
         model.config._attn_implementation = implementation
         with pytest.raises(ValueError, match=implementation):
             check_context_parallel(model, ContextParallel(2))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.module_tree import bare_name
 from tests.models.families import COMMON, FAMILIES, HEADED, VOCAB, hf, text
-from tests.models.tied_decoder import TiedDecoder
+from tests.models.tied_decoder import Attention, TiedDecoder
 
 LENGTH = 13
 """Divides nothing: padding at the end for 2 and for 4 ranks."""
@@ -28,6 +28,21 @@ class NanoGPT(TiedDecoder):
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class NanoBERT(NanoGPT):
+    """Looks both ways, with no mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attn = BothWays()
+
+
+class BothWays(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class OwnAttention(NanoGPT):
@@ -57,9 +72,13 @@ class Rotated(NanoGPT):
 
 def build(name: str) -> nn.Module:
     """The family's model without dropout: it would draw other numbers for a part than for the whole."""
+    if name.endswith("+flex"):
+        model: Any = build(name.removesuffix("+flex"))
+        model.set_attn_implementation("flex_attention")
+        return model
     torch.manual_seed(0)
-    if name == "nanogpt":
-        return NanoGPT()
+    if name in ("nanogpt", "nanobert"):
+        return NanoGPT() if name == "nanogpt" else NanoBERT()
     if name in ("own_attention", "rotated"):
         return OwnAttention() if name == "own_attention" else Rotated()
     if name == "gemma2":  # soft caps, and sliding windows
@@ -120,15 +139,15 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def batch(name: str, seed: int = 3, rows: int = 2) -> dict[str, Any]:
+def batch(name: str, seed: int = 3, rows: int = 2, length: int = LENGTH) -> dict[str, Any]:
     """Whole sequences, some labels of which do not count."""
     family = FAMILIES.get(name)
     if family is not None and family.kind == "multimodal":
         return dict(family.inputs())
-    ids = torch.randint(1, 48, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(1, 48, (rows, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, :4] = -100
-    if name == "nanogpt":
+    if name in ("nanogpt", "nanobert"):
         return {"idx": ids, "targets": labels.masked_fill(labels == -100, -1)}
     return text() | {"input_ids": ids, "labels": labels}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_like import ContextParallel, parallelize
-from tests_distributed.cut_models import LOSS, batch, build, differences, step
+from tests_distributed.cut_models import LENGTH, LOSS, batch, build, differences, step
 from tests_distributed.spawn import run_ranks
 
 MODES = ("none", "full", "selective", "submodule", "50%")
@@ -23,10 +23,12 @@ MORE_NAMES = (
 )  # fmt: skip
 
 
-def _modes(rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...]) -> list[str]:
+def _modes(
+    rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...], length: int = LENGTH
+) -> list[str]:  # fmt: skip
     """What is wrong under some mode; nothing is right."""
     whole = build(name)
-    inputs = batch(name)
+    inputs = batch(name, length=length)
     loss, expected = step(copy.deepcopy(whole), inputs)
     wrong, first = [], None
     for mode in modes:
@@ -70,6 +72,18 @@ def test_ulysses(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_four_ranks(name: str) -> None:
     assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
+
+
+def _longer_than_what_is_compared(rank: int, world_size: int) -> list[str]:
+    """37 tokens: the first call compares the first 31, whole against parts. A model that looks both ways sees padding."""
+    wrong = _modes(rank, world_size, "nanogpt", 2, ("none",), 37)
+    for cp in (ContextParallel(2), ContextParallel(2, "ulysses")):
+        wrong += _modes(rank, world_size, "nanobert", cp, ("none", "full"), 37)
+    return wrong
+
+
+def test_plain_models_on_longer_rows() -> None:
+    assert run_ranks(2, _longer_than_what_is_compared) == [[], []]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("qwen3", 2), ("nanogpt", 2), ("llama", 4), ("mixtral", 4)])

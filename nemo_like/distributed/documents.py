@@ -163,9 +163,9 @@ class PackedCalls:
 
 
 def _tell_masks_of_documents() -> None:
-    """Have transformers' masks for SDPA and eager attention look at `_documents`; once in a process."""
+    """Have transformers' masks look at `_documents`, but those of flash attention; once in a process."""
     module: Any = sys.modules["transformers.masking_utils"]
-    for name in ("sdpa", "eager"):
+    for name in ("sdpa", "eager", "flex_attention"):
         own = module.ALL_MASK_ATTENTION_FUNCTIONS[name]
         if not isinstance(own, _MaskOfDocuments):
             module.AttentionMaskInterface.register(name, _MaskOfDocuments(own))

@@ -17,6 +17,7 @@ from nemo_like.distributed.context_parallel import attention
 from nemo_like.distributed.context_parallel.cached import count_from_the_whole, counts_positions
 from nemo_like.distributed.context_parallel.parts import MARK, Parts
 from nemo_like.distributed.context_parallel.plain import AttentionHooks, GivenPositions, PositionHook, takes_positions
+from nemo_like.distributed.context_parallel.plain_flex import replace_flex
 from nemo_like.distributed.context_parallel.relative_bias import over_whole_sequences
 from nemo_like.distributed.context_parallel.sequence_ops import name_group
 from nemo_like.distributed.context_parallel.stack_calls import StackHooks
@@ -128,7 +129,9 @@ def install(
                     undo.append(module.register_forward_pre_hook(count_from_the_whole, with_kwargs=True).remove)
             elif type(module) is nn.Embedding:
                 undo.append(module.register_forward_pre_hook(PositionHook(parts)).remove)
-        if stack.transformers and not stack.cached:
+        if not stack.transformers:
+            undo.extend(replace_flex(stack.module))
+        elif not stack.cached:
             undo.extend(_reroute(stack, parts))
     return undo
 

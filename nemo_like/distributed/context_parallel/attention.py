@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import masks
-from nemo_like.distributed.context_parallel.parts import Parts, parts_of
+from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, parts_of
 from nemo_like.distributed.context_parallel.ring import ring_attention
 from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
 from nemo_like.torch_compat import is_fake
@@ -152,7 +152,7 @@ def _in_heads(
         given = kwargs.get(name)
         if isinstance(given, Tensor) and given.shape[dim] > 1:
             kwargs[name] = given[(slice(None),) * dim + (mine,)]
-    if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
         mask = mask[:, mine]
     with _groups(module, query.shape[1] // key.shape[1]):
         out = own(module, query, key, value, mask, **kwargs)[0]  # (B, S, H / ranks, D)
@@ -201,7 +201,9 @@ def plain_attention(parts: Parts) -> Callable[..., Tensor]:
                     f"attention has {query.shape[1]} heads. Use method='all_gather'."
                 )
             query, key, value = (heads_for_sequence(states, parts.ranks, parts.group) for states in (query, key, value))
-            return sequence_for_heads(_SDPA(query, key, value, is_causal=causal, **given), parts.ranks, parts.group)
+            hidden = None if causal else _without_padding(key)
+            attended = _SDPA(query, key, value, attn_mask=hidden, is_causal=causal, **given)
+            return sequence_for_heads(attended, parts.ranks, parts.group)
         key, value = parts.gather(key, key.ndim - 2), parts.gather(value, value.ndim - 2)
         if mask is not None and mask.shape[-1] != key.shape[-2]:
             raise NotImplementedError(
@@ -209,7 +211,7 @@ def plain_attention(parts: Parts) -> Callable[..., Tensor]:
                 f"{key.shape[-2]} keys. Pass the mask to the model for the whole sequence, use is_causal=True, or cp=1."
             )
         if not causal:
-            return _SDPA(query, key, value, attn_mask=mask, **given)
+            return _SDPA(query, key, value, attn_mask=_without_padding(key) if mask is None else mask, **given)
         heads, tails = query.chunk(2, -2)
         chunk = heads.shape[-2]
         out = []
@@ -219,6 +221,14 @@ def plain_attention(parts: Parts) -> Callable[..., Tensor]:
         return torch.cat(out, -2)
 
     return attend
+
+
+def _without_padding(key: Tensor) -> Tensor | None:
+    """(1, S), True for the keys of tokens, of whole sequences (..., S, D); None where all are."""
+    call = CURRENT.get()
+    if call is None or not call.padded:
+        return None
+    return torch.arange(key.shape[-2], device=key.device)[None] < call.length
 
 
 def uses_interface(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_like.distributed.context_parallel import layout
+from nemo_like.distributed.context_parallel import block_masks, layout
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
 
 
@@ -43,39 +43,58 @@ def make(
         )  # fmt: skip
     own = call.masked or call.documents is not None
     plain = mask_function is sys.modules["transformers.masking_utils"].causal_mask_function
-    skips = implementation == "sdpa" or call.parts.method == "all_gather"  # eager attention masks nothing by itself
+    # Eager attention masks nothing by itself, flex attention neither.
+    skips = implementation == "sdpa" or (implementation == "eager" and call.parts.method == "all_gather")
     if plain and skips and not own and kwargs.get("allow_is_causal_skip", True):
         if call.parts.method == "all_gather":
             call.parts.make_triangles(kv_length, dtype, torch.device(device))
         return None  # padding is at the end, where no query of a token looks
-    mask = _mask(call, batch_size, q_length, kv_length, mask_function, attention_mask, device)
+    whole, heads_cut = q_length * call.parts.ranks, call.parts.method == "ulysses"
+    looks = _looks(call, whole, kv_length, mask_function, attention_mask)
+    if implementation == "flex_attention":
+        length = whole if heads_cut else q_length
+        place = block_masks.positions_over_whole(call.parts, length, heads=1)
+        return block_masks.build(
+            lambda b, h, q, k: looks(b, h, place(h, q)[1], k), (batch_size, 1, length, kv_length), device
+        )
+    rows = torch.arange(whole, device=device) if heads_cut else call.parts.positions(whole, device)
+    mask = _mask(batch_size, rows, kv_length, looks)
     return additive_mask(mask, dtype) if implementation == "eager" else mask
 
 
-def _mask(
-    call: StackCall, batch: int, q_length: int, kv_length: int, mask_function: Callable[..., Any],
-    attention_mask: Tensor | None, device: Any,
-) -> Tensor:  # fmt: skip
-    """(B, 1, rows, kv_length), True where a query may look."""
-    parts = call.parts
-    if parts.method == "ulysses":
-        rows = torch.arange(q_length * parts.ranks, device=device)
-    else:
-        rows = parts.positions(q_length * parts.ranks, device)
-    b, q = torch.arange(batch, device=device)[:, None, None, None], rows[None, None, :, None]
-    k = torch.arange(kv_length, device=device)[None, None, None, :]
-    mask = mask_function(b, torch.zeros_like(b), q, k)
-    mask = torch.as_tensor(mask, device=device).expand(-1, 1, len(rows), kv_length)
-    if attention_mask is not None:
-        # Where the caller gave none, it only hides the padding at the end, which is the same in every row of the batch.
-        rows_of_batch = attention_mask if call.masked or kv_length != q_length * parts.ranks else attention_mask[:1]
-        mask = mask & rows_of_batch.to(torch.bool)[:, None, None, :kv_length]
-    if call.documents is not None and call.documents.shape[-1] == kv_length:
-        documents = call.documents
-        mask = mask & (documents[:, None, rows, None] == documents[:, None, None, :])
-    if call.padded:
-        mask = mask | ((q == k) & (k >= call.length))  # padding looks at itself: an empty row would be NaN
-    return mask.expand(batch, -1, -1, -1)
+def _mask(batch: int, rows: Tensor, columns: int, looks: Callable[..., Any]) -> Tensor:
+    """(B, 1, rows, columns), True where `looks` says that a query may look."""
+    b, q = torch.arange(batch, device=rows.device)[:, None, None, None], rows[None, None, :, None]
+    k = torch.arange(columns, device=rows.device)[None, None, None, :]
+    mask = torch.as_tensor(looks(b, torch.zeros_like(b), q, k), device=rows.device)
+    return mask.expand(batch, 1, len(rows), columns)
+
+
+def _looks(
+    call: StackCall, whole: int, columns: int, mask_function: Callable[..., Any], attention_mask: Tensor | None
+) -> Callable[..., Any]:
+    """Of (batch, head, query, key), in positions of the whole sequence: whether that query may look at that key.
+
+    whole: rows of the whole sequence, columns: its keys, both with padding.
+    """
+    # Where the caller gave none, it only hides the padding at the end, which is the same in every row of the batch.
+    each_row = call.masked or columns != whole
+    real = None if attention_mask is None else attention_mask[:, :columns].to(torch.bool)
+    documents = call.documents
+    if documents is not None and documents.shape[-1] != columns:
+        documents = None
+
+    def looks(b: Any, h: Any, q: Any, k: Any) -> Any:
+        mask = mask_function(b, h, q, k)
+        if real is not None:
+            mask = mask & (real[b, k] if each_row else real[0, k])
+        if documents is not None:
+            mask = mask & (documents[b, q] == documents[b, k])
+        if call.padded:
+            mask = mask | ((q == k) & (k >= call.length))  # padding looks at itself: an empty row would be NaN
+        return mask
+
+    return looks
 
 
 def cut_given(parts: Parts, mask: Tensor, length: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ class Parts:
     """The first call is compared with whole sequences, because structure alone does not say that parts are right."""
     triangles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(rows, columns) to the causal mask of a chunk of queries over the keys up to its end: made once for all layers."""
+    block_masks: dict[tuple[int, ...], tuple[Any, Any]] = field(default_factory=dict)
+    """What flex attention was called with, and its block mask over the whole sequence: made once for all layers."""
     verifying: str | None = None
     """``whole`` or ``parts`` in the two calls that are compared."""
     idle: bool = False

@@ -131,10 +131,10 @@ def _check(model: nn.Module, stack: CutStack) -> None:
         )
     config = getattr(stack.module, "config", None)
     own = attention_of(config)
-    if own not in ("sdpa", "eager", None):
+    if own not in ("sdpa", "eager", "flex_attention", None):
         raise ValueError(
             f"{where}cp makes masks from positions, and the attention implementation is {own!r}, which takes none such. "
-            "Load the model with attn_implementation='sdpa' (or 'eager')."
+            "Load the model with attn_implementation='sdpa' (or 'eager', 'flex_attention')."
         )
     file = sys.modules.get(type(stack.module).__module__)
     if not any(name.startswith("create_") and "mask" in name for name in vars(file or object)):

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like.distributed.context_parallel import layout
+from nemo_like.distributed.context_parallel.block_masks import first_tokens as first_of_mask
+from nemo_like.distributed.context_parallel.block_masks import is_block_mask
 from nemo_like.distributed.context_parallel.parts import Parts
 
 VARIABLE = "NEMO_LIKE_VERIFY"
@@ -37,7 +40,7 @@ def verify_cut(model: nn.Module, parts: Parts, given: dict[str, Any], length: in
 
     given: arguments of the call by name; length: tokens of its sequences; tokens: as `wanted` gives.
     """
-    inputs = first_tokens(given, length, tokens * parts.ranks)
+    inputs = first_tokens(given, length, tokens, parts.ranks)
     with torch.no_grad(), torch.random.fork_rng(), evaluating(model):
         parts.verifying = "whole"
         try:
@@ -70,17 +73,23 @@ def refuse_others(model: nn.Module, parts: Parts, worst: float) -> None:
         )
 
 
-def first_tokens(given: Mapping[str, Any], length: int, few: int) -> dict[str, Any]:
-    """`given` with the first `few` tokens of its sequences of `length`; 0: all."""
-    return {name: _first(value, length, min(length, few or length)) for name, value in given.items()}
+def first_tokens(given: Mapping[str, Any], length: int, tokens: int, ranks: int) -> dict[str, Any]:
+    """`given` with the first tokens of its sequences of `length`: `tokens` for each of `ranks`; 0: all.
+
+    Where the whole sequences are padded, one less, so that these are, too.
+    """
+    few = tokens * ranks - (layout.padded_length(length, ranks) != length) if tokens else length
+    return {name: _first(value, length, min(length, few)) for name, value in given.items()}
 
 
 def _first(value: Any, length: int, few: int) -> Any:
+    if few < length and is_block_mask(value) and value.shape[-1] == length:
+        return first_of_mask(value, few)
     if not isinstance(value, Tensor) or few == length:
         return value
     for dim in range(value.ndim - 1, 0, -1):
         if value.shape[dim] == length:
-            value = value.narrow(dim, 0, few)
+            value = value.narrow(dim, 0, few).contiguous()  # as whole sequences are: models view them
     return value
 
 

@@ -44,7 +44,7 @@ def verify_stages(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
     if tokens is None:
         return
     length = next(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1)
-    inputs = first_tokens(batch, length, tokens * cut[0].ranks)
+    inputs = first_tokens(batch, length, tokens, cut[0].ranks)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
         for stage in pipeline.stages:

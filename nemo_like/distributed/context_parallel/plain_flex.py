@@ -1,0 +1,91 @@
+"""Flex attention of plain models, which import the function itself: every place that holds it gets another one.
+
+The other function does what the first did but while a plain model runs on parts of sequences. A replay in backward is such
+a time, too: the engine puts back what `CURRENT` was in forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from nemo_like.distributed.context_parallel import block_masks
+from nemo_like.distributed.context_parallel.parts import CURRENT, StackCall
+from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
+
+_OTHERS = ("torch", "transformers", "nemo_like")
+"""Packages whose files are left alone: those of transformers reach flex attention by its interface."""
+_OURS = "_nemo_like_flex"
+_NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options")
+
+
+def replace_flex(stack: nn.Module) -> Iterator[Callable[[], None]]:
+    """Replace flex attention, compiled or not, in all files and in the attributes below `stack`; yields what undoes it."""
+    flex: Any = sys.modules.get(block_masks.FLEX)
+    if flex is None:
+        return
+    files = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _OTHERS]
+    inside = list(stack.modules())
+    classes = {
+        base for module in inside for base in type(module).__mro__ if base.__module__.partition(".")[0] not in _OTHERS
+    }
+    for owner in (*files, *classes, *inside):
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            function = value.__func__ if isinstance(value, staticmethod) else value
+            compiled = getattr(function, "__wrapped__", None) is flex.flex_attention and not hasattr(function, _OURS)
+            if function is flex.flex_attention or compiled:
+                other = _over_parts(function)
+                setattr(owner, name, staticmethod(other) if isinstance(value, staticmethod) else other)
+                yield functools.partial(setattr, owner, name, value)
+
+
+def _over_parts(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, a `flex_attention`, of queries, keys and values (B, H, L, D) that are parts while a call is cut."""
+
+    @functools.wraps(own)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        call = CURRENT.get()
+        if call is None or call.parts.idle:
+            return own(*args, **kwargs)
+        given = dict(zip(_NAMES, args)) | kwargs
+        query, key, value = given.pop("query"), given.pop("key"), given.pop("value")
+        if query.shape[-2] != key.shape[-2]:
+            raise NotImplementedError(
+                f"cp cuts the sequence, and flex attention got {query.shape[-2]} queries and {key.shape[-2]} keys: whether "
+                "these keys are cut is not known here. Use cp=1 for this model."
+            )
+        if call.parts.method == "ring":
+            raise NotImplementedError("method='ring' has no block masks: use method='all_gather' with flex attention.")
+        if call.parts.method == "ulysses":
+            return _in_heads(own, call, query, key, value, given)
+        key, value = call.parts.gather(key, 2), call.parts.gather(value, 2)
+        return own(query, key, value, **_over_whole(call, query, key, given))
+
+    setattr(attend, _OURS, True)
+    return attend
+
+
+def _over_whole(call: StackCall, query: Tensor, key: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    batch, heads, rows, _ = query.shape
+    shape = (batch, heads, rows, key.shape[2])
+    given["block_mask"] = block_masks.of_part(call.parts, given.get("block_mask"), shape, call.length, query.device)
+    if given.get("score_mod") is not None:
+        given["score_mod"] = block_masks.score_over_whole(call.parts, given["score_mod"], rows, heads, call.length)
+    return given
+
+
+def _in_heads(
+    own: Callable[..., Any], call: StackCall, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+) -> Tensor:
+    ranks, group = call.parts.ranks, call.parts.group
+    if query.shape[1] % ranks or key.shape[1] % ranks or given.get("return_lse") or given.get("return_aux"):
+        raise NotImplementedError(
+            f"method='ulysses' needs heads that {ranks} ranks divide, and flex attention that returns no more than its "
+            f"output; this one has {query.shape[1]} heads, {key.shape[1]} of keys. Use method='all_gather'."
+        )
+    query, key, value = (heads_for_sequence(states, ranks, group) for states in (query, key, value))
+    return sequence_for_heads(own(query, key, value, **_over_whole(call, query, key, given)), ranks, group)
