@@ -273,9 +273,10 @@ def parallelize(
     if backend is not None:
         compile_layers(model, backend, [layer.module for layer in find_layers(model, names)])
     if shard_mesh is not None:
+        apart = [] if expert_mesh is None else [weight for found in experts for weight in found.weights]
+        shard_layers(model, find_layers(model, names), shard_mesh, options=fsdp, mp_policy=cast.policy, apart=apart)
         if expert_mesh is not None:
             shard_experts(experts, expert_mesh, mp_policy=cast.policy, options=fsdp)
-        shard_layers(model, find_layers(model, names), shard_mesh, options=fsdp, mp_policy=cast.policy)
         refuse_to_save_shards(model)
         if cast.matmuls == "fp8-gather":
             scale_before_forward(model)

@@ -384,6 +384,24 @@ def test_lists_that_cannot_be_stacked(experts: list[Any], message: str) -> None:
         find_experts(model)
 
 
+class _OwnScale(nn.ModuleList):
+    def __init__(self) -> None:
+        super().__init__(Expert() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+def test_a_list_whose_experts_share_something() -> None:
+    model = Model()
+    model.layers[0].mixture.experts = _OwnScale()
+    with pytest.raises(ValueError, match="a list of experts, has a tensor of its own, scale"):
+        find_experts(model)
+    model = Model()
+    experts = model.layers[1].mixture.experts
+    experts[2].scale = experts[0].scale
+    with pytest.raises(ValueError, match="Expert 2 of 'layers.1.mixture.experts' shares its scale with expert 0's scale"):
+        find_experts(model)
+
+
 def test_a_list_with_a_forward_of_its_own() -> None:
     model = Model()
     model.layers[0].mixture.experts = _OwnForward(Expert() for _ in range(2))

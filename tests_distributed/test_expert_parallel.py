@@ -187,6 +187,10 @@ def _refused(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=message):
             parallelize(model, device="cpu", **arguments)
         assert dict(model.named_modules()) == before
+    layers = build("mixtral").model.layers
+    layers[1].mlp.experts.down_proj = layers[0].mlp.experts.down_proj
+    with pytest.raises(ValueError, match=r"'down_proj' of '0.mlp.experts' is a parameter of another module, too"):
+        parallelize(layers, layers=["*"], ep=ExpertParallel(2, plan={"*.mlp.experts": "routed"}), device="cpu")
     with pytest.raises(ValueError, match="divide the 3 experts"):
         parallelize(build("mixtral", num_local_experts=3), ep=2, device="cpu")
     with pytest.raises(ValueError, match="no experts were found"):

@@ -29,6 +29,7 @@ def shard_layers(
     mp_policy: MixedPrecisionPolicy | None = None,
     options: FSDP2 | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
+    apart: Iterable[nn.Parameter] = (),
     tail: str | Sequence[nn.Module] | None = "auto",
     reduce_unused: bool | None = None,
 ) -> UnitPlan:
@@ -49,6 +50,7 @@ def shard_layers(
         options: resharding, prefetch, CPU offload and frozen towers; None: the defaults of `FSDP2`. A tower that *trains*
             is always sharded per layer: give ranks without an input an empty one.
         ignored_params: left whole on every rank; their gradients are *not* reduced.
+        apart: left alone as they are, for the caller to shard afterwards (experts that are split over ranks).
         tail: ``"auto"``: final norm and output head, found by structure, when no parameter of theirs is shared (a
             tied head belongs to the root, with the embedding); modules, to name them; None: they belong to the root.
         reduce_unused: give parameters of the root that a rank did not use a zero gradient, so that every rank reduces
@@ -61,7 +63,9 @@ def shard_layers(
         TypeError, ValueError: anything wrong with the arguments, naming it. The model is untouched then.
     """
     options = FSDP2() if options is None else options
-    plan = check_sharding(model, layers, mesh, options=options, ignored_params=ignored_params, tail=tail)
+    plan = check_sharding(
+        model, layers, mesh, options=options, ignored_params=ignored_params, apart=apart, tail=tail
+    )
     dp_mesh = data_parallel_mesh(mesh)
     if reduce_unused is None:
         reduce_unused = bool(plan.towers)
@@ -115,6 +119,7 @@ def check_sharding(
     *,
     options: FSDP2 | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
+    apart: Iterable[nn.Parameter] = (),
     tail: str | Sequence[nn.Module] | None = "auto",
 ) -> UnitPlan:
     """What `shard_layers` would do with the same arguments, or its error. Changes nothing."""
@@ -122,7 +127,9 @@ def check_sharding(
     options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)
     _check_reshard(options.reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
-    return plan_units(model, layers, tail=tail, frozen_sharding=options.frozen_sharding, ignored_params=ignored_params)
+    return plan_units(
+        model, layers, tail=tail, frozen_sharding=options.frozen_sharding, ignored_params=ignored_params, apart=apart
+    )
 
 
 def _check_reshard(value: bool | int | None, shard_size: int) -> None:

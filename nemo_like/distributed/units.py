@@ -69,6 +69,7 @@ def plan_units(
     tail: str | Sequence[nn.Module] | None = "auto",
     frozen_sharding: str = "root",
     ignored_params: Iterable[nn.Parameter] = (),
+    apart: Iterable[nn.Parameter] = (),
 ) -> UnitPlan:
     """Give every parameter of `model` to one unit. Changes nothing; see `shard_layers` for arguments and errors."""
     names = {module: bare_name(name) for name, module in model.named_modules()}
@@ -77,7 +78,7 @@ def plan_units(
     groups = {m: group for m, group in _layer_groups(model, layers, names).items() if not _within(m, inside)}
     towers = _frozen_towers(groups)
     ignored = set(ignored_params)
-    taken = {p for unit in theirs for p in unit.parameters()}
+    taken = {p for unit in theirs for p in unit.parameters()} | set(apart)
     replicated = [p for p in model.parameters() if p not in taken and (p in ignored or not _shardable(model, p))]
     if frozen_sharding != "per_layer":
         if frozen_sharding == "replicate":

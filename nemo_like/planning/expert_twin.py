@@ -58,12 +58,10 @@ def expert_twin(
             f"ep is {ep}, and {listed!r} is a list of experts, whose block decides in Python how many rows each gets: no "
             "plan can be made. Use a mode (ac='full', 'selective'), or stack the weights of the list."
         )
-    split = {id(experts.module): experts for experts in found}
+    split = {id(weight): experts for experts in found for weight in experts.weights}
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                memo[id(parameter)] = _cut(parameter, split.get(id(module)), ep)
+    for parameter in model.parameters():
+        memo[id(parameter)] = _cut(parameter, split.get(id(parameter)), ep)
     twin = copy.deepcopy(model, memo)
     here = tuple(Experts(e.fqn, twin.get_submodule(e.fqn), e.count, e.call) for e in found)
     for experts in here:

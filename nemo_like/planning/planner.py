@@ -324,7 +324,7 @@ class Planner:
         precision = Precision() if s.fsdp is None else s.precision
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
-            trained=self.trained, experts=[each.module for each in self.experts], ep=s.ep,
+            trained=self.trained, experts=self.experts, ep=s.ep,
             gloo=self.device.kind == "cpu", alone=s.tp > 1 and s.fsdp is not None, plan=self._unit_plan(),
         )  # fmt: skip
 
@@ -332,8 +332,7 @@ class Planner:
         """Found once for all copies of this planner."""
         whole = self.setup.shard_ranks == 1
         if whole not in self._unit_plans:
-            experts = [each.module for each in self.experts]
-            self._unit_plans[whole] = units_for(self.model, self.layers, whole=whole, experts=experts)
+            self._unit_plans[whole] = units_for(self.model, self.layers, whole=whole, experts=self.experts)
         return self._unit_plans[whole]
 
     @cached_property

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from nemo_like.distributed.expert_parallel import Experts
 from nemo_like.distributed.units import UnitPlan, padded_rows, plan_units, shard_dim
 from nemo_like.module_tree import bare
 from nemo_like.options import FSDP2, Precision
@@ -102,18 +103,18 @@ class Sharding:
 
 def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
-    trained: frozenset[int] | None = None, experts: Sequence[nn.Module] = (), ep: int = 1,
+    trained: frozenset[int] | None = None, experts: Sequence[Experts] = (), ep: int = 1,
     gloo: bool = False, alone: bool = False, plan: UnitPlan | None = None,
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
-    `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: modules with the experts of
-    one rank out of `ep`, units of their own that the ranks with the same experts shard. `gloo`: it does the collectives.
+    `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: those of one rank out
+    of `ep`, units of their own that the ranks with the same experts shard. `gloo`: it does the collectives.
     `alone`: FSDP2 is there, whatever the number of ranks.
     `plan`: what `units_for` returned for the same model, layers and experts; None: it is asked.
     """
     plan = plan or units_for(model, layers, whole=shard_ranks == 1, experts=experts)
-    own = [p for module in experts for p in module.parameters()]
+    own = [weight for each in experts for weight in each.weights]
     last = plan.layers[-1] if plan.layers else None
     dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
     known: dict[Any, UnitBytes] = {}
@@ -138,7 +139,7 @@ def sharding_of(
     inner, apart = {}, shard_ranks // ep
     for layer in (bare(source.modules[0]) for source in plan.layers if experts):
         inside = set(layer.modules())
-        params = [p for module in experts if module in inside for p in module.parameters()]
+        params = [weight for each in experts if each.module in inside for weight in each.weights]
         if params:
             reshard = asked if isinstance(asked, bool) else True
             inner[id(layer)] = made("experts", params, apart, reshard)
@@ -154,7 +155,7 @@ def sharding_of(
         modules=tuple(id(bare(source.modules[0])) for source in plan.layers),
         tail=unit(plan.tail) if plan.tail else None,
         root=root,
-        replicated=sum(p.numel() * p.element_size() for p in plan.replicated if id(p) not in theirs),
+        replicated=sum(p.numel() * p.element_size() for p in plan.replicated),
         experts=inner,
         world=shard_ranks,
         gloo=gloo,
@@ -171,11 +172,11 @@ def sharding_of(
     )
 
 
-def units_for(model: nn.Module, layers: Sequence[Any], *, whole: bool, experts: Sequence[nn.Module] = ()) -> UnitPlan:
+def units_for(model: nn.Module, layers: Sequence[Any], *, whole: bool, experts: Sequence[Experts] = ()) -> UnitPlan:
     """Which parameters make a unit, for any number of ranks. `whole`: one rank has all of the model, which then may have
     trainable scalars (CLIP's temperature): only FSDP refuses them. `experts`: as for `sharding_of`."""
     scalars = [p for p in model.parameters() if p.dim() == 0] if whole else []
-    return plan_units(model, layers, ignored_params=[*scalars, *(p for m in experts for p in m.parameters())])
+    return plan_units(model, layers, ignored_params=scalars, apart=[p for each in experts for p in each.weights])
 
 
 def _unit(

@@ -25,8 +25,22 @@ def check_list(fqn: str, experts: nn.Module) -> None:
             f"{fqn!r}, a {type(experts).__name__}, is a list of experts with a forward of its own, which is not understood: "
             "keep them in a plain nn.ModuleList that the block calls, or stack their weights. Or use ep=1."
         )
+    if own := next(iter([*experts._parameters, *experts._buffers]), None):
+        raise ValueError(
+            f"{fqn!r}, a list of experts, has a tensor of its own, {own}, and only its modules are stacked: move it into the "
+            "module that has the list, or use ep=1."
+        )
     members = [bare(module) for module in experts.children()]
     first = _signature(members[0])
+    seen: dict[int, str] = {}
+    for number, member in enumerate(members):
+        for name, parameter in member.named_parameters():
+            other = seen.setdefault(id(parameter), f"expert {number}'s {name}")
+            if other != f"expert {number}'s {name}":
+                raise ValueError(
+                    f"Expert {number} of {fqn!r} shares its {name} with {other}, and stacked, each would have one of its "
+                    "own: apply what they share in the module that has the list, or use ep=1."
+                )
     for number, member in enumerate(members):
         if type(member) is not type(members[0]) or _signature(member) != first:
             raise ValueError(

@@ -31,8 +31,23 @@ class Experts:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of its parameters; the first dim of each is the expert's number."""
-        return tuple(name for name, parameter in self.module._parameters.items() if parameter is not None)
+        """Names of the weights that each expert has its own part of: the first dim is the expert's number."""
+        if self.call == EACH:  # stacked, or to be: all are the experts' own
+            return tuple(name for name, parameter in self.module._parameters.items() if parameter is not None)
+        rows = _fused_rows(self.module)
+        own = self.module._parameters.items()
+        return tuple(name for name, p in own if p is not None and p.dim() and p.shape[0] == rows)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters called `parameters`."""
+        return [self.module.get_parameter(name) for name in self.parameters]
+
+    @property
+    def shared(self) -> dict[str, nn.Parameter]:
+        """Parameters inside that belong to no single expert, such as a norm of what each gives: every rank has them."""
+        own = set(self.parameters)
+        return {name: p for name, p in self.module.named_parameters() if name not in own} if self.call != EACH else {}
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[Experts, ...]:
@@ -43,6 +58,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
         plan: name pattern (``*`` within one dotted segment) of modules to how they are called (`Experts.call`). None:
             the expert plan of the model's transformers config; without one, modules are found by structure: fused weights
             of three dimensions, and no weight of their own that is not fused; and lists of modules called ``experts``.
+            Of a module that is named, weights with another first dim than those of three dims are `Experts.shared`.
 
     Raises:
         ValueError: a pattern of the caller's that matches nothing, or a module without fused weights.
@@ -54,7 +70,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
         # The plan names modules below the base model, which may itself stand below a head or a multimodal model.
         regexes = [glob_to_regex(f"**.{pattern}") for pattern in patterns] + [glob_to_regex(p) for p in patterns]
         named = [(n, m) for n, m in bare_modules(model) if any(r.fullmatch(n) for r in regexes)]
-        found = tuple(_experts(name, module, ROUTED) for name, module in named if _fused(module))
+        found = tuple(_experts(name, m, ROUTED) for name, m in named if _fused_rows(m) is not None)
         if found:
             return found
     return tuple(_by_structure(model))
@@ -80,11 +96,11 @@ def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
             if call == EACH:
                 yield _listed(name, module)
                 continue
-            if not _fused(module):
+            if _fused_rows(module) is None:
                 raise ValueError(
                     f"ExpertParallel.plan names {name!r}, a {type(module).__name__}, whose own parameters are not fused "
-                    "weights: each must have the experts as its first dim, as many in all of them. For a list of experts, "
-                    "say 'each'."
+                    "weights: it must have some of three dims, with the experts as the first, as many in all of them. For "
+                    "a list of experts, say 'each'."
                 )
             yield _experts(name, module, call)
 
@@ -95,7 +111,7 @@ def _by_structure(model: nn.Module) -> Iterator[Experts]:
             yield _listed(name, module)
             continue
         weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
-        if _fused(module) and len(weights) > 1 and (call := _call_of(module)) is not None:
+        if _all_fused(module) and len(weights) > 1 and (call := _call_of(module)) is not None:
             yield _experts(name, module, call)
 
 
@@ -115,14 +131,17 @@ def _listed(name: str, module: nn.Module) -> Experts:
     return Experts(name, module, len(module), EACH)
 
 
-def _fused(module: nn.Module) -> bool:
-    """Whether `module` has parameters of its own, and all have the same first dim."""
+def _fused_rows(module: nn.Module) -> int | None:
+    """The first dim that all of `module`'s own weights of three dims have; None: there are none, or they differ."""
+    rows = {p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _all_fused(module: nn.Module) -> bool:
+    """Whether all of `module`'s own parameters have the first dim of its fused weights."""
+    rows = _fused_rows(module)
     own = [p for p in module._parameters.values() if p is not None]
-    return bool(own) and all(p.dim() >= 1 for p in own) and len({p.shape[0] for p in own}) == 1 and _any_matrix(own)
-
-
-def _any_matrix(parameters: list[nn.Parameter]) -> bool:
-    return any(p.dim() == 3 for p in parameters)
+    return rows is not None and all(p.dim() and p.shape[0] == rows for p in own)
 
 
 def _call_of(module: nn.Module) -> str | None:
@@ -136,7 +155,8 @@ def _call_of(module: nn.Module) -> str | None:
 
 
 def _experts(name: str, module: nn.Module, call: str) -> Experts:
-    count = next(p.shape[0] for p in module._parameters.values() if p is not None)
+    count = _fused_rows(module)
+    assert count is not None
     return Experts(name, module, count, call)
 
 

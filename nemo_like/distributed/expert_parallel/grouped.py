@@ -19,15 +19,13 @@ _KNOWN = frozenset(("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bia
 def is_understood(module: nn.Module) -> bool:
     """Whether `module` is made as transformers makes experts, so that `fused_mlp` computes what its own forward does."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
-    if not names <= _KNOWN or "down_proj" not in names or ("gate_up_proj" in names) == ("up_proj" in names):
-        return False
-    if getattr(module, "has_post_expert_norm", False):
+    if _has_more_inside(module) or not names <= _KNOWN or "down_proj" not in names or ("gate_up_proj" in names) == ("up_proj" in names):
         return False
     return hasattr(module, "is_transposed") or zero_rows_stay_zero(module)
 
 
 def zero_rows_stay_zero(module: nn.Module) -> bool:
-    """Whether `module` is a gated MLP without biases as in Llama 4, which gives 0 for a row of zeros.
+    """Whether `module` is a gated MLP without biases as in transformers' Llama 4, which gives 0 for a row of zeros.
 
     Such a module is called with a row for every expert and token, most of them zero, and needs none of these.
     """
@@ -35,8 +33,18 @@ def zero_rows_stay_zero(module: nn.Module) -> bool:
     activation = getattr(module, "act_fn", None)
     if names != {"gate_up_proj", "down_proj"} or not callable(activation) or hasattr(module, "is_transposed"):
         return False
+    if _has_more_inside(module) or not type(module).forward.__module__.startswith("transformers."):
+        return False  # names say little of what a module that is not known computes
     up, down = (module.get_parameter(name).shape for name in ("gate_up_proj", "down_proj"))
     return up[1:] == (down[2], 2 * down[1]) and float(activation(torch.zeros(1))) == 0.0
+
+
+def _has_more_inside(module: nn.Module) -> bool:
+    """Whether there is more in `module` than weights of its own and an activation, such as a norm or dropout."""
+    others = any(name != "act_fn" for name, _ in module.named_children())
+    return others or any("." in name for name, _ in module.named_parameters()) or any(
+        buffer is not None for buffer in module._buffers.values()
+    )
 
 
 def expert_of_rows(ends: Tensor, rows: int) -> Tensor:

@@ -21,8 +21,9 @@ def shard_experts(
     mp_policy: MixedPrecisionPolicy | None = None,
     options: FSDP2 | None = None,
 ) -> None:
-    """Make each module with split experts a unit of FSDP2 on ``mesh.fsdp``. Call it before `shard_layers`, which leaves
-    such units as they are.
+    """Make the weights of each module's split experts a unit of FSDP2 on ``mesh.fsdp``. Call it after `shard_layers`, which
+    leaves them out (``apart=``) and takes what these modules have for all experts (`Experts.shared`): FSDP2 does not look
+    into units for parameters of a larger one.
 
     The gradient of an expert is the sum over all ranks that sent it tokens, divided by the number of ranks with data of
     their own, as that of any other parameter. FSDP2 alone would divide by the ranks that hold the same experts.
@@ -40,6 +41,7 @@ def shard_experts(
             mp_policy=policy,
             shard_placement_fn=lambda parameter: Shard(expert_shard_dim(parameter, shards)),
             offload_policy=host,
+            ignored_params=set(experts.shared.values()) or None,
         )
         unit = experts.module
         assert isinstance(unit, FSDPModule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from nemo_like.distributed.expert_parallel.gather_dispatch import AllGather
 from nemo_like.distributed.expert_parallel.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
 from nemo_like.distributed.expert_parallel.row_dispatch import AllToAll, Dispatch
 from nemo_like.distributed.mesh import axis_size
+from nemo_like.distributed.tp_styles import with_summed_gradient
 from nemo_like.module_tree import bare_modules, glob_to_regex
 from nemo_like.options import ExpertParallel
 from nemo_like.options.parallel import DISPATCHES
@@ -42,6 +44,7 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
             f"ep is {parallel.size}, and no experts were found in this {type(model).__name__}. Name the modules that hold "
             "them: ExpertParallel(size, plan={'layers.*.experts': 'routed'}), or use ep=1."
         )
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for experts in found:
         if experts.count % parallel.size:
             raise ValueError(
@@ -51,6 +54,11 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
         if any(isinstance(p, DTensor) for p in experts.module.parameters()):
             raise ValueError(
                 f"The weights of {experts.fqn!r} are split or sharded already: use ep=1, or a model as built."
+            )
+        if tied := next((name for name in experts.parameters if uses[id(experts.module._parameters[name])] > 1), None):
+            raise ValueError(
+                f"ep is {parallel.size}, and {tied!r} of {experts.fqn!r} is a parameter of another module, too, which would "
+                "have one of its own then: untie them, or use ep=1."
             )
         if hasattr(experts.module, "parametrizations"):
             raise ValueError(
@@ -162,6 +170,7 @@ class SplitExperts:
     ) -> None:  # fmt: skip
         self.fqn, self.count, self.call = experts.fqn, experts.count, experts.call
         self.module = experts.module
+        self.own = experts.parameters
         self.inside = type(experts.module).forward
         self.tp = tp
         self.local = experts.count // ranks
@@ -214,7 +223,7 @@ class SplitExperts:
 
     def compute(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
         """Rows (R, D), sorted by expert, `counts` of each of this rank's, the last at `ends` → (R, D)."""
-        weights = {name: _local(p) for name, p in self.module._parameters.items() if p is not None}
+        weights = {name: _local(self.module._parameters[name]) for name in self.own}
         if self.adapters:
             weights = with_adapters(weights, self.adapters, self.first)
         if isinstance(self.module, StackedExperts):
@@ -224,7 +233,8 @@ class SplitExperts:
         return self.by_its_own_forward(weights, rows, ends)
 
     def by_its_own_forward(self, weights: dict[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
-        """The same through the module's own code, which sees a module of fewer experts."""
+        """The same through the module's own code, which sees a module of fewer experts: fewer rows in what has one for
+        each, weights and buffers; what all experts share is as it is."""
         ids = expert_of_rows(ends, rows.shape[0])[:, None]
         empty = rows.shape[0] == 0
         if empty:  # no code is written for no tokens at all: one of zeros, whose result is dropped
@@ -232,18 +242,29 @@ class SplitExperts:
         routing = () if self.call == EVERY else (ids, rows.new_ones(ids.shape))
         module = self.module
         numbers = {n: v for n, v in vars(module).items() if type(v) is int and v == self.count and "expert" in n}
-        registered: Any = dict(module._parameters)
+        here = slice(self.first, self.first + self.local)
+        buffers = {n: b for n, b in module._buffers.items() if b is not None and b.dim() and len(b) == self.count}
+        registered = [(inner, dict(inner._parameters)) for inner in module.modules()]
         try:
+            for inner, parameters in registered if self.tp is not None else ():
+                for name, parameter in parameters.items():
+                    if parameter is not None and not (inner is module and name in weights):
+                        # Each rank of tp has rows of its own here, and so its own term of the gradient.
+                        inner._parameters[name] = with_summed_gradient(_local(parameter), self.tp)  # type: ignore[assignment]
             module._parameters.update(weights)  # type: ignore[arg-type]
+            module._buffers.update({name: buffer[here] for name, buffer in buffers.items()})
             vars(module).update(dict.fromkeys(numbers, self.local))
             out = self.inside(module, rows, *routing)
         finally:
-            module._parameters.update(registered)
+            for inner, parameters in registered:
+                inner._parameters.update(parameters)
+            module._buffers.update(buffers)
             vars(module).update(numbers)
         return out[:0] if empty else out
 
 
-def _local(parameter: Tensor) -> Tensor:
+def _local(parameter: Tensor | None) -> Tensor:
+    assert parameter is not None
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

@@ -1,0 +1,213 @@
+"""Weights inside a module of experts that belong to no single expert: norms, scales, biases that all experts share.
+
+Every rank has them, whatever `ep`; their gradients are summed over all ranks, and they are sharded as the other weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nemo_like import parallelize
+from nemo_like.distributed import clip_grad_norm_, get_model_state, materialize, set_model_state
+from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.options import ExpertParallel
+from tests_distributed.spawn import run_ranks
+from tests_distributed.whole_gradients import assert_close, gradients
+
+WIDTH, VOCAB, COUNT = 16, 32, 4
+PLAN = {"layers.*.pool": "routed"}
+
+
+class Scaled(nn.Module):
+    """Experts with a norm, a scale and a bias in common, and a buffer that has a row for each.
+
+    Their names are those of Llama 4's experts; what they compute is not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(COUNT, WIDTH, 24) / 4)
+        self.down_proj = nn.Parameter(torch.randn(COUNT, 12, WIDTH) / 4)
+        self.scale, self.bias = nn.Parameter(torch.rand(WIDTH) + 0.5), nn.Parameter(torch.randn(1, WIDTH) / 4)
+        self.act_fn, self.norm = nn.SiLU(), nn.LayerNorm(WIDTH)
+        self.norm.weight.data.uniform_(0.5, 1.5)
+        self.register_buffer("offsets", torch.arange(COUNT * 1.0)[:, None] / COUNT)
+        self.num_experts = COUNT
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for number in range(self.num_experts):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            gate, up = (tokens[rows] @ self.gate_up_proj[number]).chunk(2, -1)
+            made = self.norm(self.act_fn(gate) * up @ self.down_proj[number]) * self.scale + self.bias
+            out = out.index_add(0, rows, (made + self.offsets[number]) * weights[rows, places, None])
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router, self.pool = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, COUNT), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        return x + self.pool(flat, chosen, weights).view_as(x)
+
+
+class Model(nn.Module):
+    """Token ids (B, T) to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def _tokens(rows: int) -> Tensor:
+    return torch.randint(VOCAB, (rows, 6), generator=torch.Generator().manual_seed(1))
+
+
+def _wanted(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = model(ids)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"ep 2": {"ep": 2}},
+    4: {
+        "ep 2": {"ep": 2},
+        "ep 4": {"ep": 4},
+        "replicas": {"ep": 2, "dp_replicate": 2},
+        "tp": {"ep": 2, "tp": 2},
+        "ep over tp and data": {"ep": 4, "tp": 2},
+    },
+}
+
+
+def _trained(rank: int, world_size: int) -> None:
+    for said, options in LAYOUTS[world_size].items():
+        tp = options.get("tp", 1)
+        ids = _tokens(world_size // tp)
+        loss, wanted = _wanted(Model(), ids)
+        plain = None
+        for ac in ("none", "full", "selective"):
+            given = options | {"ep": ExpertParallel(options["ep"], plan=PLAN)}
+            if tp > 1:
+                from nemo_like.options import TensorParallel
+
+                given["tp"] = TensorParallel(tp, plan={"head": "colwise_gather_output"})
+            model = parallelize(Model(), ac=ac, device="cpu", **given)
+            part = model(ids[rank // tp : rank // tp + 1])
+            part.backward()
+            total = part.detach().clone()
+            torch.distributed.all_reduce(total)
+            assert abs(total / world_size - loss) <= 1e-6 * loss, said
+            found = gradients(model)
+            try:
+                assert_close(found, wanted)
+            except AssertionError as error:
+                raise AssertionError(said) from error
+            plain = found if plain is None else plain
+            assert all(torch.equal(found[name], plain[name]) for name in plain), (said, ac)
+            norm = clip_grad_norm_(model, 1e9)
+            whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
+            assert abs(norm - whole) <= 1e-5 * whole, said
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, DTensor)
+                axes = parameter.device_mesh.mesh_dim_names
+                assert ("ep" in axes) == name.endswith(("gate_up_proj", "down_proj")), (said, name, axes)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_all_experts_share_is_summed_over_all_ranks(ranks: int) -> None:
+    run_ranks(ranks, _trained, timeout=120)
+
+
+def test_which_weights_are_an_expert_s_own() -> None:
+    found = find_experts(Model(), PLAN)
+    assert [(e.fqn, e.count, e.parameters) for e in found] == [
+        (f"layers.{i}.pool", COUNT, ("gate_up_proj", "down_proj")) for i in (0, 1)
+    ]
+
+
+def _family(rank: int, world_size: int) -> None:
+    from transformers import MuseSparkTextConfig, MuseSparkTextModel
+
+    config = MuseSparkTextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, use_cache=False, num_local_experts=COUNT,
+        num_experts_per_tok=2, moe_hidden_size=16, moe_intermediate_size=16, eos_token_id=1, bos_token_id=1,
+    )  # fmt: skip
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        model = MuseSparkTextModel(config).train()
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.3)
+        return model
+
+    def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+        return model(input_ids=rows).last_hidden_state.square().mean()
+
+    ids = _tokens(world_size)
+    reference = built()
+    loss_of(reference, ids).backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert any(name.endswith("experts.post_expert_norm.weight") for name in wanted)
+    plain = None
+    for ac in ("none", "full", "selective"):
+        model = parallelize(built(), ac=ac, ep=2, device="cpu")
+        loss_of(model, ids[rank : rank + 1]).backward()
+        found = gradients(model)
+        assert_close(found, wanted)
+        plain = found if plain is None else plain
+        assert all(torch.equal(found[name], plain[name]) for name in plain), ac
+
+
+def test_a_norm_inside_the_experts_of_a_family() -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "MuseSparkTextModel"):
+        pytest.skip("this transformers has no experts with a norm inside")
+    run_ranks(2, _family, timeout=60)
+
+
+def _resumed(rank: int, world_size: int, folder: str, ep: int, save: bool) -> dict[str, Tensor]:
+    parallel = ExpertParallel(ep, plan=PLAN)
+    if save:
+        model = parallelize(Model(), ep=parallel, device="cpu")
+        dcp.save(get_model_state(model), checkpoint_id=folder)
+    else:
+        with torch.device("meta"):
+            empty = Model()
+        model = materialize(parallelize(empty, ac="full", ep=parallel, device="cpu"), state_dict=Model().state_dict())
+        set_model_state(model, {name: value + 1 for name, value in get_model_state(model, full=False).items()})
+        state = get_model_state(model)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state(model, state)
+    return get_model_state(model, full=True)
+
+
+def test_saved_and_resumed_with_another_ep(tmp_path: Path) -> None:
+    bare = Model().state_dict()
+    run_ranks(2, _resumed, str(tmp_path), 2, True)
+    for ranks, ep in ((1, 1), (4, 4)):
+        found = run_ranks(ranks, _resumed, str(tmp_path), ep, False)[0]
+        assert found.keys() == bare.keys()
+        assert all(torch.equal(found[name], bare[name]) for name in bare), ep
