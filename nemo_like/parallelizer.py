@@ -224,11 +224,11 @@ def parallelize(
     mesh = _mesh(word, mesh, sizes, asked_device, hasattr(model, STAGE_MARK))
     shard_mesh = mesh if word == "fsdp2" else None
     target = asked_device or local_device(None if mesh is None else mesh.device_type)
-    split = _check_tensor_parallel(model, shard_mesh, asked, tensor)
+    experts = _check_expert_parallel(model, shard_mesh, expert, asked)
+    split = _check_tensor_parallel(model, shard_mesh, asked, tensor, experts)
     context = replace(context, size=axis_size(shard_mesh, "cp"))
     if context.size > 1:
         check_context_parallel(model, context, found, call_of(model))
-    experts = _check_expert_parallel(model, shard_mesh, expert, asked)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
     else:
@@ -397,11 +397,13 @@ def _check_compile(compiled: bool, asked: Asked) -> None:
         raise ValueError("CheckpointConfig.use_reentrant is True and compile is on: torch cannot compile it. Drop one.")
 
 
-def _check_tensor_parallel(model: nn.Module, mesh: DeviceMesh | None, asked: Asked, tensor: TensorParallel) -> bool:
-    """Whether weights are split at all."""
+def _check_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh | None, asked: Asked, tensor: TensorParallel, experts: Iterable[Experts]
+) -> bool:
+    """Whether weights are split at all; `experts`: those that are split otherwise."""
     split = axis_size(mesh, "tp") > 1
     if split and isinstance(asked, MemoryBudget):
-        check_tensor_budget(model, axis_size(mesh, "tp"), tensor, asked)
+        check_tensor_budget(model, axis_size(mesh, "tp"), tensor, asked, [found.fqn for found in experts])
     for name in ("sequence_parallel", "loss_parallel"):
         if getattr(tensor, name) and not split:
             raise ValueError(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.compile import parse_compile
 from nemo_like.distributed.context_parallel import check_context_parallel
+from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline import Pipeline
@@ -99,6 +100,7 @@ def parallelize_pipeline(
     dtype = precision.dtypes["param_dtype"]
     lowered = {"dtype" if shards else "autocast": dtype} if dtype is not None else {}
     parts = stage_parts(model, found, sample, **lowered)
+    expert = ExpertParallel.of(options["ep"])
     rest = {
         name: value
         for name, value in options.items()
@@ -107,8 +109,8 @@ def parallelize_pipeline(
     setup = Setup(
         shard_ranks=axis_size(mesh, "dp_shard") * context.size, step=StepSpec.of(options["step"], options["optimizer"]),
         precision=precision, fsdp=FSDP2(**{**vars(fsdp), "reshard_after_forward": False}) if shards else None,
-        tp=tensor.size, tp_plan=tensor.plan, ep=ExpertParallel.of(options["ep"]).size, cp=context, loss=in_chunks,
-        offload=OffloadConfig.of(options["offload"]),
+        tp=tensor.size, tp_plan=tensor.plan, ep=expert.size, expert_plan=expert.plan, imbalance=expert.imbalance,
+        cp=context, loss=in_chunks, offload=OffloadConfig.of(options["offload"]),
     )  # fmt: skip
     pp, rest["ac"] = _planned(model, pp, asked, setup, options)
     counts = counts_of(parts, pp)
@@ -175,7 +177,9 @@ def _planned(
         )
     if isinstance(asked, MemoryBudget):
         if setup.tp > 1:
-            check_tensor_budget(model, setup.tp, TensorParallel.of(options["tp"]), asked)
+            split = find_experts(model, setup.expert_plan) if setup.ep > 1 else ()
+            whole = [experts.fqn for experts in split]
+            check_tensor_budget(model, setup.tp, TensorParallel.of(options["tp"]), asked, whole)
         asked = plan_pipeline(model, asked, options["sample_input"], pp, setup=setup, layers=options["layers"])
     elif pp.balance == "memory":
         mode = asked.mode if isinstance(asked, CheckpointConfig) and asked.mode in ("none", "selective") else "full"

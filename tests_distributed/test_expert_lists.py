@@ -398,7 +398,9 @@ def test_a_list_whose_experts_share_something() -> None:
     model = Model()
     experts = model.layers[1].mixture.experts
     experts[2].scale = experts[0].scale
-    with pytest.raises(ValueError, match="Expert 2 of 'layers.1.mixture.experts' shares its scale with expert 0's scale"):
+    with pytest.raises(
+        ValueError, match=r"Expert 2 of 'layers.1.mixture.experts' shares its scale with expert 0's scale"
+    ):
         find_experts(model)
 
 

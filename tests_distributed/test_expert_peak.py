@@ -12,7 +12,7 @@ from nemo_like.options import ExpertParallel, MemoryBudget
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner, Setup
 from tests.models.expert_families import build, tokens
-from tests_distributed.allocated import step_peak_bytes
+from tests_distributed.allocated import local, step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 MODES = ("none", "full", "selective")
@@ -36,12 +36,12 @@ def _model() -> nn.Module:
     return model
 
 
-def _peaks(rank: int, world_size: int, asked: tuple[str, ...]) -> list[tuple[str, int, int]]:
-    ids = tokens(2, 64, seed=rank)
+def _peaks(rank: int, world_size: int, asked: tuple[str, ...], tp: int) -> list[tuple[str, int, int, bool]]:
+    ids = tokens(2, 64, seed=rank // tp)
     sample = {"input_ids": ids, "labels": ids}
-    setup = Setup(shard_ranks=world_size, ep=2, imbalance=2.0)
+    setup = Setup(shard_ranks=world_size // tp, ep=2, imbalance=2.0, tp=tp)
     planner = Planner(_model(), sample, device=resolve_device("cpu"), setup=setup)
-    found = []
+    found, bare = [], None
     for ac in asked:
         peak = (
             planner.peak(planner.uniform(ac)).total if ac in MODES else planner.plan(MemoryBudget.parse(ac)).peak_bytes
@@ -49,10 +49,16 @@ def _peaks(rank: int, world_size: int, asked: tuple[str, ...]) -> list[tuple[str
         model = parallelize(
             _model(),
             ac=ac,
+            tp=tp,
             ep=ExpertParallel(2, imbalance=2.0),
             device="cpu",
             sample_input=None if ac in MODES else sample,
         )
+        model(**sample).loss.backward()
+        grads = [local(parameter.grad).clone() for parameter in model.parameters()]
+        bare = bare or grads
+        same = all(torch.equal(a, b) for a, b in zip(grads, bare, strict=True))
+        model.zero_grad()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
         def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -62,14 +68,24 @@ def _peaks(rank: int, world_size: int, asked: tuple[str, ...]) -> list[tuple[str
             optimizer.zero_grad()
 
         step()
-        found.append((ac, peak, step_peak_bytes(model, optimizer, step)))
+        found.append((ac, peak, step_peak_bytes(model, optimizer, step), same))
     return found
 
 
-@pytest.mark.parametrize(("ranks", "asked"), [(2, MODES), (4, MODES), (2, BUDGETS)])
-def test_the_fullest_rank_peaks_as_planned(ranks: int, asked: tuple[str, ...]) -> None:
-    for rank, rows in enumerate(run_ranks(ranks, _peaks, asked, timeout=300)):
-        for ac, planned, measured in rows:
+@pytest.mark.parametrize(
+    ("ranks", "asked", "tp"),
+    [
+        (2, (*MODES, *BUDGETS), 1),
+        (4, ("full",), 1),
+        (4, ("none", "60%"), 2),
+        pytest.param(4, (*MODES, *BUDGETS), 2, marks=pytest.mark.long),
+        pytest.param(4, MODES, 1, marks=pytest.mark.long),
+    ],
+)
+def test_the_fullest_rank_peaks_as_planned(ranks: int, asked: tuple[str, ...], tp: int) -> None:
+    for rank, rows in enumerate(run_ranks(ranks, _peaks, asked, tp, timeout=300)):
+        for ac, planned, measured, same in rows:
+            assert same, (rank, ac)
             if rank % 2:  # its experts get no token
                 assert measured < planned, (rank, ac)
             else:

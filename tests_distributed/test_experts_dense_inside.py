@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like import parallelize
 from nemo_like.distributed import clip_grad_norm_, get_model_state, materialize, set_model_state
 from nemo_like.distributed.expert_parallel import find_experts
-from nemo_like.options import ExpertParallel
+from nemo_like.options import ExpertParallel, TensorParallel
 from tests_distributed.spawn import run_ranks
 from tests_distributed.whole_gradients import assert_close, gradients
 
@@ -110,8 +109,6 @@ def _trained(rank: int, world_size: int) -> None:
         for ac in ("none", "full", "selective"):
             given = options | {"ep": ExpertParallel(options["ep"], plan=PLAN)}
             if tp > 1:
-                from nemo_like.options import TensorParallel
-
                 given["tp"] = TensorParallel(tp, plan={"head": "colwise_gather_output"})
             model = parallelize(Model(), ac=ac, device="cpu", **given)
             part = model(ids[rank // tp : rank // tp + 1])
@@ -135,11 +132,6 @@ def _trained(rank: int, world_size: int) -> None:
                 assert ("ep" in axes) == name.endswith(("gate_up_proj", "down_proj")), (said, name, axes)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_what_all_experts_share_is_summed_over_all_ranks(ranks: int) -> None:
-    run_ranks(ranks, _trained, timeout=120)
-
-
 def test_which_weights_are_an_expert_s_own() -> None:
     found = find_experts(Model(), PLAN)
     assert [(e.fqn, e.count, e.parameters) for e in found] == [
@@ -148,7 +140,11 @@ def test_which_weights_are_an_expert_s_own() -> None:
 
 
 def _family(rank: int, world_size: int) -> None:
-    from transformers import MuseSparkTextConfig, MuseSparkTextModel
+    """MuseSpark, which has a norm inside its experts."""
+    try:
+        from transformers import MuseSparkTextConfig, MuseSparkTextModel
+    except ImportError:  # a release before it
+        return
 
     config = MuseSparkTextConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -181,33 +177,27 @@ def _family(rank: int, world_size: int) -> None:
         assert all(torch.equal(found[name], plain[name]) for name in plain), ac
 
 
-def test_a_norm_inside_the_experts_of_a_family() -> None:
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "MuseSparkTextModel"):
-        pytest.skip("this transformers has no experts with a norm inside")
-    run_ranks(2, _family, timeout=60)
+def _on_two_ranks(rank: int, world_size: int, folder: str) -> None:
+    _trained(rank, world_size)
+    _family(rank, world_size)
+    model = parallelize(Model(), ep=ExpertParallel(2, plan=PLAN), device="cpu")
+    dcp.save(get_model_state(model), checkpoint_id=folder)
 
 
-def _resumed(rank: int, world_size: int, folder: str, ep: int, save: bool) -> dict[str, Tensor]:
-    parallel = ExpertParallel(ep, plan=PLAN)
-    if save:
-        model = parallelize(Model(), ep=parallel, device="cpu")
-        dcp.save(get_model_state(model), checkpoint_id=folder)
-    else:
-        with torch.device("meta"):
-            empty = Model()
-        model = materialize(parallelize(empty, ac="full", ep=parallel, device="cpu"), state_dict=Model().state_dict())
-        set_model_state(model, {name: value + 1 for name, value in get_model_state(model, full=False).items()})
-        state = get_model_state(model)
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state(model, state)
-    return get_model_state(model, full=True)
-
-
-def test_saved_and_resumed_with_another_ep(tmp_path: Path) -> None:
+def _on_four_ranks(rank: int, world_size: int, folder: str) -> None:
+    _trained(rank, world_size)
     bare = Model().state_dict()
-    run_ranks(2, _resumed, str(tmp_path), 2, True)
-    for ranks, ep in ((1, 1), (4, 4)):
-        found = run_ranks(ranks, _resumed, str(tmp_path), ep, False)[0]
-        assert found.keys() == bare.keys()
-        assert all(torch.equal(found[name], bare[name]) for name in bare), ep
+    with torch.device("meta"):
+        empty = Model()
+    model = parallelize(empty, ac="full", ep=ExpertParallel(4, plan=PLAN), device="cpu")
+    materialize(model, state_dict={name: value + 1 for name, value in bare.items()})
+    state = get_model_state(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state(model, state)
+    found = get_model_state(model, full=True)
+    assert rank or (found.keys() == bare.keys() and all(torch.equal(found[name], bare[name]) for name in bare))
+
+
+def test_what_all_experts_share_is_summed_over_all_ranks_and_saved(tmp_path: Path) -> None:
+    run_ranks(2, _on_two_ranks, str(tmp_path), timeout=120)
+    run_ranks(4, _on_four_ranks, str(tmp_path), timeout=120)

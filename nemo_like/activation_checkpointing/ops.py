@@ -113,6 +113,7 @@ _ROWS: dict[str, OpFacts] = {
     # Expert parallelism: who sends how many tokens to whom, and the tokens. These may be sent again, by all ranks alike.
     "nemo_like.route.default": OpFacts(saved=True, pinned=True, collective=True),
     "nemo_like.exchange_rows.default": OpFacts(saved=True, collective=True, exchange=True),
+    "nemo_like.rows_of_all.default": _GATHER,
     "nemo_like.route_gathered.default": OpFacts(saved=True, pinned=True, collective=True),
     "nemo_like.gather_rows.default": _GATHER,
     "nemo_like.sum_rows.default": _GATHER,

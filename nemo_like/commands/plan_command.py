@@ -279,8 +279,8 @@ def _shard_ranks(args: argparse.Namespace) -> int:
         )
     if rest % args.cp:
         raise ValueError(f"--cp {args.cp} does not divide the {rest} ranks that parameters are sharded over.")
-    if rest % args.ep:
-        raise ValueError(f"--ep {args.ep} does not divide the {rest} ranks that parameters are sharded over.")
+    if rest * args.tp % args.ep:
+        raise ValueError(f"--ep {args.ep} does not divide the {rest * args.tp} ranks that hold one copy of the model.")
     return rest
 
 

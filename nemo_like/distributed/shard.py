@@ -63,9 +63,7 @@ def shard_layers(
         TypeError, ValueError: anything wrong with the arguments, naming it. The model is untouched then.
     """
     options = FSDP2() if options is None else options
-    plan = check_sharding(
-        model, layers, mesh, options=options, ignored_params=ignored_params, apart=apart, tail=tail
-    )
+    plan = check_sharding(model, layers, mesh, options=options, ignored_params=ignored_params, apart=apart, tail=tail)
     dp_mesh = data_parallel_mesh(mesh)
     if reduce_unused is None:
         reduce_unused = bool(plan.towers)

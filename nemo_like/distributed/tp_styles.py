@@ -45,7 +45,7 @@ class SummedGradients(ParallelStyle):
             own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
             # A plain tensor may stand where a Parameter stood while forward runs; both are put back even when a replay
             # stops early.
-            used: dict[str, Any] = {name: with_summed_gradient(value, device_mesh) for name, value in own.items()}
+            used: dict[str, Any] = {name: _summed(value, device_mesh) for name, value in own.items()}
             module._parameters.update(used)
             try:
                 return forward(*args, **kwargs)
@@ -152,7 +152,7 @@ def installed_styles() -> Mapping[str, Any]:
     return {name: style for name, style in styles.items() if all(hasattr(style, method) for method in wanted)}
 
 
-def with_summed_gradient(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+def _summed(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     """`parameter` unchanged, with a gradient that is the sum of all ranks' gradients."""
     if not parameter.requires_grad:
         return parameter

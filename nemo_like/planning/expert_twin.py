@@ -14,6 +14,7 @@ from nemo_like.distributed.expert_parallel.expert_adapters import adapters_on, p
 from nemo_like.distributed.expert_parallel.find_experts import EACH, experts_per_token
 from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
 from nemo_like.distributed.expert_parallel.split_experts import SplitExperts
+from nemo_like.distributed.expert_parallel.tensor_ranks import TensorRanks
 
 IMBALANCE = 1.5
 """Rows that the fullest rank's experts get, as a multiple of what they would get if all got alike, where nobody says. A
@@ -23,25 +24,18 @@ _PLANNED = "planned"
 
 
 def planned_imbalance(setup: Any) -> float:
-    """The imbalance that a `nemo_like.planning.planner.Setup` means.
-
-    Raises:
-        ValueError: tensor parallelism beside `ep`, of which the bytes of one rank are not known.
-    """
-    if setup.tp > 1:
-        raise ValueError(
-            f"ep={setup.ep} beside tp={setup.tp} can't be planned; plan one of the two with the other at 1."
-        )
+    """The imbalance that a `nemo_like.planning.planner.Setup` means."""
     return min(IMBALANCE, setup.ep) if setup.imbalance is None else setup.imbalance
 
 
 def expert_twin(
-    model: nn.Module, ep: int, imbalance: float, plan: Mapping[str, str] | None = None
+    model: nn.Module, ep: int, imbalance: float, plan: Mapping[str, str] | None = None, tp: int = 1
 ) -> tuple[nn.Module, tuple[Experts, ...]]:
     """A twin of `model` with the experts that one of `ep` ranks holds, on the meta device; its experts.
 
     Other parameters have the shapes of the whole model, and no values; buffers are the model's own. In a traced run each
-    layer's experts get ``imbalance`` times the rows of a balanced router, evenly over those of the rank.
+    layer's experts get ``imbalance`` times the rows of a balanced router, evenly over those of the rank. `tp`: ranks with
+    the same tokens, of which each sends its part; of tensor parallelism itself, `tensor_twin` makes what remains.
 
     Raises:
         ValueError: no experts, or a number of them that `ep` does not divide; `imbalance` below 1 or above `ep`.
@@ -70,7 +64,8 @@ def expert_twin(
         key = f"{_PLANNED}:{ep}:{imbalance}:{sent}"
         adapters = adapters_on(twin, experts.module)
         pass_through(adapters)
-        experts.module.forward = SplitExperts(experts, ranks=ep, group=key, adapters=adapters)
+        beside = TensorRanks(tp, 0, _PLANNED) if tp > 1 else None
+        experts.module.forward = SplitExperts(experts, ranks=ep, group=key, adapters=adapters, tp=beside)
     return twin, here
 
 

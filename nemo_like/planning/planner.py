@@ -125,10 +125,20 @@ class Planner:
         # A DTensor cannot be stood in for by a placeholder.
         self.skip = (_can_skip() if skip is None else skip) and setup.tp == 1
         self.whole = model
-        self.model = rank_twin(model, setup.tp, setup.tp_plan)
+        self.model = model
         self.experts: tuple[Experts, ...] = ()
         if setup.ep > 1:
-            self.model, self.experts = expert_twin(self.model, setup.ep, planned_imbalance(setup), setup.expert_plan)
+            if setup.shard_ranks * setup.tp % setup.ep:
+                raise ValueError(
+                    f"ep is {setup.ep}, which does not divide the {setup.shard_ranks * setup.tp} ranks that hold one copy "
+                    "of the model: use a divisor, or plan for more ranks."
+                )
+            self.model, self.experts = expert_twin(
+                model, setup.ep, planned_imbalance(setup), setup.expert_plan, setup.tp
+            )
+        names = [experts.fqn for experts in self.experts]
+        self.model = rank_twin(self.model, setup.tp, setup.tp_plan, names)
+        self.experts = tuple(replace(each, module=self.model.get_submodule(each.fqn)) for each in self.experts)
         if setup.loss is not None:
             check_head(self.model)
         self.layers, self.chosen = _found_and_chosen(self.model, layers)
@@ -175,7 +185,8 @@ class Planner:
     @property
     def takes_budget(self) -> bool:
         """Whether `parallelize` takes a budget with this set-up: not beside weights that are split in an unknown way."""
-        return self.setup.tp == 1 or has_known_rules(self.whole, self.setup.tp, self.setup.tp_plan)
+        names = [experts.fqn for experts in self.experts]
+        return self.setup.tp == 1 or has_known_rules(self.whole, self.setup.tp, self.setup.tp_plan, names)
 
     def __enter__(self) -> Planner:
         return self
@@ -324,7 +335,7 @@ class Planner:
         precision = Precision() if s.fsdp is None else s.precision
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
-            trained=self.trained, experts=self.experts, ep=s.ep,
+            trained=self.trained, experts=self.experts, expert_ranks=s.shard_ranks * s.tp // s.ep,
             gloo=self.device.kind == "cpu", alone=s.tp > 1 and s.fsdp is not None, plan=self._unit_plan(),
         )  # fmt: skip
 

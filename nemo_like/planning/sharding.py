@@ -103,13 +103,13 @@ class Sharding:
 
 def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
-    trained: frozenset[int] | None = None, experts: Sequence[Experts] = (), ep: int = 1,
+    trained: frozenset[int] | None = None, experts: Sequence[Experts] = (), expert_ranks: int = 1,
     gloo: bool = False, alone: bool = False, plan: UnitPlan | None = None,
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
-    `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: those of one rank out
-    of `ep`, units of their own that the ranks with the same experts shard. `gloo`: it does the collectives.
+    `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: those of one
+    rank, units of their own that the `expert_ranks` ranks with the same experts shard. `gloo`: it does the collectives.
     `alone`: FSDP2 is there, whatever the number of ranks.
     `plan`: what `units_for` returned for the same model, layers and experts; None: it is asked.
     """
@@ -136,13 +136,13 @@ def sharding_of(
             reshard = asked if isinstance(asked, bool) and source.kind != "dtype" else False
         return made(source.kind, source.params, shard_ranks, bool(reshard))
 
-    inner, apart = {}, shard_ranks // ep
+    inner = {}
     for layer in (bare(source.modules[0]) for source in plan.layers if experts):
         inside = set(layer.modules())
         params = [weight for each in experts if each.module in inside for weight in each.weights]
         if params:
             reshard = asked if isinstance(asked, bool) else True
-            inner[id(layer)] = made("experts", params, apart, reshard)
+            inner[id(layer)] = made("experts", params, expert_ranks, reshard)
     theirs = {id(p) for p in own}
     in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
     sharded = [p for source in plan.units for p in source.params]
@@ -166,7 +166,7 @@ def sharding_of(
         padding=sum((padded(p, shard_ranks) - p.numel()) * p.element_size() for p in sharded) // shard_ranks,
         trained=tuple(
             TrainedParameter(tuple(p.shape), padded(p, ranks) // ranks, p.element_size(), id(p) in in_layers)
-            for p, ranks in ((p, apart if id(p) in theirs else shard_ranks) for p in model.parameters())
+            for p, ranks in ((p, expert_ranks if id(p) in theirs else shard_ranks) for p in model.parameters())
             if p.requires_grad and (trained is None or id(p) in trained)
         ),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -30,13 +30,20 @@ class UnknownStyleError(ValueError):
     """A plan with styles of which the bytes of one rank are not known."""
 
 
-def rank_twin(model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None) -> nn.Module:
-    """`model` as one of `tp` ranks has it: `tensor_twin`, or with one warning `local_twin` where a style is not known."""
+def rank_twin(
+    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = ()
+) -> nn.Module:
+    """`model` as one of `tp` ranks has it: `tensor_twin`, or with one warning `local_twin` where a style is not known.
+
+    `whole`: as for `tensor_twin`; with such modules, a style that is not known raises UnknownStyleError.
+    """
     if tp == 1:
         return model
     try:
-        return tensor_twin(model, tp, plan)
+        return tensor_twin(model, tp, plan, whole)
     except UnknownStyleError as error:
+        if whole:
+            raise
         warn_once(
             f"{error} Planned with the heads and widths of its config divided by {tp} instead: collectives are not counted, "
             "and embedding and head stay whole."
@@ -80,17 +87,20 @@ def local_twin(model: nn.Module, tp: int) -> nn.Module:
     return (twin if dtype is None else twin.to(dtype)).train(model.training)
 
 
-def tensor_twin(model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None) -> nn.Module:
+def tensor_twin(
+    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = ()
+) -> nn.Module:
     """A twin of `model` with the weights that one of `tp` ranks holds, on the meta device.
 
     Modules that `plan` (default: the model's own) cuts run with their part, and their inputs and outputs go through the
     collectives that `torch.distributed.tensor.parallel` sends for them, of which nothing is sent. Buffers are the model's.
+    `whole`: names of modules that the plan is not followed in, such as experts that `ep` splits.
 
     Raises:
         UnknownStyleError: (a ValueError) a style whose bytes are not known, such as those of packed or expert weights.
         ValueError: as `nemo_like.distributed.apply_tensor_parallel`.
     """
-    rules = known_rules(model, tp, plan)
+    rules = known_rules(model, tp, plan, whole)
     cut = {id(rule.module): rule for rule in rules}
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for module in model.modules():  # a tied weight has the same rule in both places, see `resolve_plan`
@@ -104,32 +114,41 @@ def tensor_twin(model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None
     return twin
 
 
-def check_tensor_budget(model: nn.Module, tp: int, options: TensorParallel, asked: object) -> None:
-    """Raise ValueError where no plan can be made for the budget `asked` beside `options`, with `tp` ranks."""
+def check_tensor_budget(
+    model: nn.Module, tp: int, options: TensorParallel, asked: object, whole: Collection[str] = ()
+) -> None:
+    """Raise ValueError where no plan can be made for the budget `asked` beside `options`, with `tp` ranks; `whole`: as for
+    `tensor_twin`."""
     for name in ("sequence_parallel", "loss_parallel"):
         if getattr(options, name):
             raise ValueError(
                 f"ac is {asked} beside {name}=True, which no plan is made for. Use a mode: ac='selective'."
             )
     try:
-        known_rules(model, tp, options.plan)
+        known_rules(model, tp, options.plan, whole)
     except UnknownStyleError as error:
         raise ValueError(f"ac is {asked}, and {error} Use a mode: ac='selective'.") from error
 
 
-def has_known_rules(model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None) -> bool:
+def has_known_rules(
+    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = ()
+) -> bool:
     """Whether `tensor_twin` can be made."""
     try:
-        known_rules(model, tp, plan)
+        known_rules(model, tp, plan, whole)
     except UnknownStyleError:
         return False
     return True
 
 
-def known_rules(model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None) -> list[Rule]:
+def known_rules(
+    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = ()
+) -> list[Rule]:
     """The rules by which `model` is cut; raises UnknownStyleError for one of which the bytes of a rank are not known."""
     # Without those that have no weight: another stage of a pipeline holds it, see `nemo_like.distributed.pipeline.cut`.
-    rules = [r for r in resolve_plan(model, plan, tp) if any(p is not None for p in r.module._parameters.values())]
+    rules = [
+        r for r in resolve_plan(model, plan, tp, whole) if any(p is not None for p in r.module._parameters.values())
+    ]
     rules = [rule for rule in rules if rule.style_name not in _WHOLE]
     for rule in rules:
         known = rule.style_name in _CUT and rule.parameter is None and type(rule.module) in (nn.Linear, nn.Embedding)

@@ -25,7 +25,7 @@ def test_parameter_bytes_of_deepseek_v3_on_1024_ranks() -> None:
     twin, experts = expert_twin(whole, 64, 1.5)
     sharding = sharding_of(
         twin, find_layers(twin), shard_ranks=1024, precision=Precision("bf16"), fsdp=FSDP2(),
-        experts=experts, ep=64,
+        experts=experts, expert_ranks=16,
     )  # fmt: skip
     # 58 layers of 256 experts: gate, up and down of 7168 x 2048, float32. 4 experts for each of 64, over 16 ranks.
     by_hand = 58 * 256 * 3 * 7168 * 2048 * 4 // 1024

@@ -27,8 +27,8 @@ def check_list(fqn: str, experts: nn.Module) -> None:
         )
     if own := next(iter([*experts._parameters, *experts._buffers]), None):
         raise ValueError(
-            f"{fqn!r}, a list of experts, has a tensor of its own, {own}, and only its modules are stacked: move it into the "
-            "module that has the list, or use ep=1."
+            f"{fqn!r}, a list of experts, has a tensor of its own, {own}, and only its modules are stacked: move it "
+            "into the module that has the list, or use ep=1."
         )
     members = [bare(module) for module in experts.children()]
     first = _signature(members[0])

@@ -19,7 +19,12 @@ _KNOWN = frozenset(("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bia
 def is_understood(module: nn.Module) -> bool:
     """Whether `module` is made as transformers makes experts, so that `fused_mlp` computes what its own forward does."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
-    if _has_more_inside(module) or not names <= _KNOWN or "down_proj" not in names or ("gate_up_proj" in names) == ("up_proj" in names):
+    if (
+        _has_more_inside(module)
+        or not names <= _KNOWN
+        or "down_proj" not in names
+        or ("gate_up_proj" in names) == ("up_proj" in names)
+    ):
         return False
     return hasattr(module, "is_transposed") or zero_rows_stay_zero(module)
 
@@ -42,8 +47,10 @@ def zero_rows_stay_zero(module: nn.Module) -> bool:
 def _has_more_inside(module: nn.Module) -> bool:
     """Whether there is more in `module` than weights of its own and an activation, such as a norm or dropout."""
     others = any(name != "act_fn" for name, _ in module.named_children())
-    return others or any("." in name for name, _ in module.named_parameters()) or any(
-        buffer is not None for buffer in module._buffers.values()
+    return (
+        others
+        or any("." in name for name, _ in module.named_parameters())
+        or any(buffer is not None for buffer in module._buffers.values())
     )
 
 

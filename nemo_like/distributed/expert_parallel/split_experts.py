@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nemo_like.distributed.expert_parallel.exchange import group_key
 from nemo_like.distributed.expert_parallel.expert_adapters import adapters_on, pass_through, with_adapters
@@ -19,8 +20,8 @@ from nemo_like.distributed.expert_parallel.find_experts import EACH, EVERY, Expe
 from nemo_like.distributed.expert_parallel.gather_dispatch import AllGather
 from nemo_like.distributed.expert_parallel.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
 from nemo_like.distributed.expert_parallel.row_dispatch import AllToAll, Dispatch
+from nemo_like.distributed.expert_parallel.tensor_ranks import TensorRanks
 from nemo_like.distributed.mesh import axis_size
-from nemo_like.distributed.tp_styles import with_summed_gradient
 from nemo_like.module_tree import bare_modules, glob_to_regex
 from nemo_like.options import ExpertParallel
 from nemo_like.options.parallel import DISPATCHES
@@ -101,7 +102,7 @@ def split_experts(
     The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there. `dispatch`:
     as `ExpertParallel.dispatch`.
     """
-    tp = mesh.dense["tp"] if axis_size(mesh.dense, "tp") > 1 else None
+    tp = TensorRanks.of(mesh.dense["tp"]) if axis_size(mesh.dense, "tp") > 1 else None
     found = stack_lists(model, found)
     for experts in found:
         module = experts.module
@@ -165,7 +166,7 @@ class SplitExperts:
     """
 
     def __init__(
-        self, experts: Experts, *, ranks: int, group: str, rank: int = 0, tp: DeviceMesh | None = None,
+        self, experts: Experts, *, ranks: int, group: str, rank: int = 0, tp: TensorRanks | None = None,
         adapters: Sequence[nn.Module] = (), dispatch: str = DISPATCHES[0],
     ) -> None:  # fmt: skip
         self.fqn, self.count, self.call = experts.fqn, experts.count, experts.call
@@ -194,27 +195,27 @@ class SplitExperts:
         tokens = hidden.shape[0]
         if self.tp is not None:
             # The ranks of tp have the same tokens: each sends its part of them, or an expert would see each several times.
-            hidden, chosen, weights = (_own_part(tensor, self.tp) for tensor in (hidden, chosen, weights))
+            hidden, chosen, weights = (self.tp.own_part(tensor) for tensor in (hidden, chosen, weights))
         out = self.sent_and_back(hidden, chosen, weights)
-        return out if self.tp is None else _all_parts(out, self.tp, tokens)
+        return out if self.tp is None else self.tp.all_parts(out, tokens)
 
     def every(self, hidden: Tensor) -> Tensor:
         """The rows of each expert one after the other, (experts * N, D) → the same."""
         rows = hidden.shape[0]
-        parts = hidden if self.tp is None else _own_part(hidden.view(self.count, -1, hidden.shape[-1]), self.tp, dim=1)
+        parts = hidden if self.tp is None else self.tp.own_part(hidden.view(self.count, -1, hidden.shape[-1]), dim=1)
         shape, parts = parts.shape, parts.reshape(-1, parts.shape[-1])
         each = parts.shape[0] // self.count
         chosen = torch.arange(self.count, device=parts.device).repeat_interleave(each)
         if self.sparse:
             chosen = chosen.masked_fill((parts == 0).all(-1), self.count)
         out = self.sent_and_back(parts, chosen[:, None], None).view(shape)
-        return out if self.tp is None else _all_parts(out, self.tp, rows // self.count, dim=1).reshape(rows, -1)
+        return out if self.tp is None else self.tp.all_parts(out, rows // self.count, dim=1).reshape(rows, -1)
 
     def each(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """Rows (R, D) and the expert of each (R,) → (R, D)."""
-        parts = rows if self.tp is None else _own_part(rows, self.tp)
-        out = self.sent_and_back(parts, (chosen if self.tp is None else _own_part(chosen, self.tp))[:, None], None)
-        return out if self.tp is None else _all_parts(out, self.tp, rows.shape[0])
+        parts = rows if self.tp is None else self.tp.own_part(rows)
+        out = self.sent_and_back(parts, (chosen if self.tp is None else self.tp.own_part(chosen))[:, None], None)
+        return out if self.tp is None else self.tp.all_parts(out, rows.shape[0])
 
     def sent_and_back(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
         """Rows (N, D), their experts (N, k) and weights (N, k) → (N, D), through whatever rank has the experts."""
@@ -240,41 +241,35 @@ class SplitExperts:
         if empty:  # no code is written for no tokens at all: one of zeros, whose result is dropped
             rows, ids = rows.new_zeros(1, rows.shape[1]) + rows.sum(), ids.new_zeros(1, 1)
         routing = () if self.call == EVERY else (ids, rows.new_ones(ids.shape))
-        module = self.module
+        with self.fewer(weights):
+            out = self.inside(self.module, rows, *routing)
+        return out[:0] if empty else out
+
+    @contextmanager
+    def fewer(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """The module as one of this rank's experts alone, with their `weights`."""
+        module, tp = self.module, self.tp
         numbers = {n: v for n, v in vars(module).items() if type(v) is int and v == self.count and "expert" in n}
         here = slice(self.first, self.first + self.local)
         buffers = {n: b for n, b in module._buffers.items() if b is not None and b.dim() and len(b) == self.count}
         registered = [(inner, dict(inner._parameters)) for inner in module.modules()]
         try:
-            for inner, parameters in registered if self.tp is not None else ():
-                for name, parameter in parameters.items():
-                    if parameter is not None and not (inner is module and name in weights):
-                        # Each rank of tp has rows of its own here, and so its own term of the gradient.
-                        inner._parameters[name] = with_summed_gradient(_local(parameter), self.tp)  # type: ignore[assignment]
+            for inner, parameters in registered:
+                kept = weights if inner is module else {}
+                shared = {name: _local(p) for name, p in parameters.items() if p is not None and name not in kept}
+                if tp is not None:  # each of its ranks has rows of its own here, and so its own term of the gradient
+                    inner._parameters.update({name: tp.summed(p) for name, p in shared.items()})  # type: ignore[misc]
             module._parameters.update(weights)  # type: ignore[arg-type]
             module._buffers.update({name: buffer[here] for name, buffer in buffers.items()})
             vars(module).update(dict.fromkeys(numbers, self.local))
-            out = self.inside(module, rows, *routing)
+            yield
         finally:
             for inner, parameters in registered:
                 inner._parameters.update(parameters)
             module._buffers.update(buffers)
             vars(module).update(numbers)
-        return out[:0] if empty else out
 
 
 def _local(parameter: Tensor | None) -> Tensor:
     assert parameter is not None
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _own_part(whole: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
-    replicated = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
-    return replicated.redistribute(placements=[Shard(dim)]).to_local()
-
-
-def _all_parts(part: Tensor, mesh: DeviceMesh, size: int, dim: int = 0) -> Tensor:
-    shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
-    stride = torch.empty(shape, device="meta").stride()
-    cut = DTensor.from_local(part.contiguous(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-    return cut.redistribute(placements=[Replicate()]).to_local()
