@@ -413,9 +413,13 @@ def test_a_list_with_a_forward_of_its_own() -> None:
         find_experts(Model(), {"head": "each"})
 
 
-def test_budgets_say_why_not() -> None:
-    with pytest.raises(ValueError, match="decides in Python how many rows each gets"):
-        plan_for(Model(), "50%", tokens(2), world_size=2, ep=2)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_budgets_say_why_not(ep: int) -> None:
+    reason = (
+        r"'layers\.0\.mixture\.experts' is a list of experts, whose block decides in Python how many rows each gets"
+    )
+    with pytest.raises(ValueError, match=reason):
+        plan_for(Model(), "50%", tokens(2), world_size=2, ep=ep)
 
 
 def test_what_a_stack_is_not() -> None:

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from nemo_like.distributed.expert_parallel.find_experts import is_list_of_experts
+from nemo_like.module_tree import bare_modules
+
 _LOOKS = ("DataDependentOutputException", "DynamicOutputShapeException")
 """What fake tensors raise where somebody looks at a value that they do not have, by name: the classes are private."""
 
@@ -41,14 +44,22 @@ def without_values(who: str, module: nn.Module | None = None) -> Iterator[None]:
         look = _look_behind(error)
         if look is None:
             raise
-        way_out = (
-            "Mixture-of-experts models of transformers can with experts_implementation='grouped_mm', where they have it."
-            if module is not None and _has_experts(module)
-            else "Use a mode instead of a budget, such as 'selective'."
-        )
         raise ValueError(
-            f"{who} depends on values that a run without weights does not have ({look}{_place_of(look)}). {way_out}"
+            f"{who} depends on values that a run without weights does not have ({look}{_place_of(look)}). "
+            f"{_way_out(module)}"
         ) from error
+
+
+def _way_out(module: nn.Module | None) -> str:
+    mode = "Use a mode instead of a budget, such as 'selective'."
+    if module is None or not _has_experts(module):
+        return mode
+    if listed := next((name for name, inner in bare_modules(module) if is_list_of_experts(name, inner)), None):
+        return (
+            f"{listed!r} is a list of experts, whose block decides in Python how many rows each gets. {mode[:-1]}, or "
+            "stack the weights of the list."
+        )
+    return "Mixture-of-experts models of transformers can with experts_implementation='grouped_mm', where they have it."
 
 
 def _look_behind(error: BaseException | None) -> BaseException | None:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.layers import find_layers
+from nemo_like.log import say_once
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget, Precision, StepSpec, parse_bytes
 from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
@@ -207,9 +209,18 @@ def make_search(
     return Search(question, found, trace), rejected, len(found)
 
 
+def _counts_of_experts(model: nn.Module) -> list[int]:
+    """Of each layer's experts that a plan can split; none where there are lists of experts, whose rows are not known."""
+    try:
+        return [found.count for found in find_experts(model, None) if found.call != EACH]
+    except ValueError as error:
+        say_once(f"Layouts with ep are left out: {error}")
+        return []
+
+
 def _room(model: nn.Module, question: Question) -> Room:
     layers = find_layers(model)
-    experts = [found.count for found in find_experts(model, None)]
+    experts = _counts_of_experts(model)
     sizes = []
     for size in range(1, min(question.gpus, question.device.gpus_per_host) + 1):
         if question.device.gpus_per_host % size == 0 and question.gpus % size == 0 and _splits(model, size):
