@@ -128,14 +128,14 @@ class Planner:
         self.model = model
         self.experts: tuple[Experts, ...] = ()
         if setup.ep > 1:
+            self.model, self.experts = expert_twin(
+                model, setup.ep, planned_imbalance(setup), setup.expert_plan, setup.tp
+            )
             if setup.shard_ranks * setup.tp % setup.ep:
                 raise ValueError(
                     f"ep is {setup.ep}, which does not divide the {setup.shard_ranks * setup.tp} ranks that hold one copy "
                     "of the model: use a divisor, or plan for more ranks."
                 )
-            self.model, self.experts = expert_twin(
-                model, setup.ep, planned_imbalance(setup), setup.expert_plan, setup.tp
-            )
         names = [experts.fqn for experts in self.experts]
         self.model = rank_twin(self.model, setup.tp, setup.tp_plan, names)
         self.experts = tuple(replace(each, module=self.model.get_submodule(each.fqn)) for each in self.experts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,10 +41,10 @@ def test_parameter_bytes_of_deepseek_v3_on_1024_ranks() -> None:
     assert sharding.params - by_hand - rest == pytest.approx(sharding.padding, abs=4096)
 
 
-def _planner(imbalance: float | None, name: str = "mixtral", ep: int = 2) -> Planner:
+def _planner(imbalance: float | None, name: str = "mixtral", ep: int = 2, shard_ranks: int = 4, **more: Any) -> Planner:
     ids = tokens(1, 32)
     sample = {"input_ids": ids, "labels": ids}
-    setup = Setup(shard_ranks=4, ep=ep, imbalance=imbalance)
+    setup = Setup(shard_ranks=shard_ranks, ep=ep, imbalance=imbalance, **more)
     return Planner(build(name, "meta"), sample, device=resolve_device("h100"), setup=setup)
 
 
@@ -101,15 +103,31 @@ def test_every_family_can_be_planned(name: str) -> None:
     assert 0 < plan.held_bytes <= 0.5 * plan.none_bytes + 1
 
 
+IN_CI = ("mixtral", "llama4")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else pytest.mark.long) for n in NAMES])
+def test_families_beside_tp(name: str) -> None:
+    """A rank of tp sends half of the tokens that it would send alone, and makes them whole again."""
+    alone, beside = (_planner(None, name, tp=tp) for tp in (1, 2))
+    sent = [
+        sum(r.bytes for problem in planner.problems for r in problem.records if str(r.op) == EXCHANGE)
+        for planner in (alone, beside)
+    ]
+    assert sent[1] * 2 == sent[0]
+    whole = [r.bytes for p in beside.problems for r in p.records if str(r.op) == "nemo_like.rows_of_all.default"]
+    assert whole and len(set(whole)) == 1
+
+
 def test_what_cannot_be_planned_says_so() -> None:
     with pytest.raises(ValueError, match=r"from 1 .* to ep, 2"):
         _planner(3.0)
     with pytest.raises(ValueError, match="from 1 to size, 2"):
         ExpertParallel(2, imbalance=0.5)
-    with pytest.raises(ValueError, match="beside tp=2"):
-        Planner(
-            build("mixtral", "meta"), {"input_ids": tokens(1)}, device=resolve_device("cpu"), setup=Setup(ep=2, tp=2)
-        )
+    with pytest.raises(ValueError, match="ep is 4, which does not divide the 2 ranks that hold one copy"):
+        _planner(1.0, ep=4, shard_ranks=2)
+    with pytest.raises(ValueError, match=r"gives 'model\.norm' the style 'sequence_parallel', of which the bytes"):
+        _planner(1.0, tp=2, tp_plan={"model.norm": "sequence_parallel"})
     with pytest.raises(ValueError, match="does not divide the 4 experts"):
         _planner(1.0, ep=3)
 
