@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from nemo_like.planning.devices import rates_file, resolve_device
 from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.finetune import main
 from nemo_like.recipes.finetune_options import parse_finetune_options
 from nemo_like.recipes.finetuner import FineTuner
 from nemo_like.recipes.run_log import read_log
@@ -144,3 +146,59 @@ def test_the_log_has_the_share_of_the_speed_that_was_measured(
     flops = job.utilisation.flops.of(lengths)
     assert job.mfu == pytest.approx(job.tokens_per_second / sum(lengths) * flops / 2e9, rel=1e-9)
     assert [record["mfu"] for record in read_log(tmp_path / "run" / "log.jsonl") if "mfu" in record][-1] == job.mfu
+
+
+def test_records_stand_in_the_order_of_their_steps(base: Path, tmp_path: Path) -> None:
+    """Weights & Biases drops what comes later, for a step before."""
+    line = f"--model {base / 'model'} --data {base / 'data.jsonl'} {COMMON} --lora --output {tmp_path} --log-every 9"
+    line += " --eval-samples 2 --eval-every 3 --steps 6 --sample what --sample-every 5 --sample-tokens 1"
+    FineTuner(parse_finetune_options(line.split()), Ranks(0, 1, torch.device("cpu"))).run()
+    records = read_log(tmp_path / "log.jsonl")
+    steps = [record["step"] for record in records]
+    assert steps == sorted(steps) and [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records if "eval_loss" in record] == [3, 6]
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        if out.loss is not None:
+            out.loss = out.loss * 3.0
+        return out
+"""
+
+
+def test_code_that_a_model_brings_runs_where_it_is_trusted(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(base / "model", tmp_path / "model")
+    (folder / "own_code.py").write_text(OWN_CODE)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own_llama"}
+    config |= {"architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    line = f"--model {folder} --data {base / 'data.jsonl'} {COMMON}".split()
+    assert main([*line, "--output", str(tmp_path / "refused")]) == 2
+    refused = capsys.readouterr().err
+    assert "AutoConfig, AutoModelForCausalLM), which is not run" in refused and "--trust-remote-code" in refused
+    line.append("--trust-remote-code")
+    found = {}
+    for name, more in {"whole": [], "merged": ["--lora", "--merge"]}.items():
+        summary = tmp_path / f"{name}.json"
+        assert main([*line, *more, "--output", str(tmp_path / name), "--json", str(summary)]) == 0
+        found[name] = json.loads(summary.read_text())["losses"]
+        made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "model", trust_remote_code=True)
+        assert type(made).__name__ == "OwnForCausalLM", "the result has its code beside it"
+        assert made(torch.arange(5)[None]).logits.shape == (1, 5, made.config.vocab_size)
+    assert found["whole"][0] == pytest.approx(3 * 5.7, rel=0.05), "its own loss trains"
+    assert found["merged"][0] == found["whole"][0]

@@ -150,6 +150,9 @@ class FineTuner(TrainingJob):
 
     def _after_step(self, progress: Progress, *, report: bool, loss: float | None) -> None:
         options, step = self.options, self.step
+        turn = step == options.steps or (options.sample_every > 0 and step % options.sample_every == 0)
+        if loss is not None or (options.sample is not None and turn):
+            self.log.read()  # so that records stand in the order of their steps
         for number, found in enumerate(self.log.losses[self._logged :], self.first_step + self._logged + 1):
             self.run_log.add(number, loss=found, learning_rate=self.schedule.at(number - 1))
         self._logged = len(self.log.losses)
@@ -158,7 +161,6 @@ class FineTuner(TrainingJob):
             self.run_log.add(step, **speed, **memory(self.ranks.device))
         if loss is not None:
             self.run_log.add(step, eval_loss=loss)
-        turn = step == options.steps or (options.sample_every > 0 and step % options.sample_every == 0)
         if options.sample is not None and turn and not self.interrupted:
             text = continue_prompt(self.model, self.tokenizer, options.sample, options.sample_tokens, self.ranks.device)
             self.run_log.add(step, sample=text)
@@ -226,7 +228,10 @@ class FineTuner(TrainingJob):
         if options.lora:
             save_adapter(self.model, output / "adapter", ranks)
             if options.merge:
-                merge_adapter(options.model, output / "adapter", output / "model", ranks, self.tokenizer)
+                merge_adapter(
+                    options.model, output / "adapter", output / "model", ranks, self.tokenizer,
+                    trust_remote_code=options.trust_remote_code,
+                )  # fmt: skip
             return
         stored = getattr(self.source.config, "dtype", None)
         save_model(self.model, output / "model", ranks, self.tokenizer, stored)

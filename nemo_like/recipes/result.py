@@ -60,13 +60,17 @@ def save_model(
     _replace(folder, write, ranks)
 
 
-def merge_adapter(base: str, adapter: Path, folder: Path, ranks: Ranks, tokenizer: Any) -> None:
+def merge_adapter(
+    base: str, adapter: Path, folder: Path, ranks: Ranks, tokenizer: Any, *, trust_remote_code: bool = False
+) -> None:
     """Write the model at `base` with the adapters at `adapter` added to its weights. On rank 0, in host memory."""
     transformers = require("transformers", "finetune", "to merge adapters")
     peft = require("peft", "finetune", "to merge adapters")
 
     def write(target: Path) -> None:
-        whole = transformers.AutoModelForCausalLM.from_pretrained(base, local_files_only=True, dtype="auto")
+        whole = transformers.AutoModelForCausalLM.from_pretrained(
+            base, local_files_only=True, dtype="auto", trust_remote_code=trust_remote_code
+        )
         merged = peft.PeftModel.from_pretrained(whole, str(adapter)).merge_and_unload()
         merged.save_pretrained(str(target))
         tokenizer.save_pretrained(str(target))
