@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut, loss_of
-from nemo_like.distributed.pipeline.dealing import counts_of, slices
+from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.pipeline import Stage
 from nemo_like.distributed.pipeline.schedules import kind_of, stages_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
@@ -40,6 +40,7 @@ from nemo_like.options import (
 )
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import Setup
+from nemo_like.planning.split_parts import SplitParts
 from nemo_like.planning.stage_parts import stage_parts
 from nemo_like.planning.stage_plans import balance_for_memory, plan_pipeline
 from nemo_like.planning.tensor_twin import check_tensor_budget
@@ -76,7 +77,7 @@ def parallelize_pipeline(
         )
     asked = read_ac(options["ac"])
     found, _ = layers_for(model, asked, options["ac_scope"], options["layers"])
-    _refuse(model, found, asked)
+    _refuse(model, found, pp, asked)
     if options["compile"] and kind_of(pp).splits_backward and not splits_compiled_backward():
         raise ValueError(
             f"compile is {options['compile']!r} beside the schedule {pp.schedule!r}, which cuts backward in two: torch "
@@ -91,6 +92,7 @@ def parallelize_pipeline(
     mesh = _mesh(options["mesh"], sizes, options["device"])
     context = replace(context, size=axis_size(mesh, "cp"))
     if context.size > 1:
+        _refuse_beside_split(pp, f"cp is {context.size}", "what they send is not cut along the sequence")
         check_context_parallel(model, context, found)
     shards = any(axis_size(mesh, name) > 1 for name in ("dp_replicate", "dp_shard", "cp", "tp"))
     in_chunks = ChunkedLoss.of(options["loss"])
@@ -99,7 +101,11 @@ def parallelize_pipeline(
         in_chunks = in_chunks if in_chunks.compile else replace(in_chunks, compile=parse_compile(options["compile"]))
     dtype = precision.dtypes["param_dtype"]
     lowered = {"dtype" if shards else "autocast": dtype} if dtype is not None else {}
-    parts = stage_parts(model, found, sample, **lowered)
+    parts: StageParts | SplitParts
+    if pp.split is None:
+        parts = stage_parts(model, found, sample, **lowered)
+    else:
+        parts = SplitParts(model, pp.split, pp.stages, found, sample, **lowered)
     expert = ExpertParallel.of(options["ep"])
     rest = {
         name: value
@@ -113,7 +119,7 @@ def parallelize_pipeline(
         cp=context, loss=in_chunks, offload=OffloadConfig.of(options["offload"]),
     )  # fmt: skip
     pp, rest["ac"] = _planned(model, pp, asked, setup, options)
-    counts = counts_of(parts, pp)
+    all_slices = parts.slices if isinstance(parts, SplitParts) else slices(counts_of(parts, pp))
     device = checked_device(options["device"]) if options["device"] is not None else local_device(mesh.device_type)
 
     # Nothing has been changed up to here.
@@ -124,40 +130,68 @@ def parallelize_pipeline(
         rest |= {"tp": tensor, "cp": context}
     else:
         rest |= {"strategy": "single", "dp_replicate": 1}
-    stages = []
-    all_slices = slices(counts)
-    for index in stages_of(pp, mesh.get_local_rank("pp")):
-        piece = all_slices[index]
-        tree, received = cut(model, parts, piece, device)
-        forward = StageForward(tree, received, piece, loss_of, in_chunks)
-        tree.forward = forward
-        setattr(tree, STAGE_MARK, True)
-        names = [parts.layers[i] for i in piece.layers]
-        own = rest | {"layers": names, "ac_scope": "all"}
-        if isinstance(rest["ac"], Plan):
-            own["ac"] = rest["ac"].only(names)
-        stages.append(Stage(piece, parallelize(tree, **own), forward))
+    stages = _stages(
+        model, parts, all_slices, stages_of(pp, mesh.get_local_rank("pp")), rest, in_chunks, device, parallelize
+    )
     if is_rank_zero():
+        counts = [len(piece.layers) for piece in all_slices]
         logger.info(f"Pipeline of {len(counts)} stages on {pp.size} ranks ({pp.schedule}): {counts} layers each.")
     return Pipeline(stages, parts, pp, mesh, device)
 
 
-def _refuse(model: nn.Module, found: Any, asked: Any) -> None:
-    """What no pipeline can have."""
+def _stages(
+    model: nn.Module, parts: StageParts | SplitParts, all_slices: Sequence[StageSlice], own: Sequence[int],
+    rest: Mapping[str, Any], in_chunks: ChunkedLoss | None, device: torch.device, parallelize: Parallelize,
+) -> list[Stage]:  # fmt: skip
+    """This rank's `own` stages, each made ready by `parallelize` with the options `rest`."""
+    stages = []
+    for index in own:
+        piece = all_slices[index]
+        tree, received = cut(model, parts, piece, device) if isinstance(parts, StageParts) else parts.take(index)
+        items = None if isinstance(parts, StageParts) else parts.takes_items
+        forward = StageForward(tree, received, piece, loss_of, in_chunks, items)
+        tree.forward = forward
+        setattr(tree, STAGE_MARK, True)
+        names = [parts.layers[i] for i in piece.layers]
+        options = {**rest, "layers": names, "ac_scope": "all"}
+        if isinstance(rest["ac"], Plan):
+            options["ac"] = rest["ac"].only(names)
+        stages.append(Stage(piece, parallelize(tree, **options), forward))
+    if isinstance(parts, SplitParts):
+        parts.forget_weights()
+    return stages
+
+
+def _refuse_beside_split(pp: PipelineParallel, asked: str, reason: str) -> None:
+    if pp.split is not None:
+        raise ValueError(
+            f"{asked} beside split=, whose stages are the caller's own: {reason}. Leave one of the two out."
+        )
+
+
+def _refuse(model: nn.Module, found: Any, pp: PipelineParallel, asked: Any) -> None:
+    """What no pipeline can have, and what none has beside ``split=``."""
     kind = type(model).__name__
+    if isinstance(asked, MemoryBudget | Plan):
+        word = asked if isinstance(asked, MemoryBudget) else "a plan"
+        _refuse_beside_split(pp, f"ac is {word}", "no plan is made for those; a mode such as 'selective' goes")
     groups = {layer.group for layer in found}
-    if len(groups) > 1:
+    if len(groups) > 1 and pp.split is None:
         raise ValueError(
             f"pp cannot cut {kind}: it has layers in {len(groups)} groups ({', '.join(sorted(groups))}), and a pipeline is "
-            "one chain. Name one group's with layers=, or use strategy='fsdp2' with tp or cp."
+            "one chain. Name one group's with layers=, say with PipelineParallel(split=...) what each stage is, or use "
+            "strategy='fsdp2' with tp or cp."
         )
     if kv_sharing.has_kv_sharing(model):
         raise ValueError(
             f"pp cannot cut {kind}: its layers share keys and values, which stay on one stage. Use fsdp2 or tp."
         )
     config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"pp cannot cut {kind}: encoder and decoder are two chains. Use strategy='fsdp2' with tp.")
+    if getattr(config, "is_encoder_decoder", False) and pp.split is None:
+        raise ValueError(
+            f"pp cannot cut {kind}: encoder and decoder are two chains. Say with PipelineParallel(split=...) what each "
+            "stage is, or use strategy='fsdp2' with tp."
+        )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             f"pp cannot cut {kind} with output_router_logits=True: the balance loss is made of all layers' routers, which "

@@ -265,7 +265,7 @@ def test_a_schedule_from_a_file(ac: str, tmp_path: Path) -> None:
         rows.append(",".join([*forwards, "", *late, *(f"{first}B{n}" for n in numbers)]))
     path = tmp_path / "own.csv"
     path.write_text("\n".join(rows) + "\n")
-    run_ranks(2, _from_file, str(path), ac)
+    run_ranks(2, _from_file, str(path), ac, timeout=240)
 
 
 def _refusals(rank: int, world_size: int) -> None:

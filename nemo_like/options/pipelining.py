@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from nemo_like.options.schedule_file import ScheduleFile, is_schedule_file, read_schedule
 from nemo_like.options.words import did_you_mean, normalise
@@ -35,6 +37,11 @@ class PipelineParallel:
     """Where a schedule cuts backward in two: ``"once"`` replays a checkpointed layer in the first half and keeps for the
     second one what that still needs; ``"twice"`` keeps nothing and replays again; ``"auto"``: once, or under a memory budget
     whichever makes the faster plan."""
+    split: Callable[[Any, int, int], Any] | None = None
+    """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It
+    gets a copy of the model's modules with the model's own parameters, which it may take apart; parameters keep the names
+    that they have in `model`. A stage's forward is called with what the stage before it returned (a floating-point tensor,
+    or a tuple of them), as positions, and with what it names of a microbatch; the last stage's returns the loss."""
 
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
@@ -68,6 +75,17 @@ class PipelineParallel:
             self._check_counts()
         if self.replay not in ("auto", "once", "twice"):
             raise ValueError(f"PipelineParallel.replay is {self.replay!r}; it must be 'auto', 'once' or 'twice'.")
+        if self.split is None:
+            return
+        if not callable(self.split):
+            raise ValueError(
+                f"PipelineParallel.split is {self.split!r}; it must be a function (model, stage, stages) -> nn.Module."
+            )
+        if self.balance != "time":
+            raise ValueError(
+                f"PipelineParallel.balance is {self.balance!r} beside split=, which says itself what each stage gets. Leave "
+                "one of them out."
+            )
 
     def _take_file(self, table: ScheduleFile) -> None:
         """Stages and microbatches are the file's."""

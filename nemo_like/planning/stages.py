@@ -281,13 +281,13 @@ def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
 
     def forward(self: Any, given: Tensor | None = None, **batch: Any) -> Tensor:
         own = self._planned_received
-        own.hidden = None if given is None else given.requires_grad_()
+        own.tensors = () if given is None else (given.requires_grad_(),)
         try:
             output = base.forward(self, **batch)
         except StageEnd as end:
-            return end.hidden
+            return end.sent
         finally:
-            own.hidden = None
+            own.tensors = ()
         return loss_of(output)
 
     tree.__class__ = type(base.__name__, (base,), {"forward": forward})

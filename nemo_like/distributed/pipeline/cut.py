@@ -29,15 +29,16 @@ STAGE_MARK = "_nemo_like_pipeline_stage"
 class StageEnd(Exception):
     """The forward came to the first layer of the next stage: the end of this one. No error."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, sent: Any) -> None:
         super().__init__("end of a pipeline stage (a signal; please don't catch it)")
-        self.hidden = hidden
+        self.sent = sent
+        """Hidden states; what a stage of a caller's own sends."""
 
 
 class Received:
     """What the stage was sent for the microbatch that runs."""
 
-    hidden: Tensor | None = None
+    tensors: tuple[Tensor, ...] = ()
 
 
 class AbsentLayer(nn.Module):
@@ -51,8 +52,7 @@ class AbsentLayer(nn.Module):
         """What was received, as the layer would return it; or the stage's end."""
         if self._ends:
             raise StageEnd(args[self._place] if isinstance(self._place, int) else kwargs[self._place])
-        hidden = self._received.hidden
-        assert hidden is not None
+        (hidden,) = self._received.tensors
         return hidden if self._form is None else (hidden, *[None] * (self._form - 1))
 
 
@@ -138,27 +138,29 @@ class StageForward:
 
     def __init__(
         self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor],
-        in_chunks: ChunkedLoss | None = None,
+        in_chunks: ChunkedLoss | None = None, takes_items: bool | None = None,
     ) -> None:  # fmt: skip
+        """takes_items: whether the whole model divides its loss by ``num_items_in_batch``; None: `model` shows it."""
         self.call = MicrobatchCall(model.forward)
         self._received, self._stage, self._loss_of = received, stage, loss_of
-        self.takes_items = _takes_items(model)
+        self.takes_items = divides_by_items(model) if takes_items is None else takes_items
         self._model, self._packed = model, packed_calls(model)
         self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
         self.weights: Sequence[float] = ()
         """What the loss of each microbatch counts."""
 
-    def __call__(self, given: Tensor, microbatch: Tensor | None = None, **more: Any) -> Tensor:
-        """`given`: the number of the microbatch on the first stage; hidden states (rows, tokens, width) on others."""
-        number = int(given if microbatch is None else microbatch)
-        self._received.hidden = None if self._stage.is_first else given
+    def __call__(self, *given: Tensor, microbatch: Tensor | None = None, **more: Any) -> Any:
+        """`given`: the number of the microbatch on the first stage; on others what the one before sent, as a rule the hidden
+        states (rows, tokens, width)."""
+        number = int(given[0] if microbatch is None else microbatch)
+        self._received.tensors = () if self._stage.is_first else given
         try:
             output = self._output(self._apart({**self.microbatches[number], **more}))
         except StageEnd as end:
-            return end.hidden
+            return end.sent
         finally:
-            self._received.hidden = None
+            self._received.tensors = ()
             if self._packed is not None:
                 self._packed.after(self._model, None, None)
         return torch.stack([self._loss_of(output).reshape(()) * self.weights[number]])
@@ -187,7 +189,7 @@ class StageForward:
         return batch if changed is None else changed[1]
 
 
-def _takes_items(model: nn.Module) -> bool:
+def divides_by_items(model: nn.Module) -> bool:
     """Whether the model divides its loss by ``num_items_in_batch``, as the causal models of transformers do."""
     kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
     loss = getattr(model, "loss_function", None)  # of GPT-2 as well, whose `loss_type` is None

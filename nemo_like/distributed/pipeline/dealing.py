@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from nemo_like.options import PipelineParallel
 
 
+class TensorForm(NamedTuple):
+    """As much of a tensor as its receiver must know before."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StagesOfModel(Protocol):
+    """What a `Pipeline` must know of the whole model."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names in the bare model, from the first stage's to the last one's."""
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Parameters that the first and the last stage hold each a copy of."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """From another name, under which one of these stages may hold it, to that in `tied`."""
+
+    def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
+        """What `stage` sends to the next one for such a microbatch.
+
+        Args:
+            stage: not the last one.
+            microbatch: what the model is called with.
+            rows, tokens: of it, on one rank of ``cp``.
+        """
+
+
 @dataclass(frozen=True)
 class StageParts:
     """Which parameters run before, in and after the layers; all names are the bare model's."""
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Both stages hold a tied parameter under the name in `tied`."""
 
     layers: tuple[str, ...]
     """In the order in which they run."""
@@ -33,6 +69,10 @@ class StageParts:
     """Of one forward of each layer, on the sample."""
     flops_before: float
     flops_after: float
+
+    def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
+        """As `StagesOfModel.sent`: the hidden states, whatever the stage."""
+        return (TensorForm((rows, tokens, *self.hidden_width), self.hidden_dtype),)
 
 
 @dataclass(frozen=True)

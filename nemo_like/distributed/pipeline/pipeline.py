@@ -21,7 +21,7 @@ from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
 from nemo_like.distributed.pipeline.cut import StageForward, merged
-from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
+from nemo_like.distributed.pipeline.dealing import StageSlice, StagesOfModel, TensorForm
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
 from nemo_like.distributed.pipeline.verify_stages import sequence_parts, verify_stages
 from nemo_like.distributed.slots import show_shards
@@ -46,13 +46,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], parts: StageParts, options: PipelineParallel, mesh: DeviceMesh,
+        self, stages: Sequence[Stage], parts: StagesOfModel, options: PipelineParallel, mesh: DeviceMesh,
         device: torch.device,
     ) -> None:  # fmt: skip
         self.stages, self.parts, self.options, self.device = list(stages), parts, options, device
         self.group = mesh["pp"].get_group()
         self._last_rank = rank_of(options, options.stages - 1)
-        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._schedules: dict[Any, Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
         self._verified = False
 
@@ -105,32 +105,35 @@ class Pipeline:
 
         seen: gets the hidden states, (rows, tokens, width), that this rank's other stages give for each microbatch.
         """
-        rows, tokens = self._cut(batch)
+        sizes = self._cut(batch)
         count = range(self.options.microbatches or 1)
         rank_of = {index: rank for rank in range(self.options.size) for index in stages_of(self.options, rank)}
         mine = dist.get_rank(self.group)
-        handed: list[Tensor] = []
+        handed: list[tuple[Tensor, ...]] = []
         sent: list[Any] = []
         for stage in self.stages:
             before, after = rank_of.get(stage.slice.index - 1), rank_of.get(stage.slice.index + 1)
-            outputs = []
+            outputs: list[tuple[Tensor, ...]] = []
             for number in count:
                 if stage.slice.is_first:
-                    given = torch.tensor([number])
+                    given: tuple[Tensor, ...] = (torch.tensor([number]),)
                 elif before == mine:
                     given = handed[number]
                 else:
-                    given = self._empty_hidden(rows, tokens, self.device)
-                    dist.recv(given, group=self.group, group_src=before)
-                outputs.append(stage.module(given, microbatch=torch.tensor([number])).contiguous())
+                    forms = self._received_by(stage.slice, *sizes)
+                    given = tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms)
+                    for tensor in given:
+                        dist.recv(tensor, group=self.group, group_src=before)
+                output = stage.module(*given, microbatch=torch.tensor([number]))
+                outputs.append(tuple(t.contiguous() for t in (output if isinstance(output, tuple) else (output,))))
                 if seen is not None and not stage.slice.is_last:
-                    seen.append(outputs[-1])
+                    seen.extend(outputs[-1])
                 if after not in (None, mine):
-                    sent.append(dist.isend(outputs[-1], group=self.group, group_dst=after))
+                    sent += [dist.isend(tensor, group=self.group, group_dst=after) for tensor in outputs[-1]]
             handed = outputs
         for work in sent:
             work.wait()
-        return handed if self.stages[-1].slice.is_last else ()
+        return [loss for (loss,) in handed] if self.stages[-1].slice.is_last else ()
 
     def _cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Give the stages the batch's microbatches; returns rows and tokens of each, those of one rank of ``cp``."""
@@ -155,26 +158,37 @@ class Pipeline:
 
     def _schedule(self, rows: int, tokens: int) -> Any:
         """torch's schedule for microbatches of this shape; the receiving buffers are made for it."""
-        key = (rows, tokens)
+        forms = [
+            (self._received_by(stage.slice, rows, tokens), self._sent_by(stage.slice, rows, tokens))
+            for stage in self.stages
+        ]
+        key = tuple(forms)
         if key not in self._schedules:
-            hidden = self._empty_hidden(rows, tokens, torch.device("meta")).requires_grad_()
             number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
             made = [
                 _Stage(
                     stage.module, stage.slice.index, stage.slice.count, self.device,
-                    input_args=(number if stage.slice.is_first else hidden,),
-                    output_args=(loss.requires_grad_() if stage.slice.is_last else hidden,),
+                    input_args=(number,) if stage.slice.is_first else _on_meta(received),
+                    output_args=(loss.requires_grad_(),) if stage.slice.is_last else _on_meta(sent),
                     group=self.group,
                 )
-                for stage in self.stages
+                for stage, (received, sent) in zip(self.stages, forms)
             ]  # fmt: skip
             for stage in made:
                 stage.replay = self.options.replay
             self._schedules = {key: make_schedule(self.options, made, _loss_of)}
         return self._schedules[key]
 
-    def _empty_hidden(self, rows: int, tokens: int, device: torch.device) -> Tensor:
-        return torch.empty((rows, tokens, *self.parts.hidden_width), dtype=self.parts.hidden_dtype, device=device)
+    def _received_by(self, stage: StageSlice, rows: int, tokens: int) -> tuple[TensorForm, ...]:
+        """What `stage` is sent for a microbatch of the batch that was cut."""
+        if stage.is_first:
+            return ()
+        return self.parts.sent(stage.index - 1, self.stages[0].forward.microbatches[0], rows, tokens)
+
+    def _sent_by(self, stage: StageSlice, rows: int, tokens: int) -> tuple[TensorForm, ...]:
+        if stage.is_last:
+            return ()
+        return self.parts.sent(stage.index, self.stages[0].forward.microbatches[0], rows, tokens)
 
     def _add_up_tied(self) -> None:
         """A parameter that the first and the last stage hold each a copy of: both get the sum of the gradients."""
@@ -183,7 +197,7 @@ class Pipeline:
                 parameter
                 for stage in self.stages
                 for other, parameter in stage.module.named_parameters(remove_duplicate=True)
-                if other == name and (stage.slice.is_first or stage.slice.is_last)
+                if self.parts.aliases.get(other, other) == name and (stage.slice.is_first or stage.slice.is_last)
             ]
             grads = [_local(parameter.grad) for parameter in copies if parameter.grad is not None]
             if self._last_rank == 0 and len(grads) == 2 and copies[0] is not copies[1]:
@@ -300,7 +314,8 @@ class Pipeline:
         """
         counted = dict(self.named_parameters())
         if self._last_rank and self.stages[-1].slice.is_last and not self.stages[0].slice.is_first:
-            counted = {name: parameter for name, parameter in counted.items() if name not in self.parts.tied}
+            twice = {*self.parts.tied, *self.parts.aliases}
+            counted = {name: parameter for name, parameter in counted.items() if name not in twice}
         norm = clip_grad_norm_(counted.values(), float("inf"), norm_type)
         power = norm.to(self.device) if norm_type == float("inf") else norm.to(self.device) ** norm_type
         dist.all_reduce(power, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=self.group)
@@ -334,6 +349,10 @@ class _Stage(ConnectedStage):
 def _loss_of(output: Tensor, target: Tensor) -> Tensor:
     """The last stage returns the microbatch's share of the loss."""
     return output.sum()
+
+
+def _on_meta(forms: Sequence[TensorForm]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
 
 
 def _local(tensor: Tensor) -> Tensor:

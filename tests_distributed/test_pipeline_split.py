@@ -1,0 +1,307 @@
+"""Pipelines whose stages a function of the caller's makes (``split=``), against one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nemo_like import parallelize
+from nemo_like.options import PipelineParallel
+from tests.models.families import DIM, VOCAB, Block
+from tests_distributed.spawn import run_ranks
+
+ROWS, MICROBATCHES = 8, 4
+
+
+class SkipDecoder(nn.Module):
+    """What the list of layers cannot cut: the embedding goes past all layers, and a norm stands between them."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.middle, self.norm = nn.Embedding(VOCAB, DIM), nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((DIM,), 0.5))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        first = x = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            x = self.middle(x) if index == 2 else x
+            x = block(x)
+        logits = self.head(self.norm(x + first * self.scale))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Stage(nn.Module):
+    """One of them: hidden states, and the embedding beside them."""
+
+    def __init__(self, model: Any, blocks: range, stage: int, stages: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in blocks})
+        if stage == 0:
+            self.embed = model.embed
+        if 2 in blocks:
+            self.middle = model.middle
+        if stage == stages - 1:
+            self.norm, self.head = model.norm, model.head
+            self.register_buffer("scale", model.scale)
+
+    def run(self, x: Tensor) -> Tensor:
+        for index, block in self.blocks.items():
+            x = block(self.middle(x) if index == "2" else x)
+        return x
+
+
+class First(Stage):
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.embed(input_ids)
+        return self.run(first), first
+
+
+class Middle(Stage):
+    def forward(self, x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        return self.run(x), first
+
+
+class Last(Stage):
+    def forward(self, x: Tensor, first: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.run(x) + first * self.scale))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def split(model: nn.Module, stage: int, stages: int) -> nn.Module:
+    each = 4 // stages
+    kind = First if stage == 0 else Last if stage == stages - 1 else Middle
+    return kind(model, range(stage * each, stage * each + each), stage, stages)
+
+
+def _build(tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = SkipDecoder(tied).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _batch(length: int = 12) -> dict[str, Tensor]:
+    ids = torch.randint(1, VOCAB, (ROWS, length), generator=torch.Generator().manual_seed(3))
+    labels = ids.roll(-1, 1)
+    labels[0, :5] = -100  # microbatches count differently
+    return {"input_ids": ids, "labels": labels}
+
+
+def _reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """One process, the same microbatches one after the other."""
+    count = int(batch["labels"].ne(-100).sum())
+    total = torch.zeros(())
+    for ids, labels in zip(batch["input_ids"].chunk(MICROBATCHES), batch["labels"].chunk(MICROBATCHES)):
+        loss = model(ids, labels) * (int(labels.ne(-100).sum()) / count)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _same(pipeline: Any, model: nn.Module, tied: bool = False, where: str = "") -> None:
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in pipeline.named_parameters():
+        got, want = parameter.grad, wanted[name].grad
+        assert got is not None and want is not None, (where, name)
+        if tied and name in ("embed.weight", "head.weight"):  # the sums of two stages, not microbatch by microbatch
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(got, want), (where, name, (got - want).abs().max())
+
+
+CASES: list[tuple[str, Any, bool]] = [
+    ("1f1b", "none", False), ("1f1b", "full", True), ("zbv", "selective", False), ("interleaved_1f1b", "submodule", True),
+]  # fmt: skip
+MORE_CASES: list[tuple[str, Any, bool]] = [
+    ("gpipe", "submodule", False), ("zbv", "none", True), ("zbv", "full", False),
+    ("interleaved_zero_bubble", "sequential", False), ("interleaved_zero_bubble", "full", True),
+    ("dualpipev", "full", False),
+]  # fmt: skip
+
+
+def _every_case(rank: int, world_size: int, cases: list[tuple[str, Any, bool]]) -> None:
+    for schedule, ac, tied in cases:
+        where = f"{schedule} {ac} {tied}"
+        model, batch = _build(tied), _batch()
+        loss = _reference(model, batch)
+        pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES, split=split)
+        sample = {key: value[:2] for key, value in batch.items()}
+        pipeline = parallelize(_build(tied), ac=ac, pp=pp, sample_input=sample)
+        for _ in range(2):
+            pipeline.zero_grad()
+            torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6, msg=where)
+            _same(pipeline, model, tied, where)
+        torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
+        whole = pipeline.full_state_dict()
+        assert whole.keys() == (model.state_dict().keys() if rank == 0 else set()), where
+        pipeline.zero_grad()
+        short = _batch(7)  # other shapes are sent
+        model.zero_grad()
+        torch.testing.assert_close(pipeline.step(**short), _reference(model, short), rtol=0, atol=1e-6)
+        _same(pipeline, model, tied, where)
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)], ids=["some", "others"])
+def test_stages_of_a_function_give_the_bits_of_one_process(cases: list[tuple[str, Any, bool]]) -> None:
+    run_ranks(2, _every_case, cases, timeout=240)
+
+
+def _saved(rank: int, world_size: int, folder: str) -> None:
+    """Stages of a meta model read their part of the whole model's file, are trained, and saved."""
+    whole = _build()
+    with torch.device("meta"):
+        empty = SkipDecoder().train()
+    for module in empty.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    batch = _batch()
+    pp = PipelineParallel(2, microbatches=MICROBATCHES, split=split)
+    sample = {key: value[:2] for key, value in batch.items()}
+    pipeline = parallelize(empty, ac="full", pp=pp, sample_input=sample)
+    pipeline.materialize(state_dict=whole.state_dict())
+    loss = _reference(whole, batch)
+    torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
+    for model in (pipeline, whole):
+        torch.optim.AdamW(model.parameters(), lr=0.01).step()
+    dcp.save({"model": pipeline.module.state_dict()}, checkpoint_id=folder)
+    if rank == 0:
+        torch.save(whole.state_dict(), f"{folder}/trained.pt")
+
+
+def test_stages_of_a_function_are_saved_under_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    run_ranks(2, _saved, str(tmp_path))
+    resumed = SkipDecoder()
+    state = {"model": resumed.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    trained = torch.load(tmp_path / "trained.pt")
+    assert state["model"].keys() == trained.keys()
+    assert all(torch.equal(state["model"][name], trained[name]) for name in trained)
+
+
+def _beside(rank: int, world_size: int, cases: list[dict[str, Any]]) -> None:
+    for options in cases:
+        model, batch = _build(), _batch()
+        loss = _reference(model, batch)
+        pp = PipelineParallel(2, microbatches=MICROBATCHES, split=split)
+        sample = {key: value[:2] for key, value in batch.items()}
+        pipeline = parallelize(_build(), pp=pp, sample_input=sample, **options)
+        wanted = dict(model.named_parameters())
+        for _ in range(2):
+            pipeline.zero_grad()
+            torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
+            for name, parameter in pipeline.named_parameters():
+                grad: Any = parameter.grad
+                grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                torch.testing.assert_close(grad, wanted[name].grad, rtol=1e-5, atol=1e-7, msg=f"{options} {name}")
+        torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, [{"ac": "selective", "offload": "saved"}, {"ac": "full", "compile": "aot_eager"}]),
+        (4, [{"ac": "full"}, {"ac": "none", "dp_replicate": 2}]),
+    ],
+    ids=["two ranks", "four ranks"],
+)
+def test_options_beside_stages_of_a_function(ranks: int, cases: list[dict[str, Any]]) -> None:
+    run_ranks(ranks, _beside, cases, timeout=240)
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    batch = _batch()
+    sample = {key: value[:2] for key, value in batch.items()}
+
+    def refused(function: Any, message: str, **options: Any) -> None:
+        model = _build()
+        before = {name: (id(module), dict(vars(module)["_parameters"])) for name, module in model.named_modules()}
+        given = {"pp": PipelineParallel(2, microbatches=MICROBATCHES, split=function), "ac": "full"} | options
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, sample_input=sample, **given)
+        after = {name: (id(module), dict(vars(module)["_parameters"])) for name, module in model.named_modules()}
+        assert before.keys() == after.keys()
+        assert all(before[name][0] == after[name][0] for name in before)
+
+    def changed(change: Any) -> Any:
+        def function(model: Any, stage: int, stages: int) -> Any:
+            return change(split(model, stage, stages), model, stage)
+
+        return function
+
+    def renamed(tree: Any, model: Any, stage: int) -> Any:
+        tree.blocks = nn.ModuleList(tree.blocks.values())
+        return tree
+
+    def copied(tree: Any, model: Any, stage: int) -> Any:
+        return copy.deepcopy(tree)
+
+    def without_middle(tree: Any, model: Any, stage: int) -> Any:
+        tree.middle = nn.Identity()
+        return tree
+
+    def twice(tree: Any, model: Any, stage: int) -> Any:
+        tree.blocks["0"] = model.blocks[0]
+        tree.blocks["1"] = model.blocks[1]
+        tree.norm = model.norm
+        return tree
+
+    def integers(tree: Any, model: Any, stage: int) -> Any:
+        if stage == 0:
+            tree.forward = lambda input_ids: input_ids
+        return tree
+
+    def nameless(tree: Any, model: Any, stage: int) -> Any:
+        if stage == 0:
+            tree.forward = lambda tokens: tokens
+        return tree
+
+    def no_loss(tree: Any, model: Any, stage: int) -> Any:
+        if stage == 1:
+            tree.forward = lambda x, first: x
+        return tree
+
+    def headless(tree: Any, model: Any, stage: int) -> Any:
+        if stage == 1:
+            del tree.blocks
+        elif stage == 0:
+            tree.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(model.blocks)})
+            tree.middle = model.middle
+        return tree
+
+    refused(lambda model, stage, stages: None, "split returned None for stage 0 of 2; it must be an nn.Module")
+    refused(
+        changed(renamed), r"'blocks.0.norm1.weight' of stage 1 is the model's 'blocks.2.norm1.weight': keep that name"
+    )
+    refused(changed(copied), "of stage 0 is none of the model's")
+    refused(changed(without_middle), "no stage has 'middle.weight'")
+    refused(changed(integers), "stage 0 returns torch.int64. A stage sends one floating-point tensor")
+    refused(changed(nameless), "the first stage's forward takes tokens, and a microbatch has input_ids, labels")
+    refused(changed(no_loss), "without a loss")
+    refused(changed(headless), "stage 1 has none of the model's layers")
+    four = PipelineParallel(2, "interleaved_1f1b", microbatches=MICROBATCHES, split=changed(twice))
+    refused(None, r"'norm.weight' is in stages 0, 1, 2, 3. A parameter is one stage's", pp=four)
+    refused(split, "ac is 1.00GiB beside split=, whose stages are the caller's own: no plan is made", ac="1GiB")
+
+
+def test_stages_that_are_not_the_models_are_refused_and_the_model_left_unchanged() -> None:
+    run_ranks(2, _refusals)
+    with pytest.raises(ValueError, match=r"split is 3; it must be a function \(model, stage, stages\)"):
+        PipelineParallel(2, split=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"balance is \(2, 2\) beside split="):
+        PipelineParallel(2, split=split, balance=[2, 2])  # type: ignore[arg-type]
