@@ -24,7 +24,6 @@ CAUSES: dict[str, str] = {
     "openai_privacy_filter": "its expert loop needs values",
     "rwkv": "a loop over tokens: planning takes longer than the survey waits",
     "sam2_hiera_det_model": "planning takes longer than the survey waits; not looked into",
-    "sam3_tracker": "its peak is predicted too high; the cause is not found",
     "vits": "its masks need values",
     "xlm": "it fills a key/value cache in every forward, and cannot be told not to",
     "zamba": "a layer of many small ops: planning takes longer than the survey waits",

@@ -21,6 +21,7 @@ from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.first_step import bytes_between_steps
 from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.remembered import RememberedTables
 from nemo_like.planning.step_loss import loss_of
 
 BUDGET = 0.35
@@ -203,9 +204,11 @@ def measured(model: nn.Module, sample: dict[str, Tensor]) -> tuple[int, int]:
         loss.backward()
         optimizer.step()
 
-    step()
-    optimizer.zero_grad(set_to_none=True)
-    outputs: list[Any] = []
-    alive = cpu_events(lambda: outputs.append(model(**sample)))[-1]
-    outputs.clear()
-    return bytes_between_steps(model, optimizer, gradients=False) + max(cpu_events(step)), alive
+    with RememberedTables(model) as tables:
+        step()
+        optimizer.zero_grad(set_to_none=True)
+        outputs: list[Any] = []
+        alive = cpu_events(lambda: outputs.append(model(**sample)))[-1]
+        outputs.clear()
+        before = bytes_between_steps(model, optimizer, gradients=False) + tables.bytes
+        return before + max(cpu_events(step)), alive

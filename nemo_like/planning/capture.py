@@ -43,7 +43,7 @@ def trace_model(
         ValueError: no layer was called, or a layer's behaviour cannot be traced without real values.
     """
     watcher = _Watcher(model, layers)
-    with cache_off(model), FakeRun(autocast, cuda) as run:
+    with cache_off(model), FakeRun(autocast, cuda, model) as run:
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)

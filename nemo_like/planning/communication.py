@@ -9,7 +9,8 @@ from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
 PARTS = (
-    "parameters", "averaged weights", "optimizer state", "gradients", "gathered layers", "gathered root", "reduce buffers",
+    "parameters", "averaged weights", "remembered tables", "optimizer state", "gradients",
+    "gathered layers", "gathered root", "reduce buffers",
     "held activations", "running layer", "outside of layers", "kept output", "optimizer step",
     "microbatches in flight", "receive buffers", "sent tensors",
 )  # fmt: skip

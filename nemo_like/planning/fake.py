@@ -20,6 +20,7 @@ from nemo_like.activation_checkpointing import ops
 from nemo_like.op_lookup import packet_name
 from nemo_like.planning.cuda_ops import CudaOps
 from nemo_like.planning.expert_twin import planned_table
+from nemo_like.planning.remembered import RememberedTables
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types
 
@@ -40,11 +41,14 @@ class FakeRun(TorchDispatchMode):
     a layer now and then (layer drop), and what is planned for is a step that runs them all.
 
     With `cuda`, a compute capability, the tensors are on the CPU all the same, but the operators are those that such a GPU
-    would run (see `CudaOps`).
+    would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`).
     """
 
-    def __init__(self, autocast: torch.dtype | None = None, cuda: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, autocast: torch.dtype | None = None, cuda: tuple[int, int] | None = None, model: nn.Module | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.tables = RememberedTables(model)
         self.autocast = autocast
         self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -52,6 +56,7 @@ class FakeRun(TorchDispatchMode):
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
 
     def __enter__(self) -> Any:
+        self.tables.__enter__()
         if self.cuda is not None:
             self.cuda.__enter__()
         return super().__enter__()
@@ -60,6 +65,7 @@ class FakeRun(TorchDispatchMode):
         super().__exit__(*error)
         if self.cuda is not None:
             self.cuda.__exit__(*error)
+        self.tables.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -91,6 +97,8 @@ class FakeRun(TorchDispatchMode):
             return self._beside_unknown(func, args, kwargs)
         if inputs and all(_small(t) for t in inputs) and (_shaped_by_values(func) or not _returns_tensor(func)):
             return func(*args, **kwargs)  # a question about values, and the values are there
+        if ops.facts(func).free and inputs and not written and not _allocates(func):
+            return func(*args, **kwargs)  # a view shares the storage of what is there
         with self.fake:
             shaped = func(*args, **kwargs)
         outputs = tensors_in(shaped)

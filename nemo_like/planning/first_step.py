@@ -144,6 +144,7 @@ class _StepWatch:
         self.seen.optimizer = _word(optimizer)
         self.seen.output_kept = any(ref() is not None for ref in self.output)
         between = bytes_between_steps(model, optimizer, gradients=self.seen.gradients_before)
+        between += self.plan.peak.get("remembered tables", 0)  # of the functions of its code: nobody's tensors
         peak = self.meter.stop(between)
         self._close()
         if peak is not None:

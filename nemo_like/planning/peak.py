@@ -50,7 +50,7 @@ class Peak:
     at: str
     """Where in the step."""
     held: int
-    """Alive when the model's forward has ended, its output among it, beyond parameters, their average and optimizer state;
+    """Alive when the model's forward has ended, its output among it, beyond what stays from step to step (`_STAYING`);
     bytes."""
 
     @property
@@ -59,11 +59,15 @@ class Peak:
         return sum(self.parts.values())
 
 
+_STAYING = ("parameters", "averaged weights", "remembered tables", "optimizer state")
+"""What is there before the first step of a loop, or stays from then on; gradients apart."""
+
+
 def step_peak(
     layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, optimizer: tuple[int, int],
     tail_grads: int, root_grads: int, micro: Microbatch = Microbatch(),  # noqa: B008 - frozen
     offload: OffloadConfig = OffloadConfig("none"),  # noqa: B008 - frozen
-    averaged: int = 0, copies_at_once: bool = False,
+    averaged: int = 0, remembered: int = 0, copies_at_once: bool = False,
 ) -> Peak:  # fmt: skip
     """Walk through forward and backward of one microbatch and the optimizer step, and return the highest point.
 
@@ -77,6 +81,7 @@ def step_peak(
         micro: which gradients are there already, and what becomes of those that are made.
         offload: how much of what moves to the host is on the device at one time.
         averaged: bytes of the copy of the parameters that the loop averages.
+        remembered: bytes that functions of the model keep from step to step.
         copies_at_once: a copy to the host has ended when the next operator runs, as on the CPU; else any may still be on
             its way.
     """
@@ -85,12 +90,13 @@ def step_peak(
     outer = outer.counted_once([layer.inputs for layer in layers])
     now["parameters"], now["optimizer state"] = sharding.params, optimizer[0]
     now["gradients"], now["averaged weights"] = micro.gradients, averaged
+    now["remembered tables"] = remembered
     now["kept output"] = outer.kept  # the microbatch's before
     comm = Communication(walk, sharding, [layer.unit for layer in layers], micro)
     comm.start()
     walk_forward(walk, comm, layers, outer, offload, copies_at_once=copies_at_once)
     now["kept output"] = 0  # the output before is gone, and this one is among what is outside of layers
-    held = sum(now.values()) - now["parameters"] - now["averaged weights"] - now["optimizer state"]
+    held = sum(now.values()) - sum(now[part] for part in _STAYING)
     now["kept output"] = outer.kept
     walk_backward(walk, comm, layers, outer, offload, tail_grads, copies_at_once=copies_at_once)
     comm.finish(root_grads)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from nemo_like.planning.plan_report import MODES, PlanReport, routing
 
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "state": ("parameters", "averaged weights", "optimizer state", "gradients", "optimizer step"),
+    "state": ("parameters", "averaged weights", "remembered tables", "optimizer state", "gradients", "optimizer step"),
     "gathered": ("gathered layers", "gathered root", "reduce buffers"),
     "activations": ("held activations", "running layer"),
     "head": ("outside of layers", "kept output"),

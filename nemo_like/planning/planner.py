@@ -439,7 +439,8 @@ class Planner:
         return step_peak(
             self.layer_memories(choices, micro), self.outer(micro.accumulates), sharding,
             optimizer=self.optimizer_bytes(), tail_grads=tail, root_grads=root, micro=micro, offload=setup.offload,
-            averaged=self.sharding.params if setup.step.ema else 0, copies_at_once=self.device.kind == "cpu",
+            averaged=self.sharding.params if setup.step.ema else 0,
+            remembered=self.traced.run.tables.bytes, copies_at_once=self.device.kind == "cpu",
         )  # fmt: skip
 
     def layer_memories(self, choices: Sequence[Choice], micro: Microbatch) -> list[LayerMemory]:

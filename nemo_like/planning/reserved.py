@@ -106,6 +106,7 @@ class _Steps:
                 for size in unit.each_shard:
                     self.events.make(size)
             self.events.make(sharding.replicated)
+        self.events.make(planner.traced.run.tables.bytes)
         if setup.ddp:
             for unit in sharding.all:
                 self.events.make(unit.grad)

@@ -40,7 +40,7 @@ def stage_parts(
     Raises:
         ValueError: a model that can't be cut between its layers, with what goes past them.
     """
-    with cache_off(model), FakeRun(autocast) as run:
+    with cache_off(model), FakeRun(autocast, model=model) as run:
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)
