@@ -16,11 +16,11 @@ SECTION = "## Budgets"
 CAUSES: dict[str, str] = {
     "bailing_hybrid": "a layer of many small ops: planning takes longer than the survey waits",
     "flaubert": "it fills a key/value cache in every forward, and cannot be told not to",
+    "gpt_neox_japanese": "its layers return attention weights that nobody takes: those that a plan keeps are counted twice",
     "ibert": "its quantization needs values",
     "jetmoe": "its router needs values",
     "longcat_flash": "its expert loop needs values",
     "longformer": "its windows of attention need values",
-    "mra": "its attention needs a GPU, and is zeros that ask for a gradient on the CPU: leaves, which autograd keeps",
     "openai_privacy_filter": "its expert loop needs values",
     "rwkv": "a loop over tokens: planning takes longer than the survey waits",
     "sam2_hiera_det_model": "planning takes longer than the survey waits; not looked into",

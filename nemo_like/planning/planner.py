@@ -454,13 +454,18 @@ class Planner:
             memory = self.memory(call.kind, choice, micro.accumulates)
             # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
             state = _RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
-            state += trace.state_bytes if choice.decisions else 0
+            state += (trace.state_bytes if choice.decisions else 0) + self._leaves(call.kind)
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
             unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
             copied = copied_in_forward(call.module) if choice.decisions else 0
             held = choice.held_bytes + state
             layers.append(LayerMemory(held, inputs, memory, unit, sum(copies), whole, experts, copied, copies))
         return layers
+
+    def _leaves(self, kind: int) -> int:
+        """What a block holds whatever is kept of it: tensors that it makes and asks a gradient of, which the graph keeps."""
+        full = self.problems[kind].full()
+        return self.memory(kind, full).held if full.decisions else 0
 
     def outer_grads(self, micro: Microbatch) -> tuple[int, int]:
         """Whole gradients of the root's parameters and of the tail's that a backward makes, bytes."""
