@@ -81,7 +81,9 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(word in ("w10", "w20", "w30") for word in text.split()) + len(text) % 3) for text in completions]
 
 
-def _train(folder: Path, kind: str, bare: bool, lora: bool = False, **settings: Any) -> tuple[Any, dict[str, Any]]:
+def _train(
+    folder: Path, kind: str, bare: bool, lora: bool = False, sample: Any = None, reference: bool = False, **settings: Any
+) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     theirs, their_arguments, ours, our_arguments = KINDS[kind]
     common: dict[str, Any] = dict(
         output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2,
@@ -93,11 +95,13 @@ def _train(folder: Path, kind: str, bare: bool, lora: bool = False, **settings: 
         # Its reference is the model without the adapter; another one it would load by name.
         common |= dict(num_generations=4, max_completion_length=6, num_iterations=2, beta=0.1 if lora else 0.0)
         more["reward_funcs"] = _reward
-    elif not lora:
+    elif reference or not lora:
         more["ref_model"] = decoders.build("llama", seed=1)
     if lora:
         peft = pytest.importorskip("peft", reason="LoRA needs peft")
         more["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], lora_dropout=0.1)
+    if sample is not None:
+        more["ac_sample_input"] = sample
     kinds = (theirs, their_arguments) if bare else (ours, our_arguments)
     torch.manual_seed(0)
     trainer = kinds[0](
@@ -156,6 +160,28 @@ def test_a_budget_of_what_the_trainer_does_not_hand_to_the_model(tmp_path: Path)
     pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
     with pytest.raises(ValueError, match=r"a batch of GRPOTrainer is a list.*Pass ac_sample_input="):
         _train(tmp_path, "grpo", bare=False, ac="50%")
+
+
+def test_grpo_within_a_budget_of_the_sample_that_the_caller_gives(tmp_path: Path) -> None:
+    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
+    _, expected = _train(tmp_path / "bare", "grpo", bare=True)
+    sample = {"input_ids": decoders.batch(4, 13, seed=0), "attention_mask": torch.ones(4, 13, dtype=torch.int64)}
+    trainer, actual = _train(tmp_path / "ours", "grpo", bare=False, ac="50%", sample=sample)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert _regions(trainer.model) > 0
+
+
+def test_dpo_of_an_adapter_against_another_model(tmp_path: Path) -> None:
+    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
+    _, without = _train(tmp_path / "without", "dpo", bare=True, lora=True)
+    _, expected = _train(tmp_path / "bare", "dpo", bare=True, lora=True, reference=True)
+    assert any(not torch.equal(expected[name], value) for name, value in without.items()), "the reference is another"
+    for ac in ("full", "50%"):
+        trainer, actual = _train(tmp_path / ac, "dpo", bare=False, lora=True, reference=True, ac=ac)
+        assert actual.keys() == expected.keys() and _regions(trainer.model) > 0
+        for name, value in expected.items():
+            assert torch.equal(actual[name], value), (ac, name)
+        assert _regions(trainer.ref_model) == 0, "no backward goes through it"
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
