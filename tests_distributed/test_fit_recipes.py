@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like.log import forget_announcements
 from nemo_like.recipes import pretrain
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.finetune_options import FinetuneOptions
@@ -105,6 +106,62 @@ def test_fine_tuning_fits_its_longest_rows_and_says_so_once(tmp_path: Path, caps
     job.run()
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--fit chose ")]
     assert len(said) == 1 and "predicted peak" in said[0] and f"x {job.fitted.predicted['width']} tokens" in said[0]
+
+
+def _tuned(folder: Path, **said: Any) -> FineTuner:
+    options: dict[str, Any] = dict(
+        model=str(folder / "model"), data=str(folder / "data.jsonl"), steps=2, batch_size=4, eval_samples=0, device="cpu",
+        plain=True, precision="float32", log_every=1,
+    )  # fmt: skip
+    return FineTuner(FinetuneOptions(**options | said), ALONE)
+
+
+def test_fine_tuning_fits_weights_of_four_bits_and_packed_rows(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    write_lines(tmp_path / "data.jsonl", questions(120))
+    said: dict[str, Any] = dict(qlora=True, pack=True, seq_len=128)
+    job = _tuned(tmp_path, output=str(tmp_path / "out"), fit="ac", fit_memory="5MiB", **said)
+    plain = _tuned(tmp_path, output=str(tmp_path / "plain"), ac="none", **said)
+    assert job.fitted is not None and job.fitted.predicted["width"] == 128
+    assert job.fitted.plan is not None, "neither none nor full, and with the mask of the packed rows"
+    job.run()
+    plain.run()
+    assert job.log.losses == plain.log.losses
+    peak = _peak(job)
+    assert peak == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01) and peak < 5 * 2**20 < _peak(plain)
+
+
+def test_pretraining_counts_the_mask_of_packed_documents(tmp_path: Path) -> None:
+    said = _job(tmp_path) | {"data": str(tmp_path / "texts"), "pack": True, "seq_len": 128, "checkpoint_dir": None}
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text("a text that is learned, " * 5)
+    job = Trainer(Options(**said | {"fit": "ac", "fit_memory": "6MiB", "loss": "chunked"}), ALONE)
+    assert job.fitted is not None and job.fitted.plan is not None
+    assert _peak(job) == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01)
+
+
+@pytest.mark.long
+def test_compiled_layers_train_as_fitted_and_their_bytes_are_said_to_be_unknown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Long: dynamo traces the layers under a plan."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    forget_announcements()
+    caplog.set_level("INFO", "nemo_like")
+    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    write_lines(tmp_path / "data.jsonl", questions(120))
+    said: dict[str, Any] = dict(qlora=True, pack=True, seq_len=128, compile="aot_eager")
+    job = _tuned(tmp_path, output=str(tmp_path / "out"), fit="ac", fit_memory="5MiB", **said)
+    assert caplog.text.count("those of --compile aot_eager are not known") == 1
+    plain = _tuned(tmp_path, output=str(tmp_path / "plain"), **said | {"compile": "none", "ac": "none"})
+    job.run()
+    plain.run()
+    assert job.fitted is not None and job.fitted.plan is not None
+    torch.testing.assert_close(torch.tensor(job.log.losses), torch.tensor(plain.log.losses), rtol=1e-5, atol=0)
 
 
 def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_like.options import FLOAT8, Precision, parse_dtype
 from nemo_like.recipes.option_sources import parse_command_line
 from nemo_like.recipes.run_options import RunOptions, flag, option
@@ -117,11 +115,7 @@ class FinetuneOptions(RunOptions):
 
     def planned_input(self, rows: int, width: int) -> Any:
         made = super().planned_input(rows, width)
-        if not self.pack:
-            return made
-        # Two documents a row: the mask that keeps them apart is held as well.
-        positions = (torch.arange(width) % -(-width // 2)).expand(rows, width).contiguous()
-        return ({"input_ids": made} if isinstance(made, torch.Tensor) else made) | {"position_ids": positions}
+        return self.packed_input(made, rows, width) if self.pack else made
 
     def _own_checkpoints(self) -> str:
         return str(Path(self.output) / "checkpoints")

@@ -89,7 +89,12 @@ def choose(options: RunOptions, ranks: Ranks, model: nn.Module, width: int) -> t
     Raises:
         ValueError: nothing fits, or nothing can be run so; the message has what needs least and what would help.
     """
-    device = replace(device_at_hand(), gpus_per_host=local_world_size())
+    if options.compile != "none":
+        say_once(
+            "--fit predicts the bytes of layers that run operator by operator; "
+            f"those of --compile {options.compile} are not known, and may be above: leave room with --fit-memory."
+        )
+    device = replace(device_at_hand(ranks.device.type), gpus_per_host=local_world_size())
     asked = _asked(options, ranks, model, width, device)
     found = _kept(options, ranks, asked)
     if found is None:

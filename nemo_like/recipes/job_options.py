@@ -58,7 +58,8 @@ class Options(RunOptions):
 
     def planned_input(self, rows: int, width: int) -> Any:
         if self.pp == 1:
-            return super().planned_input(rows, width)
+            made = super().planned_input(rows, width)
+            return self.packed_input(made, rows, width) if self.pack else made
         ids = torch.zeros(rows, width, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids}  # the last stage computes the loss
 

@@ -238,6 +238,12 @@ class RunOptions:
         ids = torch.zeros(rows, width, dtype=torch.int64)
         return ids if self.loss == "model" else {"input_ids": ids, "labels": ids, "shift_labels": ids}
 
+    @staticmethod
+    def packed_input(made: Any, rows: int, width: int) -> dict[str, Any]:
+        """`planned_input` for rows of two documents each: the mask that keeps them apart is held as well."""
+        positions = (torch.arange(width) % -(-width // 2)).expand(rows, width).contiguous()
+        return ({"input_ids": made} if isinstance(made, torch.Tensor) else made) | {"position_ids": positions}
+
     def parallel_options(self, device: torch.device) -> dict[str, Any]:
         """What `parallelize` is called with on `device`, beside the model and its input."""
         sharded = FSDP2(cpu_offload=self.cpu_offload, reshard_after_forward=RESHARD[self.reshard_after_forward])
