@@ -202,3 +202,21 @@ def test_code_that_a_model_brings_runs_where_it_is_trusted(
         assert made(torch.arange(5)[None]).logits.shape == (1, 5, made.config.vocab_size)
     assert found["whole"][0] == pytest.approx(3 * 5.7, rel=0.05), "its own loss trains"
     assert found["merged"][0] == found["whole"][0]
+
+
+def test_gpt2_which_names_no_loss_trains_with_a_chunked_one(base: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base / "model", tmp_path / "model")
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    shape = {"vocab_size": vocab, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **dropout))
+    assert model.loss_type is None
+    model.save_pretrained(folder)
+    losses = []
+    for loss in ("model", "chunked"):
+        line = f"--model {folder} --data {base / 'data.jsonl'} {COMMON} --loss {loss} --output {tmp_path / loss}"
+        job = FineTuner(parse_finetune_options(line.split()), Ranks(0, 1, torch.device("cpu")))
+        job.run()
+        losses.append(torch.tensor(job.log.losses))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.cached import counts_positions
 from nemo_like.distributed.context_parallel.mixers import sequence_mixers
+from nemo_like.losses.targets import IGNORED, predicts_next_token
 from nemo_like.module_tree import base_model
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
-_IGNORED = -100
 _documents: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("nemo_like_documents", default=None)
 """(B, S) numbers of the documents of the call that runs; None: its rows are whole."""
 
@@ -78,7 +78,7 @@ class PackedCalls:
         inner = base_model(model)
         self._tokens: list[Any] = []
         self._names = tuple(inspect.signature(inner.forward).parameters)
-        self._shifts = getattr(getattr(inner, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+        self._shifts = predicts_next_token(inner)
         self._encoder_decoder = bool(getattr(inner.config, "is_encoder_decoder", False))
         mixer = next(sequence_mixers(inner, transformers=True), None)
         self._mixer = None if mixer is None else f"{mixer[0]}, a {type(mixer[1]).__name__}, {mixer[2]}"
@@ -158,7 +158,7 @@ class PackedCalls:
         given |= {"position_ids": positions, "attention_mask": None, "use_cache": False}
         labels = given.get("labels")
         if self._shifts and isinstance(labels, Tensor):
-            given["labels"] = labels.masked_fill(starts, _IGNORED)
+            given["labels"] = labels.masked_fill(starts, IGNORED)
         return given
 
 

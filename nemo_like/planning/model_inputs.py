@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.losses.targets import IGNORED
 from nemo_like.planning.fake import FakeRun
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import FAKE_LOGGER
@@ -222,7 +223,7 @@ class _Beside:
         kinds = self.text.get("mm_token_type_ids", torch.zeros_like(ids))
         for number in range(count):
             start = self.at + number * (each + 1) + 1
-            ids[:, start : start + each], labels[:, start : start + each] = token, -100
+            ids[:, start : start + each], labels[:, start : start + each] = token, IGNORED
             kinds[:, start : start + each] = modality
         self.at = end
         self.text |= {"input_ids": ids, "labels": labels, "mm_token_type_ids": kinds}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nemo_like.extras import require
+from nemo_like.losses.targets import IGNORED
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
 from nemo_like.recipes.finetune_options import FinetuneOptions
@@ -122,7 +123,7 @@ class FineTuner(TrainingJob):
         """
         seed_all(self.options.seed)
         batch = self.rows.largest(self.options.rows(self.ranks.data_ranks)).to(self.ranks.device)
-        counted = float((batch.targets != -100).sum())
+        counted = float((batch.targets != IGNORED).sum())
         for micro in range(min(2, self.options.passes)):  # the second one finds gradients of the first
             with synced_only_if(self.model, micro == min(2, self.options.passes) - 1):
                 self._loss(self.model, batch, counted).backward()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.distributed import shard_sequence
 from nemo_like.distributed.documents import since_start
 from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.losses.targets import IGNORED, predicts_next_token
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import Corpus, held_out_windows, unigram_entropy
 
@@ -26,8 +27,8 @@ class DivergedError(RuntimeError):
 def check_own_loss(model: nn.Module) -> None:
     """Raise ValueError unless `model` can be asked for its own loss, which is the one that is computed in chunks."""
     kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
-    # transformers' loss of causal models takes targets that are shifted already; another might shift them once more.
-    if getattr(model, "loss_type", None) != "ForCausalLM" or inspect.Parameter.VAR_KEYWORD not in kinds:
+    # Another loss might shift targets that are shifted already once more.
+    if not predicts_next_token(model) or inspect.Parameter.VAR_KEYWORD not in kinds:
         raise ValueError(
             f"--loss is 'chunked', and {type(model).__name__} is no causal language model of transformers, which computes "
             "its loss from shifted labels. Use --loss model."
@@ -99,7 +100,7 @@ class MeanLoss:
 
 def check_piped(model: nn.Module) -> None:
     """Raise ValueError unless the last stage of a pipeline of `model` can compute the loss."""
-    if getattr(getattr(model, "loss_function", None), "__name__", None) != "ForCausalLMLoss":
+    if not predicts_next_token(model):
         raise ValueError(
             f"--pp: {type(model).__name__} is no causal language model of transformers, which computes its loss in the last "
             "stage. Train without --pp."
@@ -110,7 +111,7 @@ def piped_batch(tokens: torch.Tensor, rows: int | None = None) -> dict[str, torc
     """What a pipeline is called with to predict each byte after the first; `rows`: how many rows count, from the first."""
     target = tokens[:, 1:].contiguous()
     if rows is not None:
-        target[rows:] = -100
+        target[rows:] = IGNORED
     return {"input_ids": tokens[:, :-1], "labels": target, "shift_labels": target}
 
 
@@ -122,7 +123,7 @@ def next_byte(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> Ba
     starts = documents[:, 1:] != documents[:, :-1]
     first = torch.ones_like(starts[:, :1])
     positions = since_start(torch.cat([first, starts[:, :-1]], 1))
-    return Batch(tokens[:, :-1], target.masked_fill(starts, -100), positions)
+    return Batch(tokens[:, :-1], target.masked_fill(starts, IGNORED), positions)
 
 
 def count_targets(documents: torch.Tensor) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_like.log import say_once, warn_once
+from nemo_like.losses.targets import IGNORED
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import mix
 from nemo_like.recipes.encode import Encoded, Encoder, check_form
@@ -23,7 +24,6 @@ from nemo_like.recipes.sample_order import SampleOrder
 
 HELD_OUT_SHARE = 0.1
 """At most this share of the samples is held out of the training data."""
-_IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SampleSet:
         """Rows of samples as a batch, each filled up to `width` tokens (default: the longest row)."""
         width = max(sum(self.lengths[i] for i in row) for row in rows) if width is None else width
         inputs = torch.full((len(rows), width), pad, dtype=torch.int64)
-        targets = torch.full((len(rows), width), _IGNORED, dtype=torch.int64)
+        targets = torch.full((len(rows), width), IGNORED, dtype=torch.int64)
         positions = torch.arange(width).repeat(len(rows), 1)
         for number, row in enumerate(rows):
             at = 0
@@ -68,7 +68,7 @@ class SampleSet:
                 found = self.encoded(sample)
                 tokens, end = torch.tensor(found.tokens), at + found.inputs
                 inputs[number, at:end] = tokens[:-1]
-                targets[number, at:end] = tokens[1:].masked_fill(~torch.tensor(found.counts[1:]), _IGNORED)
+                targets[number, at:end] = tokens[1:].masked_fill(~torch.tensor(found.counts[1:]), IGNORED)
                 positions[number, at:end] = torch.arange(found.inputs)
                 at = end
             positions[number, at:] = torch.arange(width - at)

@@ -21,9 +21,9 @@ from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_
 from nemo_like.distributed.context_parallel.stack_calls import main_input
 from nemo_like.distributed.context_parallel.verify_cut import verify_cut, wanted
 from nemo_like.losses.model_loss import LABELS
+from nemo_like.losses.targets import IGNORED
 from nemo_like.module_tree import base_model
 
-_IGNORED = -100
 _CACHES = ("past_key_values", "cache_params", "past_key_value")
 
 
@@ -66,7 +66,7 @@ class RootHooks:
         labels: Tensor = given[name]
         self._make_decoder_inputs(given, labels)
         loss = _Loss(self, labels, given.get("num_items_in_batch"), shifted=name == "shift_labels")
-        given |= {other: self.parts.cut(given[other], 1, _IGNORED) for other in names_given} | {name: loss.labels}
+        given |= {other: self.parts.cut(given[other], 1, IGNORED) for other in names_given} | {name: loss.labels}
         self._open[-1] = loss
         loss.__enter__()
         rest = args[len(names) :]
@@ -136,7 +136,7 @@ class _Loss:
     def __init__(self, hooks: RootHooks, whole: Tensor, items: Any, shifted: bool = False) -> None:
         """shifted: the labels are those of the next tokens already."""
         self.hooks, self.whole, self.items, self.shifted = hooks, whole, items, shifted
-        self.labels = hooks.parts.cut(whole, 1, _IGNORED)
+        self.labels = hooks.parts.cut(whole, 1, IGNORED)
         self.found: list[Tensor] = []
         self._before: Callable[..., Tensor] = F.cross_entropy
 
@@ -149,7 +149,7 @@ class _Loss:
 
     def _cross_entropy(
         self, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
-        ignore_index: int = _IGNORED, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+        ignore_index: int = IGNORED, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
     ) -> Tensor:  # fmt: skip
         whole = self._targets(target, ignore_index)
         mine = self.hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
@@ -169,7 +169,7 @@ class _Loss:
 
     def _targets(self, target: Tensor, ignore_index: int) -> Tensor:
         """Of the whole sequences, (B, S): the labels, or the labels of the next tokens, as this model has them."""
-        shifted = F.pad(self.labels, (0, 1), value=_IGNORED)[..., 1:]
+        shifted = F.pad(self.labels, (0, 1), value=IGNORED)[..., 1:]
         hooks = self.hooks
         if target.numel() != self.labels.numel():
             raise NotImplementedError(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""The label that counts for nothing, as in `F.cross_entropy`."""
+from nemo_like.losses.targets import IGNORED
+
 _LABELS = ("labels", "shift_labels")
 
 

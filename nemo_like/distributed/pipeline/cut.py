@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.losses.model_loss import loss_hooks
+from nemo_like.losses.targets import predicts_next_token
 from nemo_like.module_tree import bare, join
 from nemo_like.options import ChunkedLoss
 
@@ -192,8 +193,7 @@ class StageForward:
 def divides_by_items(model: nn.Module) -> bool:
     """Whether the model divides its loss by ``num_items_in_batch``, as the causal models of transformers do."""
     kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
-    loss = getattr(model, "loss_function", None)  # of GPT-2 as well, whose `loss_type` is None
-    return getattr(loss, "__name__", None) == "ForCausalLMLoss" and inspect.Parameter.VAR_KEYWORD in kinds
+    return predicts_next_token(model) and inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def loss_of(output: Any) -> Tensor:
