@@ -78,6 +78,8 @@ class BlockTrace:
     """Its buffers that forward changes (running statistics): a region keeps a copy of them, as they were before."""
     draws: bool
     """Any op draws random numbers, so that a region keeps the generator's state."""
+    kept_shared: frozenset[int] = frozenset()
+    """Which of the shared tensors, by their position, autograd keeps without checkpointing."""
 
     @property
     def saves_something(self) -> bool:
@@ -252,6 +254,7 @@ def record(
         param_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "param"),
         state_bytes=sum(s.size[key] for key in recorder.changed if origin.get(key) == "param"),
         draws=any(op.random for op in ops),
+        kept_shared=frozenset(position for position, tensor in enumerate(shared) if s.key(tensor) in packed),
     )
     return trace, out
 
@@ -296,7 +299,7 @@ def trace_block(
         trace, _ = record(
             call,
             name=name or type(module).__name__, params=list(state.values()), inputs=own,
-            shared=[replaced[key] for key in shared_ids if key in replaced],
+            shared=[replaced[id(t)] for t in shared if id(t) in replaced],
         )  # fmt: skip
     return trace
 

@@ -152,6 +152,7 @@ class _Watcher:
                     run=run,
                     state=kind.state,
                 )
+            kind.kept_at = frozenset(place for number, place in enumerate(at) if number in kind.trace.kept_shared)
         return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs, dtype)
 
     def _name(self, kind: Kind) -> str:

@@ -45,6 +45,8 @@ class Kind:
     """Called with gradients on: a model that repeats its layers may run some passes without."""
     shared_at: frozenset[Place] = frozenset()
     """Where `shared` stand in its call."""
+    kept_at: frozenset[Place] = frozenset()
+    """Where those of them do that autograd keeps without checkpointing: a mask of booleans is not."""
 
     def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Its output in a call of a block like it: what it hands on is handed on, ``make(tensor)`` stands for the rest."""

@@ -59,8 +59,13 @@ def stand_in(
     lap: Callable[[Sequence[torch.Tensor | None]], Callable[[], None]],
     used: set[int],
     layouts: dict[int, tuple[int, ...]],
+    regions: bool = True,
 ) -> tuple[Any, Any, weakref.ref[LayerStub] | None]:
-    """The output of a layer that is not run, what recorders in it would have seen, and what its backward will hold."""
+    """The output of a layer that is not run, what recorders in it would have seen, and what its backward will hold.
+
+    regions: whether it is checkpointed, so that it holds all that it is called with.
+    """
+    places_held = kind.shared_at if regions else kind.kept_at
     given = tensors_in((args, kwargs))
     outputs = tensors_in(kind.output)
     places = [place for place in range(len(outputs)) if place not in kind.passed]
@@ -69,7 +74,7 @@ def stand_in(
     if not inputs and any(t.requires_grad for t in wanted):
         inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
-        held = [tensor for place, tensor in by_argument(args, kwargs).items() if place in kind.shared_at]
+        held = [tensor for place, tensor in by_argument(args, kwargs).items() if place in places_held]
         call = LayerStub(lap, used, layouts, places, held)
         standing = weakref.ref(call)
         made = iter(_StubbedLayer.apply(call, wanted, *inputs))

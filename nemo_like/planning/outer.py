@@ -107,6 +107,7 @@ class OuterMemory:
 def outer_memory(
     model: nn.Module, layers: Sequence[Any], traced: ModelTrace, step: StepSpec = StepSpec(),  # noqa: B008 - frozen
     chunks: ChunkedLoss | None = None, *, accumulate: bool = False, device: Device | None = None, halves: bool = False,
+    regions: bool = True,
 ) -> OuterMemory:  # fmt: skip
     """Run the model's step around its layers on fake tensors and watch its memory.
 
@@ -117,6 +118,7 @@ def outer_memory(
         accumulate: parameters have gradients before, which are not counted, and backward adds to them.
         device: whose roofline times it.
         halves: cut backward in two, as some schedules of pipelines do.
+        regions: whether layers are checkpointed; without, they hold those of their shared inputs that autograd keeps.
 
     Raises:
         ValueError: its step depends on values, so that it cannot be planned.
@@ -155,7 +157,7 @@ def outer_memory(
             numbers, at = tuple(dict.fromkeys(map(meter.number, own))), len(meter.log)
             del own
             lap = functools.partial(_lap, meter, backward, backs, twice, len(forward))
-            output, records, standing = stand_in(kind, args, kwargs, lap, used[number], layouts[number])
+            output, records, standing = stand_in(kind, args, kwargs, lap, used[number], layouts[number], regions)
             if standing is not None:
                 alive[len(forward) - 1] = standing
             calls.append(ForwardCall(at, len(meter.log), numbers))

@@ -178,7 +178,7 @@ class Planner:
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
         ]
         self._memories: dict[tuple[int, Choice, bool], BlockMemory] = {}
-        self.outers: dict[bool, OuterMemory] = {}
+        self.outers: dict[tuple[bool, bool], OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
         self._unit_plans: dict[bool, UnitPlan] = {}
 
@@ -295,17 +295,23 @@ class Planner:
             words = tuple("recompute" if word == "skip" else word for word in choice.decisions)
             return as_choice(self.problems[kind], words, choice.label)
 
-    def outer(self, accumulate: bool = False) -> OuterMemory:
-        """The model around its layers; `accumulate`: where backward adds to gradients that are there."""
-        if accumulate not in self.outers:
+    def outer(self, accumulate: bool = False, choices: Sequence[Choice] | None = None) -> OuterMemory:
+        """The model around its layers.
+
+        accumulate: where backward adds to gradients that are there. choices: how the layers run; None: as regions, which
+            hold all that they are called with. Where only some do, the others are counted so, too.
+        """
+        regions = choices is None or any(choice.decisions for choice in choices)
+        regions |= all(kind.kept_at == kind.shared_at for kind in self.traced.kinds)
+        if (accumulate, regions) not in self.outers:
             made = outer_memory(
                 self.model, self.layers, self.traced, self.setup.step, self.setup.loss, accumulate=accumulate,
-                device=self.device,
+                device=self.device, regions=regions,
             )  # fmt: skip
             for reason in made.whole_logits:
                 say_whole_logits(self.whole, reason)
-            self.outers[accumulate] = made
-        return self.outers[accumulate]
+            self.outers[accumulate, regions] = made
+        return self.outers[accumulate, regions]
 
     def with_chunks(self, loss: ChunkedLoss) -> Planner | None:
         """This planner for a loss in chunks, with nothing traced again; None where the logits would be whole anyway."""
@@ -314,7 +320,7 @@ class Planner:
         other = copy.copy(self)
         other.setup = replace(self.setup, loss=loss)
         made = outer_memory(self.model, self.layers, self.traced, self.setup.step, loss, device=self.device)
-        other.outers = {False: made}
+        other.outers = {(False, True): made}
         return None if made.whole_logits else other
 
     def again(self, setup: Setup) -> Planner:
@@ -437,7 +443,7 @@ class Planner:
         sharding, setup = self.sharding, self.setup
         root, tail = self.outer_grads(micro)
         return step_peak(
-            self.layer_memories(choices, micro), self.outer(micro.accumulates), sharding,
+            self.layer_memories(choices, micro), self.outer(micro.accumulates, choices), sharding,
             optimizer=self.optimizer_bytes(), tail_grads=tail, root_grads=root, micro=micro, offload=setup.offload,
             averaged=self.sharding.params if setup.step.ema else 0,
             remembered=self.traced.run.tables.bytes, copies_at_once=self.device.kind == "cpu",

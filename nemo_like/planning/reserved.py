@@ -87,7 +87,7 @@ class _Steps:
     """The events of a planner's steps, one after the other."""
 
     def __init__(self, planner: Planner, choices: Sequence[Choice]) -> None:
-        self.planner, setup = planner, planner.setup
+        self.planner, self.choices, setup = planner, choices, planner.setup
         self.events, sharding = Events(), planner.sharding
         names = {id(p): name for name, p in planner.model.named_parameters(remove_duplicate=False)}
         self.writer = StepEvents(
@@ -115,7 +115,7 @@ class _Steps:
         """All microbatches, and the optimizer."""
         writer, planner = self.writer, self.planner
         for turn in self._turns(first=first):
-            writer.run(turn, self.passes[turn], planner.outer(turn.accumulates).events)
+            writer.run(turn, self.passes[turn], planner.outer(turn.accumulates, self.choices).events)
         if first:
             for sizes in self.optimizer.states:
                 for size in sizes:
