@@ -230,8 +230,8 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
             )
             outer = _outer_halves(planner, micro)
         return StageRound(
-            tuple(planner.layer_memories(choices, micro)), planner.outer(micro.accumulates, choices), root, tail, micro, halves,
-            outer,
+            tuple(planner.layer_memories(choices, micro)), planner.outer(micro.accumulates, choices), root, tail, micro,
+            halves, outer,
         )  # fmt: skip
 
     return StageMemory(
