@@ -41,6 +41,21 @@ def test_parameter_bytes_of_deepseek_v3_on_1024_ranks() -> None:
     assert sharding.params - by_hand - rest == pytest.approx(sharding.padding, abs=4096)
 
 
+def test_parameters_of_the_presets() -> None:
+    """By hand, from the shapes of the papers: per layer attention, norms, router and experts; embedding, head, last norm."""
+    mixtral = (
+        32 * (2 * 4096**2 + 2 * 4096 * 1024 + 2 * 4096 + 8 * 4096 + 8 * 3 * 4096 * 14_336) + 2 * 32_000 * 4096 + 4096
+    )
+    qwen = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 2 * 2048 + 128 * 2048 + 128 * 3 * 2048 * 768)
+    qwen += 2 * 151_936 * 2048 + 2048
+    attention = 2880 * (4096 + 2 * 512) + 4096 + 2 * 512 + 4096 * 2880 + 2880 + 64  # with biases and sinks
+    experts = 128 * (2880 * 5760 + 5760 + 2880 * 2880 + 2880)
+    oss = 36 * (attention + 2 * 2880 + 128 * 2880 + 128 + experts) + 2 * 201_088 * 2880 + 2880
+    for name, by_hand in {"mixtral-8x7b": mixtral, "qwen3-30b-a3b": qwen, "gpt-oss-120b": oss}.items():
+        assert sum(p.numel() for p in resolve_model(name).build("meta").parameters()) == by_hand, name
+    assert (mixtral, qwen, oss) == (46_702_792_704, 30_532_122_624, 116_829_156_672)
+
+
 def _planner(imbalance: float | None, name: str = "mixtral", ep: int = 2, shard_ranks: int = 4, **more: Any) -> Planner:
     ids = tokens(1, 32)
     sample = {"input_ids": ids, "labels": ids}
