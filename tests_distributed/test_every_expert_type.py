@@ -60,6 +60,7 @@ def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...]) -> s
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, 0)
     reference = copy.deepcopy(model)
+    torch.manual_seed(1)  # a router that draws (PhiMoE) draws the same twice
     loss = loss_of(reference(**sample))
     loss.backward()
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
@@ -67,6 +68,7 @@ def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...]) -> s
         split = parallelize(model, ac="full", ep=2, device="cpu")
     except ValueError as error:
         return "has no experts tiny" if "no experts were found" in str(error) else f"refused: {error}"
+    torch.manual_seed(1)
     part = loss_of(split(**sample))
     part.backward()
     found = gradients(split)
