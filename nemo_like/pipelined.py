@@ -203,12 +203,6 @@ def _planned(
     model: nn.Module, pp: PipelineParallel, asked: Any, setup: Setup, options: Mapping[str, Any]
 ) -> tuple[PipelineParallel, Any]:
     """`pp` with what a plan decides of it, and what goes to each stage as ``ac=``: a budget as its plan."""
-    if setup.cp.size > 1 and (isinstance(asked, MemoryBudget) or pp.balance == "memory"):
-        wish = f"ac is {asked}" if isinstance(asked, MemoryBudget) else "PipelineParallel.balance is 'memory'"
-        raise ValueError(
-            f"{wish} beside pp and cp={setup.cp.size}: no plan is made for stages that take parts of sequences. Use a mode "
-            "such as 'selective' and balance='time', or budget with one of the two axes."
-        )
     if isinstance(asked, MemoryBudget):
         if setup.tp > 1:
             split = find_experts(model, setup.expert_plan) if setup.ep > 1 else ()

@@ -137,7 +137,7 @@ def _refused(rank: int, world_size: int) -> None:
     given: dict[str, Any] = {"pp": PipelineParallel(2, microbatches=2), "sample_input": sample}
     model = build("llama")
     for options, reason in (
-        ({"cp": 2, "ac": "1GiB"}, "beside pp and cp=2: no plan"),
+        ({"cp": ContextParallel(2, "ring"), "ac": "1GiB"}, "'ring' is not planned"),
         ({"cp": 2, "strategy": "single"}, "cp splits sequences over ranks beside FSDP2"),
     ):
         with pytest.raises(ValueError, match=reason):

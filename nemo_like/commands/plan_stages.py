@@ -12,11 +12,11 @@ from nemo_like.models import resolve_model
 from nemo_like.options import (
     FSDP2,
     ChunkedLoss,
+    ContextParallel,
     OffloadConfig,
     PipelineParallel,
     Precision,
     StepSpec,
-    dtype_word,
     parse_bytes,
     parse_dtype,
 )
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace, shard_ranks: int, precision: Precision) -> int
     sample = source.sample_input(args.batch_size, args.seq_len)
     whole = args.world_size == args.pp
     setup = Setup(
-        shard_ranks=shard_ranks, precision=precision, tp=args.tp, ep=args.ep, imbalance=args.imbalance,
+        shard_ranks=shard_ranks, precision=precision, tp=args.tp, cp=ContextParallel(args.cp), ep=args.ep,
+        imbalance=args.imbalance,
         step=StepSpec.of(StepSpec(zero_grad=args.zero_grad), args.optimizer), loss=ChunkedLoss.of(args.loss),
         fsdp=None if whole else FSDP2(reshard_after_forward=False), offload=OffloadConfig.of(args.offload),
     )  # fmt: skip
@@ -54,8 +55,7 @@ def run(args: argparse.Namespace, shard_ranks: int, precision: Precision) -> int
     limit = parse_bytes(args.memory) if args.memory else None
     report = pipeline_report.pipeline_report(planner, args.budget, limit)
     best = report.best
-    word = None if precision == Precision() else dtype_word(precision.dtypes["param_dtype"])
-    call = None if best is None else pipeline_report.pipeline_call(report, best, word)
+    call = None if best is None else pipeline_report.pipeline_call(best, args.dp_replicate)
     if args.json != "-":
         flights = [planner.most_in_flight(index) for index in range(len(planner.stages))]
         print(
@@ -112,7 +112,6 @@ def _pipeline(args: argparse.Namespace) -> PipelineParallel:
 
 
 def _refuse(args: argparse.Namespace) -> None:
-    for name, given in (("--cp", args.cp > 1), ("--host", args.host), ("--measure", args.measure),
-                        ("--input-shape", bool(args.input_shape))):  # fmt: skip
+    for name, given in (("--host", args.host), ("--measure", args.measure), ("--input-shape", bool(args.input_shape))):
         if given:
             raise ValueError(f"{name} beside --pp is not planned. Leave one of the two out.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,26 +50,40 @@ def clip_grad_norm_(
         ValueError: `max_norm` or `norm_type` out of range.
         RuntimeError: `error_if_nonfinite` and the norm is not finite; on every rank.
     """
+    if isinstance(parameters, nn.Module):
+        show_shards(parameters)
+        parameters = parameters.parameters()
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return clip_stages_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+@torch.no_grad()
+def clip_stages_(
+    params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None, *,
+    elsewhere: Collection[Tensor] = (), stages: dist.ProcessGroup | None = None,
+) -> Tensor:  # fmt: skip
+    """`clip_grad_norm_` where each rank of `stages` holds other parameters of one model.
+
+    elsewhere: those of `params` that another rank of `stages` holds, too, and counts.
+    """
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}; it must be >= 0.")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be > 0, or inf.")
-    if isinstance(parameters, nn.Module):
-        show_shards(parameters)
-        parameters = parameters.parameters()
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-    groups = _groups(params)
+    twice = {id(param) for param in elsewhere}
+    groups = _groups([param for param in params if id(param) not in twice])
     device = _device(params)
     total = torch.zeros((), device=device)
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for (mesh, axes), grads in groups.items():
         power = _local_power(grads, norm_type, foreach).to(device)
         for axis in axes:
             assert mesh is not None
-            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             dist.all_reduce(power, op, group=mesh.get_group(axis))
         total = torch.maximum(total, power) if math.isinf(norm_type) else total + power
+    if stages is not None:
+        dist.all_reduce(total, op, group=stages)
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -77,7 +91,7 @@ def clip_grad_norm_(
     if not math.isinf(max_norm):
         # The clamp keeps small gradients as they are; 1e-6 is torch's guard against a zero norm.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for grads in groups.values():
+        for grads in (*groups.values(), *_groups(list(elsewhere)).values()):
             _scale(grads, scale, foreach)
     return total
 

@@ -12,7 +12,7 @@ from nemo_like.extras import require
 from nemo_like.options import MemoryBudget, PipelineParallel
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan, gib
-from nemo_like.planning.plan_report import FRACTIONS, MODES
+from nemo_like.planning.plan_report import FRACTIONS, MODES, setup_keywords
 from nemo_like.planning.stage_plans import choose, describe, times
 from nemo_like.planning.stage_walk import Log
 from nemo_like.planning.stages import Choices, PipelinePlanner
@@ -91,8 +91,8 @@ def pipeline_table(report: PipelineReport, tokens: int | None) -> str:
     )
 
 
-def pipeline_call(report: PipelineReport, row: PipelineRow, precision: str | None = None) -> str:
-    """The line of Python that runs `row`."""
+def pipeline_call(row: PipelineRow, dp_replicate: int = 1) -> str:
+    """The line of Python that runs `row`; `dp_replicate`: replicas of the whole pipeline."""
     pp = row.planner.pp
     said = [
         f"{field.name}={getattr(pp, field.name)!r}"
@@ -100,11 +100,10 @@ def pipeline_call(report: PipelineReport, row: PipelineRow, precision: str | Non
         if (field.name != "size" and getattr(pp, field.name) != getattr(PipelineParallel(pp.size, pp.schedule), field.name))
         or field.name == "schedule"
     ]  # fmt: skip
-    more = "" if precision is None else f", precision={precision!r}"
-    loss = "" if row.planner.setup.loss is None else ", loss='chunked'"
+    more = setup_keywords(row.planner.setup, dp_replicate, planned=row.name not in MODES)
     return (
         f"pipeline = parallelize(model, ac={row.name!r}, pp=PipelineParallel({', '.join([str(pp.size), *said])})"
-        f"{loss}{more}, sample_input=microbatch)"
+        f"{''.join(f', {name}={value}' for name, value in more.items() if value is not None)}, sample_input=microbatch)"
     )
 
 

@@ -112,14 +112,7 @@ class PlanReport:
         said = {
             "strategy": "'fsdp2'" if setup.fsdp in (None, FSDP2()) else _shown(setup.fsdp),
             "ac": ac,
-            "dp_replicate": self.dp_replicate if self.dp_replicate > 1 else None,
-            "tp": setup.tp if setup.tp > 1 else None,
-            "cp": setup.cp.size if setup.cp.size > 1 else None,
-            "ep": _experts(setup),
-            "precision": _precision(setup.precision),
-            "loss": None if setup.loss is None else _loss(setup.loss),
-            "offload": None if setup.offload.mode == "none" else _offload(setup.offload),
-            **({} if mode else _step(setup.step)),
+            **setup_keywords(setup, self.dp_replicate, planned=not mode),
             "sample_input": sample if not mode and not self.special else None,
         }
         return f"model = parallelize(model, {', '.join(f'{k}={v}' for k, v in said.items() if v is not None)})"
@@ -210,6 +203,20 @@ def _shown(options: Any) -> str:
         if getattr(options, field.name) != field.default
     ]
     return f"{type(options).__name__}({', '.join(changed)})"
+
+
+def setup_keywords(setup: Setup, dp_replicate: int, *, planned: bool) -> dict[str, str | None]:
+    """The keywords of `parallelize` that say `setup`, as one writes them; None: the default. `planned`: for a budget."""
+    return {
+        "dp_replicate": str(dp_replicate) if dp_replicate > 1 else None,
+        "tp": str(setup.tp) if setup.tp > 1 else None,
+        "cp": str(setup.cp.size) if setup.cp.size > 1 else None,
+        "ep": _experts(setup),
+        "precision": _precision(setup.precision),
+        "loss": None if setup.loss is None else _loss(setup.loss),
+        "offload": None if setup.offload.mode == "none" else _offload(setup.offload),
+        **(_step(setup.step) if planned else {}),
+    }
 
 
 def _experts(setup: Setup) -> str | None:

@@ -21,7 +21,7 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.launch import pick_device_type
-from nemo_like.distributed.pipeline.cut import STAGE_MARK
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.units import UnitPlan
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
@@ -149,7 +149,7 @@ class Planner:
             )
         with contextlib.ExitStack() as cut:
             if setup.cp.size > 1:
-                cut.enter_context(cut_for_planning(self.model, setup.cp, self.layers))
+                cut.enter_context(cut_for_planning(self.model, setup.cp, self.layers, call_of(self.model)))
             self._trace(sample_input, dtype, lower, measure)
             self._cut = cut.pop_all()  # the memory of blocks is found later, on the same model
         self.host = host_memory // len(self.traced.calls) if host else 0

@@ -53,9 +53,9 @@ def plan_pipeline(
     made = Setup(fsdp=None) if setup is None else setup
 
     def make() -> Plan:
-        planner = PipelinePlanner(model, sample_input, pp=pp, device=target, setup=made, layers=layers)
-        planner = balanced(planner, "full") if pp.balance == "memory" else planner
-        return best_replay(planner, parsed, str(budget))
+        with PipelinePlanner(model, sample_input, pp=pp, device=target, setup=made, layers=layers) as planner:
+            dealt = balanced(planner, "full") if pp.balance == "memory" else planner
+            return best_replay(dealt, parsed, str(budget))
 
     return same_on_all_ranks(make)
 
@@ -66,8 +66,9 @@ def balance_for_memory(
     """How many layers each stage gets under ``balance="memory"``, the same on all ranks; `mode`: as `balanced` takes it."""
 
     def make() -> list[int]:
-        planner = PipelinePlanner(model, sample_input, pp=pp, device=device_at_hand(), setup=setup, layers=layers)
-        return balanced(planner, mode).counts
+        device = device_at_hand()
+        with PipelinePlanner(model, sample_input, pp=pp, device=device, setup=setup, layers=layers) as planner:
+            return balanced(planner, mode).counts
 
     return same_on_all_ranks(make)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.pipeline.cut import STAGE_MARK, Received, StageEnd, cut, loss_of
+from nemo_like.distributed.context_parallel.layout import padded_length
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, MicrobatchCall, Received, StageEnd, call_of, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, actions_of
 from nemo_like.distributed.pipeline.schedules import kind_of, rank_of, stages_of
@@ -71,10 +73,25 @@ class PipelinePlanner:
         args, batch = split_sample(microbatch)
         names = dict(zip(_argument_names(model), args))
         self.batch = names | dict(batch)
-        self.hidden = _hidden_of(self.batch, self.parts)
+        self.hidden = _hidden_of(self.batch, self.parts, setup.cp.size)
         self._more, self.planners = more, dict[Any, Planner]()
         self.memories: dict[Any, StageMemory] = {}
-        self.scheduled_as(pp)
+        try:
+            self.scheduled_as(pp)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> PipelinePlanner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Under ``cp``, the model's layers are as they were again; the planner answers no longer."""
+        for planner in reversed(self.planners.values()):
+            planner.__exit__()
 
     def scheduled_as(self, pp: PipelineParallel) -> None:
         self.pp, self.count = pp, pp.microbatches or 1
@@ -283,13 +300,14 @@ def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
         own = self._planned_received
         own.tensors = () if given is None else (given.requires_grad_(),)
         try:
-            output = base.forward(self, **batch)
+            output = call_of(self)(**batch)
         except StageEnd as end:
             return end.sent
         finally:
             own.tensors = ()
         return loss_of(output)
 
+    MicrobatchCall(tree, types.MethodType(base.forward, tree))
     tree.__class__ = type(base.__name__, (base,), {"forward": forward})
     tree.__dict__["_planned_received"] = received
     return tree
@@ -299,6 +317,9 @@ def _argument_names(model: nn.Module) -> list[str]:
     return list(inspect.signature(model.forward).parameters)
 
 
-def _hidden_of(batch: dict[str, Any], parts: Any) -> Tensor:
+def _hidden_of(batch: dict[str, Any], parts: Any, cp: int) -> Tensor:
+    """What one of `cp` ranks sends to the next stage."""
     first = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2)
-    return torch.empty((*first.shape[:2], *parts.hidden_width), dtype=parts.hidden_dtype, device="meta")
+    rows, tokens = first.shape[:2]
+    tokens = padded_length(tokens, cp) // cp
+    return torch.empty((rows, tokens, *parts.hidden_width), dtype=parts.hidden_dtype, device="meta")

@@ -130,6 +130,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 0 < body["rows"][0]["bubble"] < 1 and picture.stat().st_size > 1000
     assert main([*base, "--pp", "2", "--microbatches", "4", "--memory", "100KiB"]) == 1
     assert main([*base, "--pp", "3"]) == 2
-    assert main([*base, "--pp", "2", "--cp", "2", "--world-size", "4"]) == 2
+    assert main([*base, "--pp", "2", "--measure"]) == 2
     assert main([*base, "--pp", "2", "--balance", "some"]) == 2
     assert "--balance is 'some'" in capsys.readouterr().err
+    four = [*base, "--pp", "2", "--microbatches", "2", "--world-size", "4", "--memory", "1GiB", "--json", "-"]
+    for axis in ("--cp", "--tp", "--dp-replicate"):
+        assert main([*four, axis, "2", "--loss", "chunked"]) == 0
+        call = json.loads(capsys.readouterr().out)["call"]
+        assert f", {axis.removeprefix('--').replace('-', '_')}=2, loss='chunked', sample_input=microbatch)" in call

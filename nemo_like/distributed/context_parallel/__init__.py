@@ -79,9 +79,11 @@ def apply_context_parallel(
 
 @contextlib.contextmanager
 def cut_for_planning(
-    model: nn.Module, options: ContextParallel, layers: Sequence[Layer] | None = None
+    model: nn.Module, options: ContextParallel, layers: Sequence[Layer] | None = None, call: nn.Module | None = None
 ) -> Iterator[None]:
     """Within it, `model` runs on fake tensors as rank 0 of `options.size` would: nothing is sent. For planning.
+
+    The other arguments are those of `apply_context_parallel`.
 
     Rank 0 holds the last chunk of the sequence, whose queries see most keys, and so has the highest peak.
     """
@@ -89,8 +91,8 @@ def cut_for_planning(
         raise ValueError(
             "A budget counts with method='all_gather' or 'ulysses'; 'ring' is not planned: use a mode (ac='full')."
         )
-    stacks = check_context_parallel(model, options, layers)
-    undo = install(model, stacks, Parts(options.size, 0, "", options.method, planning=True))
+    stacks = check_context_parallel(model, options, layers, call)
+    undo = install(model, stacks, Parts(options.size, 0, "", options.method, planning=True), call)
     try:
         yield
     finally:

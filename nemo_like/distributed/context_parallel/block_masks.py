@@ -79,13 +79,13 @@ def of_part(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: i
         return mask
     if mask is None and length == shape[3]:
         return None
-    kept = parts.block_masks.get((id(mask), *shape, length))
+    kept = parts.masks.blocks.get((id(mask), *shape, length))
     if kept is not None:
         return kept[1]
     made = _make(parts, mask, shape, length, device)
-    while len(parts.block_masks) >= _KEPT:
-        parts.block_masks.pop(next(iter(parts.block_masks)))
-    parts.block_masks[(id(mask), *shape, length)] = (mask, made)  # which keeps the mask, and so its id, alive
+    while len(parts.masks.blocks) >= _KEPT:
+        parts.masks.blocks.pop(next(iter(parts.masks.blocks)))
+    parts.masks.blocks[(id(mask), *shape, length)] = (mask, made)  # which keeps the mask, and so its id, alive
     return made
 
 

@@ -16,6 +16,19 @@ MARK = "_nemo_like_sequence_parts"
 """The attribute of every module below a cut stack, which leads its attention to the `Parts`."""
 
 
+class MasksOfAllLayers:
+    """Made once, and seen from each layer.
+
+    Not among the fields of `Parts`: a checkpointed region copies what small tensors the dicts of a layer's state have.
+    """
+
+    def __init__(self) -> None:
+        self.triangles: dict[tuple[int, int], Tensor] = {}
+        """(rows, columns) to the causal mask of a chunk of queries over the keys up to its end."""
+        self.blocks: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        """What flex attention was called with, and its block mask over the whole sequence."""
+
+
 @dataclass
 class Parts:
     """One model's context parallelism on one rank."""
@@ -29,10 +42,7 @@ class Parts:
     """Tensors have no values, and there are no other ranks."""
     compared: bool = False
     """The first call is compared with whole sequences, because structure alone does not say that parts are right."""
-    triangles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """(rows, columns) to the causal mask of a chunk of queries over the keys up to its end: made once for all layers."""
-    block_masks: dict[tuple[int, ...], tuple[Any, Any]] = field(default_factory=dict)
-    """What flex attention was called with, and its block mask over the whole sequence: made once for all layers."""
+    masks: MasksOfAllLayers = field(default_factory=MasksOfAllLayers)
     verifying: str | None = None
     """``whole`` or ``parts`` in the two calls that are compared."""
     idle: bool = False
@@ -56,7 +66,7 @@ class Parts:
 
         Not booleans: attention would make numbers of them in every layer, and keep those for backward.
         """
-        made = self.triangles.get((rows, columns))
+        made = self.masks.triangles.get((rows, columns))
         if made is None or made.device != device or made.dtype != dtype:
             made = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device).triu_(columns - rows + 1)
         return made
@@ -65,7 +75,7 @@ class Parts:
         """Those of sequences of `padded` tokens; those of other lengths are let go."""
         chunk = padded // (2 * self.ranks)
         shapes = [(chunk, end) for end in self.chunk_ends(padded)]
-        self.triangles = {shape: self.triangle(*shape, dtype, device) for shape in shapes}
+        self.masks.triangles = {shape: self.triangle(*shape, dtype, device) for shape in shapes}
 
     def positions(self, padded: int, device: object) -> Tensor:
         """Of this rank's tokens in a sequence of `padded` tokens."""

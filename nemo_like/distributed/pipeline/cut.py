@@ -118,17 +118,23 @@ def merged(trees: Sequence[nn.Module]) -> nn.Module:
     return made
 
 
+_CALL = "_nemo_like_microbatch_call"
+"""The attribute of a stage's tree that has its `MicrobatchCall`; no child of the tree."""
+
+
 class MicrobatchCall(nn.Module):
     """The model's own forward in a stage, as a module: hooks that a whole model would have see the microbatch here."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, tree: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
         self.forward = forward
+        tree.__dict__[_CALL] = self
 
 
 def call_of(model: nn.Module) -> nn.Module:
     """Whose hooks see what a model is called with: `model`, or the `MicrobatchCall` of a stage's tree."""
-    return model.forward.call if isinstance(model.forward, StageForward) else model
+    found: nn.Module = vars(model).get(_CALL, model)
+    return found
 
 
 class StageForward:
@@ -142,7 +148,7 @@ class StageForward:
         in_chunks: ChunkedLoss | None = None, takes_items: bool | None = None,
     ) -> None:  # fmt: skip
         """takes_items: whether the whole model divides its loss by ``num_items_in_batch``; None: `model` shows it."""
-        self.call = MicrobatchCall(model.forward)
+        self.call = MicrobatchCall(model, model.forward)
         self._received, self._stage, self._loss_of = received, stage, loss_of
         self.takes_items = divides_by_items(model) if takes_items is None else takes_items
         self._model, self._packed = model, packed_calls(model)

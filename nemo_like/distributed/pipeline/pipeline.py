@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.engine import half_of_backward
-from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.distributed.clip import clip_stages_
 from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
@@ -307,24 +307,20 @@ class Pipeline:
             materialize(stage.module, state_dict=state_dict, checkpoint=checkpoint, strict=False)
         return self
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
         """`nemo_like.distributed.clip.clip_grad_norm_` over all stages: one norm, the same on every rank.
 
         A parameter that two stages hold counts once.
         """
-        counted = dict(self.named_parameters())
+        own = dict(self.named_parameters())
+        twice: list[Tensor] = []
         if self._last_rank and self.stages[-1].slice.is_last and not self.stages[0].slice.is_first:
-            twice = {*self.parts.tied, *self.parts.aliases}
-            counted = {name: parameter for name, parameter in counted.items() if name not in twice}
-        norm = clip_grad_norm_(counted.values(), float("inf"), norm_type)
-        power = norm.to(self.device) if norm_type == float("inf") else norm.to(self.device) ** norm_type
-        dist.all_reduce(power, dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM, group=self.group)
-        total = power if norm_type == float("inf") else power ** (1.0 / norm_type)
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                _local(parameter.grad).mul_(scale.to(_local(parameter.grad).device))
-        return total
+            twice = [own[name] for name in (*self.parts.tied, *self.parts.aliases) if name in own]
+        return clip_stages_(
+            list(own.values()), max_norm, norm_type, error_if_nonfinite, foreach, elsewhere=twice, stages=self.group
+        )
 
 
 class _Stage(ConnectedStage):
