@@ -131,8 +131,9 @@ def parallelize_pipeline(
     else:
         rest |= {"strategy": "single", "dp_replicate": 1}
     stages = _stages(
-        model, parts, all_slices, stages_of(pp, mesh.get_local_rank("pp")), rest, in_chunks, device, parallelize
-    )
+        model, parts, [all_slices[index] for index in stages_of(pp, mesh.get_local_rank("pp"))], rest, in_chunks, device,
+        lowered.get("dtype"), parallelize,
+    )  # fmt: skip
     if is_rank_zero():
         counts = [len(piece.layers) for piece in all_slices]
         logger.info(f"Pipeline of {len(counts)} stages on {pp.size} ranks ({pp.schedule}): {counts} layers each.")
@@ -140,15 +141,16 @@ def parallelize_pipeline(
 
 
 def _stages(
-    model: nn.Module, parts: StageParts | SplitParts, all_slices: Sequence[StageSlice], own: Sequence[int],
-    rest: Mapping[str, Any], in_chunks: ChunkedLoss | None, device: torch.device, parallelize: Parallelize,
+    model: nn.Module, parts: StageParts | SplitParts, own: Sequence[StageSlice], rest: Mapping[str, Any],
+    in_chunks: ChunkedLoss | None, device: torch.device, dtype: torch.dtype | None, parallelize: Parallelize,
 ) -> list[Stage]:  # fmt: skip
-    """This rank's `own` stages, each made ready by `parallelize` with the options `rest`."""
+    """This rank's `own` stages, each made ready by `parallelize` with the options `rest`; `dtype`: as for `cut`."""
     stages = []
-    for index in own:
-        piece = all_slices[index]
-        tree, received = cut(model, parts, piece, device) if isinstance(parts, StageParts) else parts.take(index)
-        items = None if isinstance(parts, StageParts) else parts.takes_items
+    for piece in own:
+        if isinstance(parts, SplitParts):
+            (tree, received), items = parts.take(piece.index), parts.takes_items
+        else:
+            (tree, received), items = cut(model, parts, piece, device, dtype), None
         forward = StageForward(tree, received, piece, loss_of, in_chunks, items)
         tree.forward = forward
         setattr(tree, STAGE_MARK, True)

@@ -10,7 +10,7 @@ import torch
 from nemo_like import ContextParallel, parallelize
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.order import actions_of
-from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
+from nemo_like.options import MemoryBudget, PipelineParallel, Precision, StepSpec
 from nemo_like.planning import PipelinePlanner, Plan, Setup
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.halves_memory import backward_of_inputs
@@ -51,19 +51,22 @@ def _planner(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfi
     )  # fmt: skip
 
 
-def _peaks(rank: int, world_size: int, schedule: str, modes: tuple[str, ...], name: str) -> list[Any]:
+def _peaks(
+    rank: int, world_size: int, schedule: str, modes: tuple[str, ...], name: str, precision: str | None = None
+) -> list[Any]:
     pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
-    planner = _planner(pp, world_size // 2, name)
+    planner = _planner(pp, world_size // 2, name, precision=Precision.of(precision))
+    more: Any = {"pp": pp, "sample_input": _microbatch(), "precision": precision}
     rows = []
     for mode in modes:
         if mode in ("none", "full", "selective"):
             predicted = planner.rank_peak(rank // (world_size // 2), planner.uniform(mode))
-            pipeline = parallelize(_build(name), ac=mode, pp=pp, sample_input=_microbatch())
+            pipeline = parallelize(_build(name), ac=mode, **more)
         else:
             choices = choose(planner, MemoryBudget.parse(mode))
             predicted = planner.rank_peak(rank // (world_size // 2), choices)
             plan = describe(planner, choices, mode)
-            pipeline = parallelize(_build(name), ac=plan, pp=pp, sample_input=_microbatch())
+            pipeline = parallelize(_build(name), ac=plan, **more)
         rows.append((mode, predicted.total, pipeline_peak_bytes(pipeline, _batch()), predicted.at, predicted.parts))
     return rows
 
@@ -127,8 +130,9 @@ def test_the_peak_under_every_schedule(schedule: str, name: str) -> None:
     _assert_right(run_ranks(2, _peaks, schedule, ("none", "full", "selective"), name, timeout=240))
 
 
-def test_the_peak_of_stages_that_are_sharded() -> None:
-    _assert_right(run_ranks(4, _peaks, "1f1b", ("full",), "LlamaConfig", timeout=240))
+@pytest.mark.parametrize("precision", [None, pytest.param("bf16", marks=pytest.mark.long)])
+def test_the_peak_of_stages_that_are_sharded(precision: str | None) -> None:
+    _assert_right(run_ranks(4, _peaks, "1f1b", ("full",), "LlamaConfig", precision, timeout=240))
 
 
 @pytest.mark.long

@@ -161,7 +161,8 @@ class PipelinePlanner:
         return made
 
     def _planner(self, piece: StageSlice, names: tuple[str, ...]) -> Planner:
-        tree, received = cut(self.whole, self.parts, piece, torch.device("cpu"))
+        dtype = None if self.setup.fsdp is None else self.setup.precision.dtypes["param_dtype"]
+        tree, received = cut(self.whole, self.parts, piece, torch.device("cpu"), dtype)
         setattr(tree, STAGE_MARK, True)
         given = self.batch if piece.is_first else self.batch | {"given": self.hidden}
         step = replace(self.setup.step, microbatches=1, keeps_output=True, loss_fn=None)

@@ -134,7 +134,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*base, "--pp", "2", "--balance", "some"]) == 2
     assert "--balance is 'some'" in capsys.readouterr().err
     four = [*base, "--pp", "2", "--microbatches", "2", "--world-size", "4", "--memory", "1GiB", "--json", "-"]
-    for axis in ("--cp", "--tp", "--dp-replicate"):
+    for axis in ("--cp", "--dp-replicate"):  # stages that are sharded, and run in bfloat16
         assert main([*four, axis, "2", "--loss", "chunked"]) == 0
         call = json.loads(capsys.readouterr().out)["call"]
-        assert f", {axis.removeprefix('--').replace('-', '_')}=2, loss='chunked', sample_input=microbatch)" in call
+        more = (
+            f"{axis.removeprefix('--').replace('-', '_')}=2, precision='bf16', loss='chunked', sample_input=microbatch)"
+        )
+        assert call.endswith(more)

@@ -57,10 +57,13 @@ class AbsentLayer(nn.Module):
         return hidden if self._form is None else (hidden, *[None] * (self._form - 1))
 
 
-def cut(model: nn.Module, parts: StageParts, stage: StageSlice, device: torch.device) -> tuple[nn.Module, Received]:
+def cut(
+    model: nn.Module, parts: StageParts, stage: StageSlice, device: torch.device, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, Received]:
     """The stage's own tree of modules, and where it looks for what it was sent. `model` itself is not changed.
 
-    The stage's layers are `model`'s; all modules around them are new ones with the same tensors.
+    The stage's layers are `model`'s; all modules around them are new ones with the same tensors. `dtype`: of floating-point
+    parameters in forward (FSDP2's ``param_dtype``), which those have that the stage has not got; None: their own.
     """
     received = Received()
     own = {parts.layers[index] for index in stage.layers}
@@ -86,7 +89,8 @@ def cut(model: nn.Module, parts: StageParts, stage: StageSlice, device: torch.de
         for key, parameter in module._parameters.items():
             if parameter is not None and not _belongs(join(name, key), parts, stage):
                 del twin._parameters[key]
-                zero = torch.zeros((), dtype=parameter.dtype, device=device)
+                kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+                zero = torch.zeros((), dtype=kind, device=device)
                 twin.__dict__[key] = zero.expand(parameter.shape)  # a plain attribute: no parameter of this stage
         return twin
 
