@@ -169,7 +169,7 @@ def resolve_model(spec: str) -> ModelSource:
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     if path.is_file():
-        return _from_mapping(spec, _read_json(path))
+        return _from_mapping(spec, read_config(path))
     if ":" in spec and os.sep not in spec:
         return ModelSource(spec, None, _import_factory(spec))
     raise ValueError(
@@ -178,10 +178,15 @@ def resolve_model(spec: str) -> ModelSource:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """What a ``config.json`` says.
+
+    Raises:
+        ValueError: it is not JSON, or says no ``model_type``.
+    """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of text that is not UTF-8, too
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict) or "model_type" not in loaded:
         raise ValueError(f"{path} has no 'model_type', so transformers cannot tell which model it describes.")

@@ -197,6 +197,12 @@ def test_bad_input_is_a_clear_error_on_every_rank(base: list[str], tmp_path: Pat
     (code / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C"}}))
     wide = shutil.copytree(model, tmp_path / "wide")
     (wide / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    parts = shutil.copytree(model, tmp_path / "parts")
+    (parts / "model.safetensors").unlink()
+    transformers.AutoModelForCausalLM.from_pretrained(model).save_pretrained(parts, max_shard_size="40KB")
+    (parts / "model-00002-of-00005.safetensors").unlink()
+    no_json = shutil.copytree(model, tmp_path / "no_json")
+    (no_json / "config.json").write_text("{")
     empty, broken = tmp_path / "empty.jsonl", tmp_path / "broken.jsonl"
     empty.write_text("")
     broken.write_text('{"text": "fine"}\n' * 9 + "{\n")
@@ -206,7 +212,9 @@ def test_bad_input_is_a_clear_error_on_every_rank(base: list[str], tmp_path: Pat
     cases = {
         "which is no folder": ["--model", str(tmp_path / "nowhere")],
         "without any safetensors file": ["--model", str(tmp_path / "done")],
-        "cannot be read": ["--model", str(truncated)],
+        "truncated cannot be read": ["--model", str(truncated)],
+        "model-00002-of-00005.safetensors": ["--model", str(parts)],
+        "config.json is not valid JSON": ["--model", str(no_json)],
         "The tokenizer has tokens up to number": ["--model", str(small), "--tokenizer", str(model)],
         "which is not run": ["--model", str(code)],
         "gate_proj": ["--model", str(wide)],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.slots import bare_name, find_slots
 from nemo_like.distributed.sources import LayeredSource, Source, StateDictSource, open_source
 from nemo_like.extras import require
-from nemo_like.models import ModelSource, resolve_model
+from nemo_like.models import ModelSource, read_config, resolve_model
 from nemo_like.module_tree import glob_to_regex
 from nemo_like.options import parse_dtype
 from nemo_like.recipes.finetune_options import FinetuneOptions
@@ -42,12 +41,8 @@ def find_model(options: FinetuneOptions) -> ModelSource:
         if not any(folder.glob(pattern)):
             raise ValueError(f"--model is {options.model!r}, a folder without any {what}.")
     transformers = require("transformers", "finetune", "to build the model")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if (
-        not isinstance(config, dict)
-        or "auto_map" not in config
-        or config.get("model_type") in transformers.CONFIG_MAPPING
-    ):
+    config = read_config(folder / "config.json")
+    if "auto_map" not in config or config["model_type"] in transformers.CONFIG_MAPPING:
         return resolve_model(options.model)
     if not options.trust_remote_code:
         raise ValueError(
