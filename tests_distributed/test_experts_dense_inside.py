@@ -5,6 +5,7 @@ Every rank has them, whatever `ep`; their gradients are summed over all ranks, a
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,37 @@ def _family(rank: int, world_size: int) -> None:
         assert all(torch.equal(found[name], plain[name]) for name in plain), ac
 
 
+def _adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    bare = Model()
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=2, target_modules=["router"], target_parameters=["pool.gate_up_proj"], init_lora_weights=False
+    )
+    model = get_peft_model(bare, config)
+    for layer in bare.layers:
+        layer.pool.get_base_layer().norm.weight.requires_grad_(True)
+    return model
+
+
+def _with_adapters(rank: int, world_size: int) -> None:
+    """Adapters on the experts, and a norm inside of them that trains beside these."""
+    ids = _tokens(world_size)
+    _, wanted = _wanted(_adapted(), ids)
+    wanted = {name: grad for name, grad in wanted.items() if grad is not None}
+    assert any("norm" in name for name in wanted) and any("pool.lora_A" in name for name in wanted)
+    plan = {"**.pool.base_layer": "routed"}
+    model = parallelize(_adapted(), ac="full", ep=ExpertParallel(2, plan=plan), device="cpu")
+    model(ids[rank : rank + 1]).backward()
+    assert_close(gradients(model), wanted)
+
+
 def _on_two_ranks(rank: int, world_size: int, folder: str) -> None:
     _trained(rank, world_size)
     _family(rank, world_size)
+    if importlib.util.find_spec("peft") is not None:
+        _with_adapters(rank, world_size)
     model = parallelize(Model(), ep=ExpertParallel(2, plan=PLAN), device="cpu")
     dcp.save(get_model_state(model), checkpoint_id=folder)
 
