@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
             reach=None if args.no_search or args.cp > 1 else plan_inputs.reach(plan_with, planner, model, source, args),
             tokens=None if ids is None else ids.numel(),
         )  # fmt: skip
+    result = replace(result, file=args.save or result.file)
     seconds = time.perf_counter() - start
     if args.json != "-":
         _say(args, planner, result, seconds, model, given)

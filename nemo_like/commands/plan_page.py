@@ -14,7 +14,6 @@ from nemo_like.extras import require
 SECTION = "## Budgets"
 
 CAUSES: dict[str, str] = {
-    "bailing_hybrid": "a layer of many small ops: planning takes longer than the survey waits",
     "flaubert": "it fills a key/value cache in every forward, and cannot be told not to",
     "gpt_neox_japanese": "its layers return attention weights that nobody takes: those that a plan keeps are counted twice",
     "ibert": "its quantization needs values",
@@ -22,11 +21,8 @@ CAUSES: dict[str, str] = {
     "longcat_flash": "its expert loop needs values",
     "longformer": "its windows of attention need values",
     "openai_privacy_filter": "its expert loop needs values",
-    "rwkv": "a loop over tokens: planning takes longer than the survey waits",
-    "sam2_hiera_det_model": "planning takes longer than the survey waits; not looked into",
     "vits": "its masks need values",
     "xlm": "it fills a key/value cache in every forward, and cannot be told not to",
-    "zamba": "a layer of many small ops: planning takes longer than the survey waits",
 }
 """Model types whose peak is off by more than `CLOSE`, or that cannot be planned: each with the cause."""
 

@@ -93,6 +93,8 @@ class PlanReport:
     """Bytes of parameters, gradients and optimizer state on a rank that are padding: the ranks do not divide a weight."""
     tight: Tight | None = None
     """The recommended row would reserve more than the device has; None: it would not."""
+    file: str = "plan.json"
+    """Where a plan that needs a file is kept."""
 
     @property
     def tp(self) -> int:
@@ -105,10 +107,10 @@ class PlanReport:
             return None
         return self.tokens * self.setup.step.microbatches / row.plan.step_seconds / self.setup.tp
 
-    def call(self, row: PlanRow, sample: str = "batch", saved: str = "plan.json") -> str:
-        """The line of Python that runs `row` as it was planned; `saved`: where a plan that needs a file is kept."""
+    def call(self, row: PlanRow, sample: str = "batch") -> str:
+        """The line of Python that runs `row` as it was planned."""
         setup, mode = self.setup, row.name in MODES
-        ac = f"Plan.load({saved!r})" if self.special and not mode else repr(row.name)
+        ac = f"Plan.load({self.file!r})" if self.special and not mode else repr(row.name)
         said = {
             "strategy": "'fsdp2'" if setup.fsdp in (None, FSDP2()) else _shown(setup.fsdp),
             "ac": ac,
