@@ -61,3 +61,22 @@ def wrong_forms(name: str, cp: Any, modes: tuple[str, ...]) -> list[str]:
                 wrong.append(f"{mode}, {form}: loss {found} for {loss}")
             wrong += [f"{mode}, {form}: {text}" for text in differences(grads, expected)]
     return wrong
+
+
+def packed_pictures(whole: nn.Module, inputs: dict[str, Any], form: str) -> dict[str, Any]:
+    """The rows of `inputs`, text with pictures, as one; said by ``positions`` or by ``numbers``.
+
+    Where the model has streams of positions, there are four of them, or three beside numbers.
+    """
+    rows, length = inputs["input_ids"].shape
+    one = {name: value.reshape(1, -1) for name, value in inputs.items() if value.shape == (rows, length)}
+    numbers = {"attention_mask": torch.arange(1, rows + 1).repeat_interleave(length)[None]}
+    counted = torch.arange(length).expand(1, rows, -1)
+    find: Any = getattr(whole.model, "get_rope_index", None)
+    if find is None:
+        return inputs | one | ({"position_ids": counted.reshape(1, -1)} if form == "positions" else numbers)
+    pictures = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")}
+    streams, _ = find(inputs["input_ids"], **pictures)
+    if form == "positions":
+        return inputs | one | {"position_ids": torch.cat([counted, streams]).reshape(4, 1, -1)}
+    return inputs | one | numbers | {"position_ids": streams.reshape(3, 1, -1)}

@@ -80,9 +80,11 @@ class PackedCalls:
         self._names = tuple(inspect.signature(inner.forward).parameters)
         self._shifts = predicts_next_token(inner)
         self._encoder_decoder = bool(getattr(inner.config, "is_encoder_decoder", False))
-        mixer = next(sequence_mixers(inner, transformers=True), None)
+        # Towers of pictures and sounds have sequences of their own, which no document of the text ends.
+        mixer = next(sequence_mixers(_language(inner), transformers=True), None)
         self._mixer = None if mixer is None else f"{mixer[0]}, a {type(mixer[1]).__name__}, {mixer[2]}"
         self._config: Any = inner.config
+        self._streams = any(hasattr(module, "get_rope_index") for module in inner.modules())
         find_text: Any = getattr(inner.config, "get_text_config", None)
         text: Any = inner.config if find_text is None else find_text()
         self._row_limits: list[tuple[str, int]] = []
@@ -145,8 +147,14 @@ class PackedCalls:
         starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         _refuse_scattered(numbers, starts)
         positions = since_start(starts)
-        own = given.get("position_ids")
-        if isinstance(own, Tensor) and own.ndim == 2:
+        own, streams = _text_and_streams(given.get("position_ids"))
+        if self._streams and streams is None and any(name.startswith("pixel_values") for name in given):
+            raise NotImplementedError(
+                "This call has packed documents with pictures, whose positions along height and width are not known here: "
+                "pass position_ids of four streams (4, B, S), of which the first counts each document's tokens and the "
+                "others are get_rope_index's of each document."
+            )
+        if own is not None:
             if not bool(((own[:, 1:] != own[:, :-1] + 1) | ~starts[:, 1:]).all()):
                 raise ValueError(
                     "This call has packed documents, and position_ids that go on where a document begins: leave "
@@ -155,11 +163,29 @@ class PackedCalls:
             # Those of a document may begin elsewhere than at zero; padding is apart from what it follows.
             positions = torch.where(numbers == 0, positions, own.expand_as(positions))
         given = {name: value for name, value in given.items() if name not in _BESIDE}
+        if streams is not None:
+            positions = torch.cat([positions[None], streams.expand(-1, *positions.shape)])
         given |= {"position_ids": positions, "attention_mask": None, "use_cache": False}
         labels = given.get("labels")
         if self._shifts and isinstance(labels, Tensor):
             given["labels"] = labels.masked_fill(starts, IGNORED)
         return given
+
+
+def _language(model: nn.Module) -> nn.Module:
+    """The module that runs the text, of a model that may have towers of pictures beside it."""
+    find = getattr(model, "get_decoder", None)
+    found = find() if callable(find) else None
+    return found if isinstance(found, nn.Module) else model
+
+
+def _text_and_streams(positions: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Of ``position_ids``: (B, S) that count tokens, and three streams (3, B, S) of pictures; None where they have none."""
+    if not isinstance(positions, Tensor) or positions.ndim not in (2, 3):
+        return None, None
+    if positions.ndim == 2:
+        return positions, None
+    return (positions[0], positions[1:]) if len(positions) == 4 else (None, positions)
 
 
 def _tell_masks_of_documents() -> None:
