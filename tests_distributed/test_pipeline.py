@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.options import SCHEDULES, ChunkedLoss, PipelineParallel
 from nemo_like.torch_compat import splits_compiled_backward
-from tests.models import families
+from tests.models import families, kv_shared
 from tests.models.adapted import with_lora
 from tests.models.families import VOCAB, causal, hf
 from tests.models.nano_gpt import NanoGPT
@@ -289,7 +290,13 @@ def _refusals(rank: int, world_size: int) -> None:
         _build("llama"), r"balance is \[1, 1\], 2 layers, and the model has 4", pp=PipelineParallel(2, balance=[1, 1])
     )
     refused(_build("llama"), r"Budget .* per rank, and the least .* on rank 0 of the pipeline", ac="1KiB")
-    refused(families.FAMILIES["t5"].build(), "pp cannot cut T5", sample_input=dict(families.FAMILIES["t5"].inputs()))
+    t5, llava = families.FAMILIES["t5"], families.FAMILIES["llava"]
+    refused(t5.build(), "pp cannot cut T5.*: encoder and decoder are two chains", sample_input=dict(t5.inputs()))
+    refused(
+        llava.build(), r"pp cannot cut Llava.*: it has layers in 2 groups \(language, vision\)",
+        sample_input=dict(llava.inputs()),
+    )  # fmt: skip
+    refused(kv_shared.build("gemma3n"), "its layers share keys and values, which stay on one stage")
     router = causal("Mixtral", **_SMALL, **_HEADS, num_local_experts=4, output_router_logits=True)()
     refused(router, "output_router_logits=True")
 
@@ -356,6 +363,31 @@ def _with_experts(rank: int, world_size: int) -> None:
     _check(pipeline, model, exact=False, where="pp x ep")
 
 
+def _saved(rank: int, world_size: int, folder: str) -> None:
+    sample = {key: value[:2] for key, value in _batch().items()}
+    pp = PipelineParallel(2, "zbv", microbatches=MICROBATCHES)
+    pipeline = parallelize(_build("llama-tied"), ac="full", pp=pp, sample_input=sample)
+    dcp.save({"model": pipeline.module.state_dict()}, checkpoint_id=folder)
+
+
+def _loaded(rank: int, world_size: int, folder: str) -> None:
+    other = MODELS["llama-tied"]()
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    sample = {key: value[:2] for key, value in _batch().items()}
+    pipeline = parallelize(other, ac="full", pp=PipelineParallel(4, microbatches=MICROBATCHES), sample_input=sample)
+    state = {"model": pipeline.module.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    pipeline.module.load_state_dict(state["model"])
+    wanted = _build("llama-tied").state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in pipeline.state_dict().items())
+
+
+def test_four_stages_on_two_ranks_are_saved_and_loaded_on_four_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _saved, str(tmp_path))
+    run_ranks(4, _loaded, str(tmp_path))
+
+
 def _from_meta(rank: int, world_size: int, folder: str, schedule: str) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)
@@ -402,6 +434,32 @@ def _adapted(rank: int, world_size: int, compile: bool) -> None:
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_adapters(compile: bool) -> None:
     run_ranks(2, _adapted, compile, timeout=120)
+
+
+def _frozen_first(rank: int, world_size: int) -> None:
+    """Nothing of the first stage is trained: no gradient comes back to it."""
+
+    def build() -> nn.Module:
+        model = _build("llama")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(("model.layers.3.", "lm_head")))
+        return model
+
+    model, batch = build(), _batch()
+    loss = _reference(model, batch)
+    sample = {key: value[:2] for key, value in batch.items()}
+    for schedule, ac in (("1f1b", "full"), ("zbv", "none")):
+        pp = PipelineParallel(2, schedule, microbatches=MICROBATCHES)
+        pipeline = parallelize(build(), ac=ac, pp=pp, sample_input=sample)
+        torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
+        wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for name, parameter in pipeline.named_parameters():
+            assert (parameter.grad is None) == (wanted[name] is None), (schedule, name)
+            assert parameter.grad is None or torch.equal(parameter.grad, wanted[name]), (schedule, name)
+
+
+def test_stages_in_which_nothing_is_trained() -> None:
+    run_ranks(2, _frozen_first, timeout=120)
 
 
 def _packed(rank: int, world_size: int) -> None:
