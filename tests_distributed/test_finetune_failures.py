@@ -135,6 +135,18 @@ def test_a_full_disk_is_said_and_loses_nothing(base: list[str], tmp_path: Path) 
     assert run_finetune(1, more, tmp_path / "on.json")["first_step"] == 4
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to a full device (Linux)")
+def test_a_summary_that_finds_no_room_is_said_after_the_result(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json.partial").symlink_to("/dev/full")
+    line = [*base, "--lora", "--steps", "1", "--output", str(tmp_path / "run"), "--json", str(tmp_path / "run.json")]
+    assert main(line) == 2
+    said = capsys.readouterr().err
+    assert f"Writing {tmp_path / 'run.json'} failed: [Errno 28] No space left" in said and "--resume" in said
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+
+
 def test_a_folder_that_may_not_be_written_is_refused_at_once(base: list[str]) -> None:
     codes = run_ranks(1, _code, [*base, "--output", "/proc/tuned"], init_group=False)  # not even root may
     assert codes == [2]

@@ -17,6 +17,7 @@ from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
 from nemo_like.recipes.finetune_options import FinetuneOptions
 from nemo_like.recipes.job import TrainingJob, seed_all, synced_only_if
+from nemo_like.recipes.job_checkpoint import writing
 from nemo_like.recipes.loss import MeanLoss
 from nemo_like.recipes.option_sources import config_text
 from nemo_like.recipes.progress import Progress, memory
@@ -62,7 +63,7 @@ class FineTuner(TrainingJob):
             if self.step == 0:  # before training: what a better loss is to be compared with
                 self.about["base_eval_loss"] = self._evaluate()
         self._logged = 0
-        with ranks.together("opening the log"):
+        with ranks.together("opening the log"), writing(options.output):
             self.run_log = RunLog(
                 Path(options.output), self.step, active=ranks.rank == 0, tensorboard=options.tensorboard,
                 wandb=options.wandb, options=dataclasses.asdict(options),
@@ -221,8 +222,6 @@ class FineTuner(TrainingJob):
         options, ranks = self.options, self.ranks
         output = Path(options.output)
         self.run_log.close()
-        if options.plot and ranks.rank == 0:
-            plot_log(self.run_log.path, output / "plot.png")
         best = self.about.get("best")
         if options.export == "best" and best is not None and best["step"] != self.step and self.store is not None:
             self.store.load_step(int(best["step"]), self._state())
@@ -233,9 +232,13 @@ class FineTuner(TrainingJob):
                     options.model, output / "adapter", output / "model", ranks, self.tokenizer,
                     trust_remote_code=options.trust_remote_code,
                 )  # fmt: skip
-            return
-        stored = getattr(self.source.config, "dtype", None)
-        save_model(self.model, output / "model", ranks, self.tokenizer, stored)
+        else:
+            stored = getattr(self.source.config, "dtype", None)
+            save_model(self.model, output / "model", ranks, self.tokenizer, stored)
+        if options.plot:  # last, so that nothing else is lost where it fails
+            with ranks.together("plotting"), writing(str(output / "plot.png")):
+                if ranks.rank == 0:
+                    plot_log(self.run_log.path, output / "plot.png")
 
 
 def check_output(options: FinetuneOptions, rank: int) -> None:

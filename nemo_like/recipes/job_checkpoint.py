@@ -11,6 +11,7 @@ Resume only from checkpoints that you trust: DCP keeps its metadata as a pickle.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -37,6 +38,18 @@ _COMPLETE, _WRITING, _DELETING, _DAMAGED = "step-", ".writing-", ".deleting-", "
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message has the folder, the reason and the way out."""
+
+
+@contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Where the file system refuses inside, raise `CheckpointError`, which says that checkpoints are complete."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"Writing {what} failed: {error}. Checkpoints are untouched: free space or give another folder, and run again "
+            "with --resume."
+        ) from error
 
 
 class CheckpointStore:

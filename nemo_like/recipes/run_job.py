@@ -16,7 +16,7 @@ from nemo_like.distributed.sources import CheckpointUnreadableError
 from nemo_like.extras import MissingExtraError
 from nemo_like.recipes.agree import OtherRankError, Ranks
 from nemo_like.recipes.job import TrainingJob
-from nemo_like.recipes.job_checkpoint import CheckpointError
+from nemo_like.recipes.job_checkpoint import CheckpointError, writing
 from nemo_like.recipes.loss import DivergedError
 from nemo_like.recipes.memory_advice import MemoryRanOutError
 from nemo_like.recipes.progress import memory_peak
@@ -56,17 +56,18 @@ def run_on_ranks(options: RunOptions, train: Callable[[Any, Ranks], int]) -> int
 
 
 def run_job(job: TrainingJob) -> int:
-    """Run a job that was built, on every rank; write its summary and, unless a signal stopped it, its result; the exit
+    """Run a job that was built, on every rank; write its result, unless a signal stopped it, and its summary; the exit
     code."""
     options, ranks = job.options, job.ranks
     job.run()
     peaks = ranks.gather(memory_peak(ranks.device))
-    if options.json is not None and ranks.rank == 0:
-        write_summary(options.json, summarise(job, peaks))
-    if job.interrupted:
-        return 128 + job.interrupted
-    job.save_result()
-    return 0
+    if not job.interrupted:
+        job.save_result()
+    if options.json is not None:
+        with ranks.together("writing the summary"), writing(options.json):
+            if ranks.rank == 0:
+                write_summary(options.json, summarise(job, peaks))
+    return 128 + job.interrupted if job.interrupted else 0
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import MissingExtraError, require
+from nemo_like.log import warn_once
 
 
 class RunLog:
@@ -27,6 +29,7 @@ class RunLog:
     ):  # fmt: skip
         self.path = folder / "log.jsonl"
         self._active = active
+        self._incomplete = False
         self._board: Any = None
         self._wandb: Any = None
         if not active:
@@ -46,8 +49,15 @@ class RunLog:
         """Record `values` (numbers or text) after step number `step`."""
         if not self._active:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | values, ensure_ascii=False) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step} | values, ensure_ascii=False) + "\n")
+        except OSError as error:  # training is worth more than its record
+            if not self._incomplete:
+                warn_once(
+                    f"{self.path} cannot be written ({error}): training goes on, and records are missing from step {step}."
+                )
+            self._incomplete = True
         for name, value in values.items():
             if self._board is not None:
                 if isinstance(value, str):
@@ -74,15 +84,13 @@ def _import(name: str, flag: str) -> Any:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records in a ``log.jsonl``; a last line that a killed run left unfinished is left out."""
+    """The records in a ``log.jsonl``; a line that a killed run or a full disk left unfinished is left out."""
     if not path.exists():
         return []
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return records
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like.log import forget_announcements
 from nemo_like.recipes.finetune_options import FinetuneOptions, parse_finetune_options
 from nemo_like.recipes.option_sources import config_text
 from nemo_like.recipes.run_log import RunLog, plot_log, read_log
@@ -28,6 +29,19 @@ def test_a_resumed_run_goes_on_after_its_first_step(tmp_path: Path) -> None:
     _steps(RunLog(tmp_path / "nowhere", 0, active=False), range(1, 3))  # another rank writes nothing
     _steps(RunLog(tmp_path, 0, active=True), range(1, 2))
     assert read_log(path) == [{"step": 1, "loss": 1.0}]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to a full device (Linux)")
+def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forget_announcements()
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    log = RunLog(tmp_path, 0, active=True)
+    _steps(log, range(3, 5))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "log.jsonl cannot be written" in said and "No space left" in said and "missing from step 3." in said
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2, "lo{"step": 3}\n{"step": 4}\n')
+    assert [record["step"] for record in read_log(tmp_path / "log.jsonl")] == [1, 4], "what was cut is left out"
 
 
 def test_tensorboard_gets_the_same(tmp_path: Path) -> None:
