@@ -139,7 +139,7 @@ def test_a_full_disk_is_said_and_loses_nothing(base: list[str], tmp_path: Path) 
 def test_a_summary_that_finds_no_room_is_said_after_the_result(
     base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run.json.partial").symlink_to("/dev/full")
+    (tmp_path / f"run.json.{os.getpid()}.partial").symlink_to("/dev/full")
     line = [*base, "--lora", "--steps", "1", "--output", str(tmp_path / "run"), "--json", str(tmp_path / "run.json")]
     assert main(line) == 2
     said = capsys.readouterr().err

@@ -6,8 +6,6 @@ keys, as the planner counts them), memory, launches, the bus to the host, and wh
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from nemo_like.distributed.launch import current_device, local_world_size, pick_device_type, rank, world_size
+from nemo_like.json_file import write_json
 from nemo_like.planning.devices import RATES, device_at_hand, rates_file
 
 SECONDS = 3.0
@@ -60,9 +59,7 @@ def calibrate(seconds: float | None = None) -> Path:
             "measured": time.strftime("%Y-%m-%d", time.gmtime()),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(about | {"rates": found}, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_json(path, about | {"rates": found})
     if dist.is_initialized():
         dist.barrier()
     return path

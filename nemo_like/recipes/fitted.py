@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from nemo_like.distributed.launch import local_world_size
+from nemo_like.json_file import write_json
 from nemo_like.log import say_once
 from nemo_like.options import MemoryBudget, normalise, parse_ac
 from nemo_like.planning.devices import Device, device_at_hand
@@ -63,9 +64,7 @@ class Fitted:
     def save(self, folder: Path) -> None:
         """Write it beside the checkpoints in `folder`: a reader finds the old file or the whole new one."""
         body = {name: value for name, value in vars(self).items() if name != "kept"}
-        partial = folder / f"{FILE}.partial"
-        partial.write_text(json.dumps({"format": FORMAT} | body, indent=1) + "\n", encoding="utf-8")
-        partial.replace(folder / FILE)
+        write_json(folder / FILE, {"format": FORMAT} | body)
 
     @classmethod
     def load(cls, text: str) -> Fitted | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from nemo_like.distributed import launch
 from nemo_like.distributed.sources import CheckpointUnreadableError
 from nemo_like.extras import MissingExtraError
+from nemo_like.json_file import write_json
 from nemo_like.recipes.agree import OtherRankError, Ranks
 from nemo_like.recipes.job import TrainingJob
 from nemo_like.recipes.job_checkpoint import CheckpointError, writing
@@ -21,7 +22,7 @@ from nemo_like.recipes.loss import DivergedError
 from nemo_like.recipes.memory_advice import MemoryRanOutError
 from nemo_like.recipes.progress import memory_peak
 from nemo_like.recipes.run_options import RunOptions
-from nemo_like.recipes.summary import summarise, write_summary
+from nemo_like.recipes.summary import summarise
 
 BAD_INPUT = 2
 """Exit code for options, data or checkpoints that cannot be used, for a loss that is no longer finite, and where
@@ -66,7 +67,7 @@ def run_job(job: TrainingJob) -> int:
     if options.json is not None:
         with ranks.together("writing the summary"), writing(options.json):
             if ranks.rank == 0:
-                write_summary(options.json, summarise(job, peaks))
+                write_json(options.json, summarise(job, peaks))
     return 128 + job.interrupted if job.interrupted else 0
 
 

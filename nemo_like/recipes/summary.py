@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,13 +34,6 @@ def summarise(job: TrainingJob, peak_bytes: list[int]) -> dict[str, Any]:
         "options": dataclasses.asdict(job.options),
         "versions": versions(),
     }
-
-
-def write_summary(path: str, summary: dict[str, Any]) -> None:
-    """Write `summary` to `path` at once: a reader finds the old file or the whole new one."""
-    partial = Path(f"{path}.partial")
-    partial.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def versions() -> dict[str, str]:

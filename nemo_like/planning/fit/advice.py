@@ -66,20 +66,18 @@ def ways_out(
     now = _needs(shape, layout, variant)
     fitting: list[str] = []
     lowering: list[str] = []
-    for name, changed in _variants(shape, variant):
-        size = _needs(shape, layout, changed)
+
+    def consider(what: str, size: int) -> None:
         if size < now:
-            words = f"{name}: -{(now - size) / 2**30:.2f} GiB"
-            (fitting if size <= limit else lowering).append(words)
+            (fitting if size <= limit else lowering).append(f"{what}: -{(now - size) / 2**30:.2f} GiB")
+
+    for name, changed in _variants(shape, variant):
+        consider(name, _needs(shape, layout, changed))
     if question.step.optimizer == "adamw" and not shape.key.whole:
-        size = _needs(shape.with_setup(step=replace(question.step, optimizer="adamw-8bit")), layout, variant)
-        words = f"an 8-bit optimizer (optimizer='adamw-8bit'): -{(now - size) / 2**30:.2f} GiB"
-        (fitting if size <= limit else lowering).append(words)
+        eight_bit = shape.with_setup(step=replace(question.step, optimizer="adamw-8bit"))
+        consider("an 8-bit optimizer (optimizer='adamw-8bit')", _needs(eight_bit, layout, variant))
     allocator = AllocatorConfig(expandable_segments=True)
-    size = _needs(shape.with_setup(allocator=allocator), layout, variant)
-    if size < now:
-        words = f"{_GROWING}: -{(now - size) / 2**30:.2f} GiB"
-        (fitting if size <= limit else lowering).append(words)
+    consider(_GROWING, _needs(shape.with_setup(allocator=allocator), layout, variant))
     one = shape.sharded() if shape.key.whole else shape
     gpus, fewer = (_more_gpus(each, layout, variant, limit) for each in (one, one.with_setup(allocator=allocator)))
     if gpus is not None:

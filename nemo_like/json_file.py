@@ -1,0 +1,28 @@
+"""Files of JSON that are written at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` to `path`, indented: a reader finds the old file or the whole new one, never a part.
+
+    Each process writes beside it first, so that several may write the same file, the last of which stays. Where `value`
+    cannot be written, the old file stays and nothing lies beside it.
+
+    Raises:
+        TypeError, ValueError: `value` is not made of JSON values. OSError: the file cannot be written.
+    """
+    text = json.dumps(value, indent=1) + "\n"
+    path = Path(path)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
