@@ -14,7 +14,8 @@ HELP = "find the fastest configuration that fits on a number of GPUs, without on
 _SIZES = {
     "dp_replicate": "replicas of the sharded model", "dp_shard": "ranks that parameters are sharded over",
     "tp": "tensor-parallel ranks", "cp": "ranks that share a sequence", "ep": "ranks that experts are split over",
-    "pp": "pipeline ranks", "micro_batch": "sequences per rank and microbatch", "grad_accum": "microbatches per step",
+    "pp": "pipeline ranks (where nobody says: 1 on one host, searched across hosts)",
+    "micro_batch": "sequences per rank and microbatch", "grad_accum": "microbatches per step",
 }  # fmt: skip
 
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument
     add("--model", help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add("--gpus", type=int, help="how many there are")
+    add("--gpus", "--world-size", type=int, help="how many there are")
     add("--gpu", default="h100-80gb", help=f"{' | '.join(known_devices())}, or a JSON file (default: %(default)s)")
     add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
     add("--max-seq-len", type=int, help="tokens of the longest sequence: what is planned for, where they differ")
@@ -37,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
     add("--memory", help="what a step may take on each GPU (default: its memory less a tenth)")
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
-    add("--precision", help="what to compute in (default: bf16 on CUDA)")
-    add("--optimizer", help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer})")
+    add("--precision", type=_words, help="what to compute in (default: bf16 on CUDA); bf16,fp32: either")
+    add("--optimizer", type=_words,
+        help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer}); adamw,adamw-8bit: either")  # fmt: skip
     add("--imbalance", type=float, help="rows of the fullest rank's experts, as a multiple of a balanced router's")
     add("--count", type=int, default=10, help="configurations to print (default: %(default)s)")
     for name, meaning in _SIZES.items():
@@ -54,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="PATH", help="write everything here ('-': standard output)")
     add("--plot", metavar="PATH", help="write a picture here: bytes by part of the best")
     add("--save", metavar="PATH", help="write the best one's plan here, where it has one")
+
+
+def _words(text: str) -> str | list[str]:
+    """One word, or several between commas."""
+    words = [word.strip() for word in text.split(",")]
+    return words[0] if len(words) == 1 else words
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,9 +124,11 @@ def _say(found: Any, explain: int | None) -> None:
 
     question = found.question
     batch = "" if question.global_batch is None else f", {question.global_batch} sequences per step"
+    names = {candidate.optimizer for candidate in found.candidates} or {question.step.optimizer}
+    optimizer = f", {names.pop()}" if len(names) == 1 else ""
     print(
         f"{found.model}: {found.parameters / 1e9:.2f} B parameters on {question.gpus} x {question.device.name}, sequences "
-        f"of {question.seq_len} tokens{batch}, {question.step.optimizer}; a step may take "
+        f"of {question.seq_len} tokens{batch}{optimizer}; a step may take "
         f"{question.limit / 2**30:.2f} GiB.\n"
     )
     if found.candidates:

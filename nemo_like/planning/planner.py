@@ -20,6 +20,7 @@ from nemo_like.activation_checkpointing.engine.module_state import copied_in_for
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
+from nemo_like.distributed.expert_parallel.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.units import UnitPlan
@@ -69,7 +70,8 @@ from nemo_like.tensors import describe, tensors_in
 
 HOST_MEMORY = 64 << 30
 """Host bytes per rank for what plans keep there, where nobody says: a quarter of a node's 2 TiB for eight GPUs."""
-_RNG_STATE = torch.get_rng_state().numel()
+RNG_STATE = torch.get_rng_state().numel()
+"""Bytes of the state of the CPU's generator."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ class Planner:
         self.whole = model
         self.model = model
         self.experts: tuple[Experts, ...] = ()
-        if setup.ep > 1:
+        # A stage of a pipeline may be one without experts.
+        if setup.ep > 1 and not (hasattr(model, STAGE_MARK) and not has_experts(model, setup.expert_plan)):
             self.model, self.experts = expert_twin(
                 model, setup.ep, planned_imbalance(setup), setup.expert_plan, setup.tp
             )
@@ -313,15 +316,19 @@ class Planner:
             self.outers[accumulate, regions] = made
         return self.outers[accumulate, regions]
 
-    def with_chunks(self, loss: ChunkedLoss) -> Planner | None:
-        """This planner for a loss in chunks, with nothing traced again; None where the logits would be whole anyway."""
+    def with_chunks(self, loss: ChunkedLoss, known: dict[tuple[bool, bool], OuterMemory] | None = None) -> Planner | None:
+        """This planner for a loss in chunks, with nothing traced again; None where the logits would be whole anyway.
+        `known`: what is around the layers with such a loss, where that was found before; what is found is put there."""
         if find_head(self.model) is None:
             return None
         other = copy.copy(self)
         other.setup = replace(self.setup, loss=loss)
-        made = outer_memory(self.model, self.layers, self.traced, self.setup.step, loss, device=self.device)
-        other.outers = {(False, True): made}
-        return None if made.whole_logits else other
+        other.outers = {} if known is None else known
+        if (False, True) not in other.outers:
+            other.outers[False, True] = outer_memory(
+                self.model, self.layers, self.traced, self.setup.step, loss, device=self.device
+            )
+        return None if other.outers[False, True].whole_logits else other
 
     def again(self, setup: Setup) -> Planner:
         """A planner for the same model and sample under another `setup`, traced anew."""
@@ -453,22 +460,28 @@ class Planner:
         """What each call needs in a step with these choices."""
         sharding = self.sharding
         units = dict(zip(sharding.modules, sharding.units))
-        layers = []
+        layers: list[LayerMemory] = []
+        known: dict[Any, LayerMemory] = {}
         for call, choice, copies in zip(self.traced.calls, choices, self._copies(choices)):
+            unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
+            key = (call.kind, id(choice), id(unit), id(experts), copies)
+            if key in known:
+                layers.append(known[key])
+                continue
             trace, params = self.problems[call.kind].trace, self.traced.kinds[call.kind].state.values()
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
             memory = self.memory(call.kind, choice, micro.accumulates)
             # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
-            state = _RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
-            state += (trace.state_bytes if choice.decisions else 0) + self._leaves(call.kind)
+            state = RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
+            state += (trace.state_bytes if choice.decisions else 0) + self.leaves(call.kind)
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
-            unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
             copied = copied_in_forward(call.module) if choice.decisions else 0
             held = choice.held_bytes + state
-            layers.append(LayerMemory(held, inputs, memory, unit, sum(copies), whole, experts, copied, copies))
+            known[key] = LayerMemory(held, inputs, memory, unit, sum(copies), whole, experts, copied, copies)
+            layers.append(known[key])
         return layers
 
-    def _leaves(self, kind: int) -> int:
+    def leaves(self, kind: int) -> int:
         """What a block holds whatever is kept of it: tensors that it makes and asks a gradient of, which the graph keeps."""
         full = self.problems[kind].full()
         return self.memory(kind, full).held if full.decisions else 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, MicrobatchCall, Received, StageEnd, call_of, cut, loss_of
-from nemo_like.distributed.pipeline.dealing import StageSlice, counts_of, slices
+from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, actions_of
 from nemo_like.distributed.pipeline.schedules import kind_of, rank_of, stages_of
 from nemo_like.layers import find_layers
@@ -51,7 +51,7 @@ class PipelinePlanner:
 
     def __init__(
         self, model: nn.Module, microbatch: Any, *, pp: PipelineParallel, device: Device, setup: Setup, layers: Any = None,
-        **more: Any,
+        parts: StageParts | None = None, **more: Any,
     ) -> None:  # fmt: skip
         """Cut and trace `model`, which is not changed.
 
@@ -61,15 +61,13 @@ class PipelinePlanner:
             pp: the cut and the schedule.
             device, layers, more: as for `Planner`.
             setup: of the ranks that share a stage.
+            parts: of `model`, as `parts_of` found them for any number of sequences; None: they are looked for.
 
         Raises:
             ValueError: a model that cannot be cut or traced.
         """
         self.setup, self.device, self.whole = setup, device, model
-        dtype = setup.precision.dtypes["param_dtype"]
-        found = find_layers(model, layers)
-        lowered = {} if dtype is None else {"autocast" if setup.fsdp is None else "dtype": dtype}
-        self.parts = stage_parts(model, found, microbatch, **lowered)
+        self.parts = parts_of(model, microbatch, setup, layers) if parts is None else parts
         args, batch = split_sample(microbatch)
         names = dict(zip(_argument_names(model), args))
         self.batch = names | dict(batch)
@@ -220,6 +218,13 @@ class PipelinePlanner:
     def hidden_bytes(self) -> int:
         """What a stage sends for one microbatch."""
         return self.hidden.numel() * self.hidden.element_size()
+
+
+def parts_of(model: nn.Module, microbatch: Any, setup: Setup, layers: Any = None) -> StageParts:
+    """What stands before, in and after the layers; raises ValueError where the model cannot be cut."""
+    dtype = setup.precision.dtypes["param_dtype"]
+    lowered = {} if dtype is None else {"autocast" if setup.fsdp is None else "dtype": dtype}
+    return stage_parts(model, find_layers(model, layers), microbatch, **lowered)
 
 
 def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int) -> StageMemory:

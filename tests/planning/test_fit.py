@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,15 +114,15 @@ def test_an_impossible_wish_ends_with_1_and_says_what_needs_least(capsys):
         (
             2,
             3 << 20,
-            {"micro_batch": [2, 4], "pp": [1, 2], "schedule": "1f1b", "ac": ["none", "full"], "loss": "model"},
+            {"micro_batch": [2, 4], "schedule": "1f1b", "ac": ["none", "full"], "loss": "model"},
         ),
     ],
 )
 def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
     model = _model(2)
-    question = Question(
-        gpus=gpus, device=resolve_device("cpu"), seq_len=64, limit=limit, global_batch=8, pins=read_pins(pins)
-    )
+    # Across hosts, pipelines are looked at though nobody asks for them.
+    device = replace(resolve_device("cpu"), gpus_per_host=1 if "schedule" in pins else 8)
+    question = Question(gpus=gpus, device=device, seq_len=64, limit=limit, global_batch=8, pins=read_pins(pins))
     everything = make_search(model, question)[0].brute_force(1)
     search = make_search(model, question)[0]
     found = search.run(1)
@@ -141,7 +142,7 @@ def test_layouts_are_all_those_that_use_every_gpu_and_the_global_batch():
 
 
 def test_layouts_of_stages_and_experts_keep_to_what_can_run():
-    room = Room(gpus=8, seq_len=4096, global_batch=16, layers=4, experts=4, tensor_sizes=(1, 2))
+    room = Room(gpus=8, seq_len=8192, global_batch=16, layers=4, experts=4, tensor_sizes=(1, 2))
     found, rejected = layouts(room)
     assert all(layout.grad_accum >= layout.pp for layout in found if layout.pp > 1)
     # Two stages on each of four ranks are more than four layers.
@@ -171,6 +172,32 @@ def test_layouts_of_stages_and_experts_keep_to_what_can_run():
 def test_wrong_questions_are_refused(asked, message):
     with pytest.raises(ValueError, match=message):
         fit(_model(), **({"gpu": "cpu"} | asked))
+
+
+def test_several_precisions_and_optimizers_are_searched_only_where_they_are_listed(capsys):
+    asked = {
+        "gpus": 1,
+        "gpu": "h100-80gb",
+        "seq_len": 64,
+        "micro_batch": 2,
+        "ac": "full",
+        "loss": "model",
+        "offload": "none",
+    }
+    one = fit(_model(1), **asked)
+    assert {(c.optimizer, c.as_json()["precision"]) for c in one.candidates} == {("adamw", "bf16")}
+    alone = [
+        fit(_model(1), **asked, precision=cast, optimizer=name).best
+        for cast in ("bf16", "fp32") for name in ("adamw", "adamw-8bit")
+    ]  # fmt: skip
+    report = fit(_model(1), **asked, precision=["bf16", "fp32"], optimizer=["adamw", "adamw-8bit"])
+    assert report.best == max(alone, key=lambda c: c.tokens_per_second_per_gpu)
+    assert sorted(c.step_seconds for c in report.candidates) == sorted(c.step_seconds for c in alone)
+    said = "--model llama-tiny --gpus 1 --seq-len 64 --micro-batch 2 --ac full --loss model --offload none"
+    assert main(["fit", *said.split(), "--optimizer", "adamw,adamw-8bit"]) == 0
+    assert "adamw-8bit" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="optimizer is"):
+        fit(_model(1), **asked, optimizer=[])
 
 
 def test_a_wrong_kind_of_value_is_refused():
@@ -234,6 +261,61 @@ def test_no_step_of_a_shape_is_faster_than_its_bound():
         assert bound <= min(seconds for seconds, _ in search._entries(key))
 
 
+def _mixture():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, vocab_size=128, use_cache=False,
+        )
+    ).train()  # fmt: skip
+
+
+def test_no_split_of_experts_is_faster_than_its_bound():
+    """By another split, which is on one host where this one is not."""
+    pins = read_pins(
+        {"ep": [1, 2, 4], "cp": 1, "micro_batch": 1, "ac": "none", "loss": "model", "offload": "none", "tp": 1}
+    )
+    device = replace(resolve_device("h100-80gb"), gpus_per_host=2)
+    question = Question(
+        gpus=8,
+        device=device,
+        seq_len=64,
+        limit=1 << 40,
+        global_batch=8,
+        pins=pins | {"pp": (1,)},
+        precision=Precision("bf16"),
+    )
+    search = make_search(_mixture(), question)[0]
+    bounds = []
+    for key in sorted(search.by_shape, key=lambda key: key.ep):
+        bounds.append(search._bound(key))
+        assert bounds[-1] <= min(seconds for seconds, _ in search._entries(key))
+    one, all_experts, other_split = bounds
+    assert one == 0.0 and other_split > all_experts > 0.0  # what is exchanged is known once one split was traced
+
+
+def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
+    pins = {"pp": 2, "micro_batch": 1, "ac": ["none", "full"], "loss": "model", "offload": "none", "tp": 1}
+    schedules = ["gpipe", "1f1b", "interleaved_1f1b", "zbv"]
+    # Of a small model, launches and weights that are read would take almost all of the time.
+    device = replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0, processors=0, bandwidth=1e20)
+    question = Question(
+        gpus=4, device=device, seq_len=64, limit=1 << 40, global_batch=16, precision=Precision("bf16"),
+        pins=read_pins(pins | {"schedule": schedules}),
+    )  # fmt: skip
+    search = make_search(_model(5), question)[0]
+    (key,) = search.by_shape
+    entries = list(search._entries(key))
+    assert {layout.schedule for _, (layout, _, _) in entries} == set(schedules)
+    assert not any(search.shapes[key].is_cut(layout, variant) for _, (layout, variant, _) in entries)
+    for least, (layout, variant, _) in entries:
+        resolved = search._resolve(search.shapes[key], layout, variant)
+        assert 0.4 * search._per_token(resolved.seconds, layout) < least <= search._per_token(resolved.seconds, layout)
+        assert search.bounds[replace(key, staged=False)].bytes(layout, variant.ac) <= resolved.peak.total
+
+
 def test_no_step_of_a_shape_takes_less_than_its_bound():
     pins = read_pins({"micro_batch": [1, 4], "cp": [1, 2], "loss": ["model", "chunked"], "offload": "none", "tp": 1})
     question = Question(
@@ -248,7 +330,7 @@ def test_no_step_of_a_shape_takes_less_than_its_bound():
             for loss in ("model", "chunked"):
                 variant = Variant("full", loss, "none", None)
                 peak = shape.peak(layout, variant, shape.choices(layout, variant)).total
-                alike = [other for kind, other in shapes.items() if (kind.cp > 1) == (key.cp > 1)]
+                alike = [other for kind, other in shapes.items() if kind.cp == 1 or key.cp > 1]
                 bounds = [other.least_peak(layout, variant) for other in alike]
                 assert max(bounds) == peak and min(bounds) < peak  # its own; another one's
 
@@ -297,6 +379,32 @@ def test_a_send_delays_only_what_another_rank_needs():
     assert timeline(actions, seconds, 2, 0.25).seconds == 6.5
     alone = actions_of(PipelineParallel(1, microbatches=2))
     assert timeline(alone, seconds, 1, 0.25).seconds == timeline(alone, seconds, 1).seconds
+
+
+def test_pipelines_are_searched_across_hosts_and_one_stage_may_have_no_experts():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    model = DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=4, first_k_dense_replace=2,
+            num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+            q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, vocab_size=64,
+            use_cache=False,
+        )
+    ).train()  # fmt: skip
+    device = replace(resolve_device("h100-80gb"), gpus_per_host=1)
+    asked = {
+        "gpus": 4,
+        "gpu": device,
+        "seq_len": 64,
+        "global_batch": 4,
+        "ac": "full",
+        "loss": "model",
+        "offload": "none",
+    }
+    report = fit(model, schedule="1f1b", micro_batch=1, tp=1, ep=2, **asked)
+    assert {candidate.layout.pp for candidate in report.candidates} == {1, 2} and not report.nearest
+    assert all(candidate.layout.ep == 2 for candidate in report.candidates)
 
 
 def test_no_stage_is_resharded_or_offloaded_and_the_report_says_so():

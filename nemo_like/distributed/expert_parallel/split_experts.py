@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
     if parallel.dispatch == "deepep":
         _check_deepep(mesh)
     stage = axis_size(root_mesh(mesh), "pp") > 1  # others may have the layers with experts
-    found = () if stage and not _has_any(model, parallel) else find_experts(model, parallel.plan)
+    found = () if stage and not has_experts(model, parallel.plan) else find_experts(model, parallel.plan)
     if not found and not stage:
         raise ValueError(
             f"ep is {parallel.size}, and no experts were found in this {type(model).__name__}. Name the modules that hold "
@@ -85,11 +85,12 @@ def _check_deepep(mesh: DeviceMesh) -> None:
     require_deep_ep()
 
 
-def _has_any(model: nn.Module, parallel: ExpertParallel) -> bool:
-    """Whether `model`, a part of a larger one, has any of the modules that hold experts."""
-    if parallel.plan is None:
+def has_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> bool:
+    """Whether `model`, a part of a larger one, has any of the modules that hold experts; `plan`: as
+    `ExpertParallel.plan`."""
+    if plan is None:
         return bool(find_experts(model))
-    regexes = [glob_to_regex(pattern) for pattern in parallel.plan]
+    regexes = [glob_to_regex(pattern) for pattern in plan]
     return any(regex.fullmatch(name) for name, _ in bare_modules(model) for regex in regexes)
 
 

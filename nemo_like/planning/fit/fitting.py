@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,7 +101,7 @@ class FitReport:
 def fit(
     model: nn.Module | str, *, gpus: int, gpu: str | Device | None = None, seq_len: int = 4096,
     global_batch: int | None = None, memory: int | str | None = None, precision: Any = None,
-    optimizer: str | None = None, step: StepSpec | None = None, imbalance: float | None = None,
+    optimizer: str | Sequence[str] | None = None, step: StepSpec | None = None, imbalance: float | None = None,
     dtype: Any = None, sample: Callable[[int], Any] | None = None, count: int = 10, max_seq_len: int | None = None,
     p99: int | None = None, lengths: Mapping[int, int] | None = None, **pins: Any,
 ) -> FitReport:  # fmt: skip
@@ -119,13 +120,14 @@ def fit(
             Default: its memory less a tenth.
         precision: as for `nemo_like.parallelize`. Default: ``"bf16"`` on CUDA, else nothing is cast.
         optimizer, step: the training loop, as for `nemo_like.parallelize`; how many microbatches is what is looked for.
+            Of `precision` and `optimizer`, which change what is computed, a list means: any of these.
         imbalance: how unevenly tokens come to split experts, see `nemo_like.options.ExpertParallel`.
         dtype: of the parameters where `model` is a name. Default: float32.
         sample: makes the input of one microbatch of so many sequences. Default: token ids, and the same as labels.
         count: how many configurations to report.
         pins: what is decided already: one value, or a list of allowed ones, of ``dp_replicate, dp_shard, tp, cp, ep, pp,
             schedule, micro_batch, grad_accum, ac`` (``none``, ``full``, ``selective``, ``plan``), ``loss``, ``offload``
-            (``none``, ``boundary``), ``reshard_after_forward``.
+            (``none``, ``boundary``), ``reshard_after_forward``. `pp` is 1 on a single host where nobody says.
 
     Where a process group is up, rank 0 searches and the others receive its report.
 
@@ -134,16 +136,47 @@ def fit(
             without repeated layers. TypeError: a value of the wrong kind.
     """
     device = device_at_hand() if gpu is None else calibrated(resolve_device(gpu))
-    cast = ("bf16" if device.kind == "cuda" else None) if precision is None else precision
-    if cast == "fp32":
-        cast = None
     seq_len, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
-    question = Question(
-        gpus=gpus, device=device, seq_len=seq_len, planned_for=planned_for, global_batch=global_batch,
-        limit=_limit(device, memory), precision=Precision.of(cast), step=StepSpec.of(step, optimizer),
-        imbalance=imbalance, pins=read_pins(pins),
+    questions = [
+        Question(
+            gpus=gpus, device=device, seq_len=seq_len, planned_for=planned_for, global_batch=global_batch,
+            limit=_limit(device, memory), precision=Precision.of(cast), step=StepSpec.of(step, name),
+            imbalance=imbalance, pins=read_pins(pins),
+        )
+        for cast, name in itertools.product(_casts(device, precision), _several("optimizer", optimizer))
+    ]  # fmt: skip
+    return same_on_all_ranks(
+        lambda: _best_of([_searched(model, each, dtype, sample, count) for each in questions], count)
+    )
+
+
+def _several(name: str, given: Any) -> list[Any]:
+    if not isinstance(given, list | tuple):
+        return [given]
+    if not given:
+        raise ValueError(f"{name} is {given!r}; give at least one, or leave it out.")
+    return list(dict.fromkeys(given))
+
+
+def _casts(device: Device, precision: Any) -> list[Any]:
+    given = ("bf16" if device.kind == "cuda" else None) if precision is None else precision
+    return [None if cast == "fp32" else cast for cast in _several("precision", given)]
+
+
+def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
+    """The reports of several precisions and optimizers as one."""
+    if len(reports) == 1:
+        return reports[0]
+    every = sorted((c for report in reports for c in report.candidates), key=lambda c: -c.tokens_per_second_per_gpu)
+    near = [(report.nearest.need.bytes, n) for n, report in enumerate(reports) if report.nearest is not None]
+    nearest = reports[min(near)[1]] if near and not every else None
+    counts = sum((Counter(report.rejected) for report in reports), Counter[str]())
+    counts["slower than those of another precision or optimizer"] += max(0, len(every) - count)
+    return replace(
+        reports[0], candidates=tuple(every[:count]), rejected=dict(+counts),
+        nearest=None if nearest is None else nearest.nearest, helps=() if nearest is None else nearest.helps,
+        searched={name: sum(report.searched[name] for report in reports) for name in reports[0].searched},
     )  # fmt: skip
-    return same_on_all_ranks(lambda: _searched(model, question, dtype, sample, count))
 
 
 def _limit(device: Device, memory: int | str | None) -> int:
@@ -203,7 +236,7 @@ def make_search(
 
     def trace(key: ShapeKey) -> Shape:
         if key.staged:
-            return StagedShape(model, key, question, make)
+            return StagedShape(model, key, question, make, shared)
         return TracedShape(model, key, question, make, shared)
 
     return Search(question, found, trace), rejected, len(found)
@@ -228,7 +261,7 @@ def _room(model: nn.Module, question: Question) -> Room:
     return Room(
         gpus=question.gpus, seq_len=question.seq_len, global_batch=question.global_batch, layers=len(layers),
         gpus_per_host=question.device.gpus_per_host, experts=min(experts, default=0), tensor_sizes=tuple(sizes),
-        stages=False, pins=question.pins,
+        stages=question.gpus > question.device.gpus_per_host, pins=question.pins,
     )  # fmt: skip
 
 

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SHORTEST_PART = 1024
+SHORTEST_PART = 4096
 """Tokens: sequences are not cut into shorter parts, unless somebody pins ``cp``."""
-MOST_TOKENS = 1 << 17
-"""Of one rank in one microbatch: more are not looked at, unless somebody pins ``micro_batch``."""
+MOST_TOKENS = 1 << 15
+"""Of one rank in one microbatch, of one sequence or more: more are not looked at, unless somebody pins
+``micro_batch``."""
 MOST_CONTEXT, MOST_STAGES = 64, 32
 """Ranks of ``cp`` and of ``pp`` that are looked at, unless somebody pins more."""
 SEARCHED_SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv")
@@ -86,7 +87,7 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
                     rejected["cp beside pp is not planned"] += 1
                     continue
                 for shape in _data_axes(room, rest, tp, cp):
-                    for batch in _batches(room, shape, pp, rejected):
+                    for batch in _batches(room, shape, pp, cp, rejected):
                         found += _with_schedule(room, Layout(*shape[:2], tp, cp, shape[2], pp, None, *batch), rejected)
     return found, rejected
 
@@ -120,11 +121,13 @@ def _data_axes(room: Room, ranks: int, tp: int, cp: int) -> Iterator[tuple[int, 
                 yield replicas, shards, ep
 
 
-def _batches(room: Room, shape: tuple[int, int, int], pp: int, rejected: Counter[str]) -> Iterator[tuple[int, int]]:
+def _batches(
+    room: Room, shape: tuple[int, int, int], pp: int, cp: int, rejected: Counter[str]
+) -> Iterator[tuple[int, int]]:
     """(micro_batch, grad_accum)."""
     groups = shape[0] * shape[1]
     micro, accum = room.pinned("micro_batch"), room.pinned("grad_accum")
-    most = max(1, MOST_TOKENS // room.seq_len)
+    most = max(1, MOST_TOKENS * cp // room.seq_len)
     if room.global_batch is None:
         for batch in micro or _powers(most):
             for turns in accum or ([1] if pp == 1 else [4 * pp]):

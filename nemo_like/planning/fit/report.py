@@ -10,7 +10,8 @@ from nemo_like.planning.fit.fitting import FitReport
 from nemo_like.planning.fit.need import ALLOCATED, OVERHEAD, RESERVED, WITH_OVERHEAD
 
 _HEAD = (
-    "#", "dp_replicate x dp_shard", "tp", "cp", "ep", "pp", "micro-batch x times", "ac", "loss", "offload", "reshard",
+    "#", "dp_replicate x dp_shard", "tp", "cp", "ep", "pp", "micro-batch x times", "precision", "optimizer",
+    "ac", "loss", "offload", "reshard",
     "peak GiB", "reserved", "ms", "tokens/s/GPU", "MFU",
 )  # fmt: skip
 
@@ -19,7 +20,11 @@ def table(report: FitReport) -> str:
     """The configurations as text, best first; axes that none of them uses are left out."""
     lines = [_HEAD, *(_line(n, candidate) for n, candidate in enumerate(report.candidates, 1))]
     bare = {"tp": "1", "cp": "1", "ep": "1", "pp": "1", "offload": "none", "reshard": "default", "reserved": ""}
-    kept = [i for i, name in enumerate(_HEAD) if any(line[i] != bare.get(name) for line in lines[1:])]
+    # Of what is the same everywhere unless several were asked for, the report's first line speaks.
+    same = {name for name in ("precision", "optimizer") if len({line[_HEAD.index(name)] for line in lines[1:]}) <= 1}
+    kept = [
+        i for i, name in enumerate(_HEAD) if name not in same and any(line[i] != bare.get(name) for line in lines[1:])
+    ]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
     return "\n".join("  ".join(line[i].rjust(widths[i]) for i in kept).rstrip() for line in lines)
 
@@ -45,7 +50,8 @@ def _line(number: int, candidate: Candidate) -> tuple[str, ...]:
     reshard = {None: "default", True: "yes", False: "no"}[candidate.reshard_after_forward]
     return (
         str(number), f"{layout.dp_replicate} x {layout.dp_shard}", str(layout.tp), str(layout.cp), str(layout.ep), stages,
-        f"{layout.micro_batch} x {layout.grad_accum}", candidate.ac, candidate.loss, candidate.offload, reshard,
+        f"{layout.micro_batch} x {layout.grad_accum}", precision_word(candidate.precision), candidate.optimizer,
+        candidate.ac, candidate.loss, candidate.offload, reshard,
         f"{candidate.peak_bytes / 2**30:.2f}", reserved, f"{1000 * candidate.step_seconds:,.1f}",
         f"{candidate.tokens_per_second_per_gpu:,.0f}", f"{candidate.mfu:.1%}",
     )  # fmt: skip

@@ -26,6 +26,7 @@ from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import StepSeconds
 from nemo_like.planning.fit.shapes import ShapeKey, TracedShape, Variant
 from nemo_like.planning.fit.staged import StagedShape
+from nemo_like.planning.fit.staged_bounds import StagedBounds
 from nemo_like.planning.peak import Peak
 
 Shape = TracedShape | StagedShape
@@ -80,6 +81,9 @@ class Search:
         ):
             self.by_shape.setdefault(ShapeKey.of(layout), []).append(layout)
         self.hopeless: dict[Any, bool] = {}
+        self.bounds: dict[ShapeKey, StagedBounds] = {}
+        self.least_staged: tuple[int, Layout, Variant] | None = None
+        """Of the pipelines that are known not to fit, the one with the fewest bytes."""
 
     # --- the two ways through everything --------------------------------------------------------------------------
 
@@ -109,12 +113,20 @@ class Search:
                 self.found.rejected["slower than another way to run the same layout"] += 1
                 continue
             shape = self._traced(ShapeKey.of(layout))
-            assert not isinstance(shape, str)
-            if resolved is not None:
+            if isinstance(shape, str):  # it could not be cut into stages
+                self.found.rejected[shape] += 1
+            elif self.found.best and isinstance(shape, StagedShape) and not shape.is_cut(layout, variant):
+                later += 1
+            elif resolved is not None:
                 self.found.best.append(self.candidate(shape, layout, variant, resolved))
             elif (resolved := self._resolve(shape, layout, variant)) is not None:
                 per_token = self._per_token(resolved.seconds, layout)
                 heapq.heappush(queue, (per_token, next(order), (layout, variant, resolved)))
+        if not self.found.best and self.found.nearest is None and self.least_staged is not None:
+            _, layout, variant = self.least_staged
+            shape = self._traced(ShapeKey.of(layout))
+            if isinstance(shape, StagedShape):
+                self._resolve(shape, layout, variant)  # remembered as what needs least
         later += sum(1 if isinstance(item, tuple) else len(self.by_shape[item]) for _, _, item in queue)
         if later:
             self.found.rejected["slower than the best, not looked at"] += later
@@ -151,28 +163,53 @@ class Search:
 
     def _bound(self, key: ShapeKey) -> float:
         """Seconds of one GPU for a token that no layout of the shape is faster than, by the shapes that were traced; 0 where
-        none of them has such weights. Without split experts no rank has more rows than with them."""
+        none of them has such weights. Without split experts no rank has more rows than with them, and with them as many
+        on any number of ranks."""
         if key.staged:
-            whole_models = [
-                shape
-                for other, shape in self.shapes.items()
-                if isinstance(shape, TracedShape) and other.tp == key.tp and other.ep in (key.ep, 1) and not other.whole
-            ]
-            return max((self._least_per_token(key, shape.least_staged) for shape in whole_models), default=0.0)
+            return max((self._least_staged(key, of_stages) for of_stages in self._known_bounds(key)), default=0.0)
         like = [
             (other, shape)
             for other, shape in self.shapes.items()
-            if isinstance(shape, TracedShape)
-            and (other.tp, other.whole) == (key.tp, key.whole)
-            and other.ep in (key.ep, 1)
+            if isinstance(shape, TracedShape) and (other.tp, other.whole) == (key.tp, key.whole) and other.ep <= key.ep
         ]
-        # One of each kind says all: the same split of experts, with and without parts of sequences.
-        kinds = {(other.ep, other.cp > 1): shape for other, shape in like if other.cp == 1 or key.cp > 1}
+        # One of each kind says all: with and without split experts, with and without parts of sequences.
+        kinds = {(other.ep > 1, other.cp > 1): shape for other, shape in like if other.cp == 1 or key.cp > 1}
         return max((self._least_per_token(key, shape.least_step) for shape in kinds.values()), default=0.0)
 
     def _least_per_token(self, key: ShapeKey, least: Callable[[Layout], float]) -> float:
         made = (least(layout) * layout.gpus / layout.sequences for layout in self.by_shape[key])
         return min(made) / self.question.seq_len
+
+    def _least_staged(self, key: ShapeKey, bounds: StagedBounds) -> float:
+        ep = bounds.shape.key.ep
+        # What runs nothing again is the fastest, where it is allowed.
+        modes = self.question.pins.get("ac", ("none",))
+        mode = "none" if {"none", "plan"} & set(modes) else modes[0] if len(modes) == 1 else "none"
+        return self._least_per_token(
+            key, lambda layout: bounds.seconds(layout, mode, exchanges=ep > 1, once=ep == key.ep)
+        )
+
+    def _known_bounds(self, key: ShapeKey) -> list[StagedBounds]:
+        """Of the stages of `key`, by whole models that were traced with the same weights, or all experts."""
+        return [
+            self._bounds_of(other, shape)
+            for other, shape in self.shapes.items()
+            if isinstance(shape, TracedShape) and _like_stages(other, key)
+        ]
+
+    def _bounds_of(self, key: ShapeKey, shape: TracedShape) -> StagedBounds:
+        if key not in self.bounds:
+            self.bounds[key] = StagedBounds(shape)
+        return self.bounds[key]
+
+    def _exact_bounds(self, key: ShapeKey) -> StagedBounds | None:
+        """By a whole model with the same weights, which is traced where none was; None: it cannot be."""
+        for other, shape in self.shapes.items():
+            if isinstance(shape, TracedShape) and other.ep == key.ep and _like_stages(other, key):
+                return self._bounds_of(other, shape)
+        whole = replace(key, staged=False)
+        shape = self._traced(whole)
+        return self._bounds_of(whole, shape) if isinstance(shape, TracedShape) else None
 
     def _is_too_large(self, key: ShapeKey) -> bool:
         """Whether no layout of a shape that is not traced fits, by those that were traced with the same weights: fewer rows
@@ -183,7 +220,8 @@ class Search:
             shape
             for other, shape in self.shapes.items()
             if isinstance(shape, TracedShape)
-            and (other.tp, other.ep, other.whole, other.cp > 1) == (key.tp, key.ep, key.whole, key.cp > 1)
+            and (other.tp, other.ep, other.whole) == (key.tp, key.ep, key.whole)
+            and (other.cp == 1 or key.cp > 1)
         ]
         layouts = sorted(self.by_shape[key], key=lambda layout: -layout.shard_ranks)
         return any(all(self._exceeds(shape, layout) for layout in layouts) for shape in alike)
@@ -202,6 +240,9 @@ class Search:
         if isinstance(shape, str):
             self.found.rejected[shape] += len(self.by_shape[key])
             return
+        if isinstance(shape, StagedShape):
+            yield from self._staged_entries(key, shape)
+            return
         for layout in self.by_shape[key]:
             for variant in self._variants(shape, layout):
                 choices, least = shape.least(layout, variant)
@@ -210,6 +251,25 @@ class Search:
                     continue
                 seconds = shape.seconds(layout, variant, choices)
                 yield self._per_token(seconds, layout), (layout, variant, None)
+
+    def _staged_entries(
+        self, key: ShapeKey, shape: StagedShape
+    ) -> Iterator[tuple[float, tuple[Layout, Variant, Resolved | None]]]:
+        """All pipelines of a shape by the least seconds per token that they could take; none is cut for that."""
+        bounds = self._exact_bounds(key)
+        for layout in self.by_shape[key]:
+            per_token = layout.gpus / (layout.sequences * self.question.seq_len)
+            for variant in self._variants(shape, layout):
+                if bounds is None:
+                    yield 0.0, (layout, variant, None)
+                    continue
+                least = bounds.bytes(layout, variant.ac)
+                if least > shape.most_allocated(variant):
+                    self.found.rejected["memory"] += 1
+                    if self.least_staged is None or least < self.least_staged[0]:
+                        self.least_staged = least, layout, replace(variant, ac="full")
+                    continue
+                yield bounds.seconds(layout, variant.ac) * per_token, (layout, variant, None)
 
     def _near(self, least: int) -> bool:
         """Whether what takes at least so many bytes could need less than anything yet: worth a look if nothing fits."""
@@ -225,7 +285,8 @@ class Search:
         if layout.pp > 1:
             # Stages stay gathered for a whole step, and no budget is planned for weights that tp splits.
             reshards = tuple(dict.fromkeys(reshard if reshard else None for reshard in reshards))
-            modes = tuple(mode for mode in modes if mode != "plan" or layout.tp == 1)
+            # A budget for each stage takes long to plan: where nobody asks for one, the winner alone gets it.
+            modes = tuple(mode for mode in modes if mode != "plan" or (layout.tp == 1 and "ac" in pins))
             offloads = tuple(offload for offload in offloads if offload == "none")
             if True in reshards or not modes or not offloads:
                 self.found.rejected["not planned beside pp: resharding, offloading, a budget with tp"] += 1
@@ -249,6 +310,14 @@ class Search:
     def _resolve(self, shape: Shape, layout: Layout, variant: Variant) -> Resolved | None:
         """What it takes; None where it does not fit, which is counted."""
         self.found.looked_at += 1
+        if isinstance(shape, StagedShape):
+            try:
+                with quietly():
+                    shape.planner(layout, variant)
+            except ValueError as error:
+                self.shapes[shape.key] = reason = str(error).splitlines()[0]
+                self.found.rejected[reason] += 1
+                return None
         with quietly():
             resolved = None
             if not self._is_hopeless(shape, layout, variant):
@@ -309,7 +378,11 @@ class Search:
     def _refined(self, best: Candidate) -> Candidate:
         """The winner with the best plan of all, where a plan is what it has."""
         shape, variant = self._traced(ShapeKey.of(best.layout)), self._variant(best)
-        if best.plan is None or isinstance(shape, str):
+        if isinstance(shape, str):
+            return best
+        if isinstance(shape, StagedShape) and best.layout.tp == 1 and "ac" not in self.question.pins:
+            variant = replace(variant, ac="plan")
+        elif best.plan is None:
             return best
         with quietly():
             made = self._planned(shape, best.layout, variant, shape.refined)
@@ -336,6 +409,12 @@ class Search:
             model_flops=shape.flops() * layout.grad_accum / layout.pp, peak_flops=question.device.peak_flops,
             fits=resolved.need.bytes <= question.limit, plan=plan, sample=shape.sample,
         )  # fmt: skip
+
+
+def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:
+    """Whether a whole model has the local weights that stages have, but for the share of the experts."""
+    alike = (whole.tp, whole.whole) == (stages.tp, stages.whole)
+    return not whole.staged and alike and whole.ep <= stages.ep
 
 
 def budget_word(size: int) -> str:

@@ -9,7 +9,7 @@ before it, and reduces its gradients beside the next one's backward: only what i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from nemo_like.activation_checkpointing.ops import facts
@@ -52,15 +52,15 @@ def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
     return tiles / (-(-tiles // processors) * processors)
 
 
-def least_seconds(problem: BlockProblem, device: Device) -> tuple[float, float]:
+def least_seconds(problem: BlockProblem, device: Device, only: Collection[int] | None = None) -> tuple[float, float]:
     """Forward and backward of a block per call, as a bound for other numbers of tokens: a token's share of the kernels'
     FLOPs and bytes is at least this in any shape with the same weights, since launches, part waves and the bytes of
     weights, which are read once for all tokens, are left out. Attention over all keys of whole sequences has as many FLOPs
-    per token however the sequences are cut."""
+    per token however the sequences are cut. `only`: of these of its records; None: of all."""
     forward = backward = 0.0
-    for op in problem.records:
+    for number, op in enumerate(problem.records):
         known = facts(op.op)
-        if known.exchange or _sequence_op(op):
+        if known.exchange or _sequence_op(op) or (only is not None and number not in only):
             continue
         kind = "half" if op.half else "single"
         moved = 0 if known.attention else max(0, op.moved - problem.trace.param_bytes)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig
 from nemo_like.planning import solver
@@ -21,9 +22,10 @@ from nemo_like.planning.fit.need import Need, most_allocated, need_of, reserved_
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
 from nemo_like.planning.optimizers import optimizer_memory
+from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import RNG_STATE, Planner, Setup
 from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.stack import Stack
 from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
@@ -83,6 +85,10 @@ class Shared:
     decisions: dict[Any, list[tuple[str, ...]]] = field(default_factory=dict)
     """Of the choices that plans are mixed of, by kind of layer."""
     shardings: dict[Any, Sharding] = field(default_factory=dict)
+    outers: dict[Any, dict[tuple[bool, bool], OuterMemory]] = field(default_factory=dict)
+    """What is around the layers, which is the same however experts inside them are split."""
+    parts: StageParts | str | None = None
+    """What stands before, in and after the layers; why the model cannot be cut."""
 
 
 class TracedShape:
@@ -102,6 +108,7 @@ class TracedShape:
             cp=ContextParallel(key.cp),
         )  # fmt: skip
         self.base = Planner(own, self.sample, device=question.device, setup=setup)
+        self.base.outers = self._outers("model")
         self.blocks = [BlockSeconds.of(problem, question.device) for problem in self.base.problems]
         self._least: dict[int, tuple[float, float]] = {}
         self.least_of: dict[Any, tuple[list[Choice], int]] = {}
@@ -135,7 +142,12 @@ class TracedShape:
     @cached_property
     def chunked(self) -> Planner | None:
         """For a loss in chunks; None where the logits would be whole anyway."""
-        return self.base.with_chunks(ChunkedLoss())
+        return self.base.with_chunks(ChunkedLoss(), self._outers("chunked"))
+
+    def _outers(self, loss: str) -> dict[tuple[bool, bool], OuterMemory]:
+        """What shapes with the same weights around as many layers know; empty where this is the first of them."""
+        key = (self.key.tp, self.key.cp, self.key.micro_batch, self.key.whole, loss)
+        return self.shared.outers.setdefault((*key, tuple(call.kind for call in self.base.traced.calls)), {})
 
     def planner(self, layout: Layout, variant: Variant) -> Planner:
         """This shape's planner, for so many ranks, so many microbatches and this variant; nothing is traced."""
@@ -254,13 +266,25 @@ class TracedShape:
 
     def least_peak(self, layout: Layout, variant: Variant) -> int:
         """Bytes that no step of `layout` is below, whose local shape was not traced but has the same weights: at the point
-        where this shape peaks, what is sharded, gathered and reduced is the same, and what is computed takes at least the
-        share that its rows or tokens are of this shape's (what does not grow with them is more than that)."""
+        where this shape peaks, what is sharded, gathered and reduced is the same, what is computed takes at least the share
+        that its rows or tokens are of this shape's (what does not grow with them is more than that), and what is held
+        between forward and backward grows with them."""
         rows = layout.micro_batch / self.key.micro_batch
-        share = min(1.0, rows, rows * self.key.cp / layout.cp)
-        peak = self.peak(layout, variant, self.choices(layout, variant))
+        tokens = rows * self.key.cp / layout.cp
+        choices = self.choices(layout, variant)
+        peak = self.peak(layout, variant, choices)
         computed = sum(peak.parts.get(name, 0) for name in _COMPUTED)
-        return peak.total - computed + int(share * computed)
+        least = peak.total - computed + int(min(1.0, rows, tokens) * computed)
+        growing = peak.parts.get("held activations", 0) - self.base.traced.shared_bytes - self._constant
+        return least + int(max(0.0, min(rows, tokens) - 1.0) * max(0, growing))
+
+    @cached_property
+    def _constant(self) -> int:
+        """At most of what layers hold whose bytes may not grow with rows: random states, tensors that they make."""
+        return sum(
+            self.base.problems[call.kind].trace.state_bytes + self.base.leaves(call.kind) + RNG_STATE
+            for call in self.base.traced.calls
+        )
 
     def plan(self, layout: Layout, variant: Variant, choices: Sequence[Choice], asked: str) -> Plan:
         """Choices as what `nemo_like.parallelize` takes."""
@@ -317,9 +341,10 @@ class TracedShape:
         return made
 
     def least_step(self, layout: Layout) -> float:
-        """Seconds that no step of `layout` is faster than, whose local shape was not traced but has the same weights (or
-        those of some of the experts, where this one has all of them): kernels without launches, part waves and the bytes
-        of weights, and all collectives but those between parts of sequences, where this shape has none."""
+        """Seconds that no step of `layout` is faster than, whose local shape was not traced but has the same weights, or
+        another share of the experts: kernels without launches, part waves and the bytes of weights, and all collectives
+        but those between parts of sequences, where this shape has none, and what splitting experts brings, where this
+        one has them all."""
         key, device = ShapeKey.of(layout), self.question.device
         rows = key.micro_batch / self.key.micro_batch  # whole sequences
         share = rows * self.key.cp / key.cp  # tokens
@@ -336,28 +361,21 @@ class TracedShape:
                 sequence_bytes=int(run.block.sequence_bytes * rows) if key.cp > 1 else 0,
                 expert_bytes=int(run.block.expert_bytes * share), boundary_bytes=int(run.block.boundary_bytes * share),
             )  # fmt: skip
-            # Of other splits of the experts, only what does not depend on the split is known.
-            same = key.ep == self.key.ep
-            runs.append(
-                replace(run, block=block, unit=run.unit if same else None, experts=run.experts if same else None)
-            )
-        head = 6.0 * self._head_weights() / device.matmul_flops["half"]
+            known = key.ep == self.key.ep or (key.ep > 1 and self.key.ep > 1)
+            unit, experts = (run.unit, run.experts) if known else (None, None)
+            if experts is not None:
+                # Of more ranks that share a layer's experts, each gathers fewer; its shard of them all is as large.
+                gathered, reduced = (size * self.key.ep // key.ep for size in (experts.gathered, experts.reduce_input))
+                experts = replace(experts, gathered=gathered, reduce_input=reduced)
+            runs.append(replace(run, block=block, unit=unit, experts=experts))
+        head = 6.0 * self.head_weights() / device.matmul_flops["half"]
         return step_seconds(
             runs, [], Links.of(layout, device), layout, sync=self.question.step.sync, optimizer=0.0,
             outer=head * key.micro_batch * self.question.seq_len / key.cp,
         ).total  # fmt: skip
 
-    def least_staged(self, layout: Layout) -> float:
-        """Seconds that no pipeline of `layout` is faster than, which has the same weights in a layer: its kernels without
-        launches, part waves and the bytes of weights, dealt out evenly."""
-        work = 0.0
-        for call in self.base.traced.calls:
-            if call.kind not in self._least:
-                self._least[call.kind] = least_seconds(self.base.problems[call.kind], self.question.device)
-            work += sum(self._least[call.kind])
-        return work * layout.micro_batch * self.key.cp / self.key.micro_batch * layout.grad_accum / layout.pp
-
-    def _head_weights(self) -> int:
+    def head_weights(self) -> int:
+        """Parameters of the head on one rank; 0: it is not known."""
         head = find_head(self.base.model)
         return 0 if head is None else sum(p.numel() for p in head.parameters())
 
@@ -366,7 +384,7 @@ class TracedShape:
         tokens = self.key.micro_batch * self.question.seq_len / self.key.cp
         # A twin under tp has the whole head; its layers are one rank's.
         layers = sum(self.base.problems[call.kind].trace.flops for call in self.base.traced.calls)
-        return 3.0 * (layers + 2.0 * self._head_weights() * tokens / self.key.tp)
+        return 3.0 * (layers + 2.0 * self.head_weights() * tokens / self.key.tp)
 
 
 def _few(choices: Sequence[Choice]) -> list[Choice]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, PipelineParallel
@@ -17,21 +18,29 @@ from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.need import Need, most_allocated, need_of
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, Links, StepSeconds, unit_seconds
-from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Variant
+from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Shared, Variant
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan
 from nemo_like.planning.planner import Setup
 from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
 from nemo_like.planning.stage_plans import choose, describe
-from nemo_like.planning.stages import Choices, PipelinePlanner, PlannedStage
+from nemo_like.planning.stages import Choices, PipelinePlanner, PlannedStage, parts_of
 from nemo_like.planning.step_time import optimizer_seconds
+from nemo_like.planning.tensor_twin import has_known_rules
 
 
 class StagedShape:
     """One local shape of the model in stages; what `TracedShape` is for layouts without `pp`."""
 
-    def __init__(self, model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any]) -> None:
+    def __init__(
+        self, model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any], shared: Shared
+    ) -> None:
         """Nothing is traced yet, but for the model as a whole; raises ValueError where it cannot be cut."""
+        if key.tp > 1 and not has_known_rules(model, key.tp):
+            raise ValueError(
+                "tp beside pp: the bytes of one rank are not known, where weights are split by unknown rules"
+            )
+        self.shared = shared
         self.key, self.question, self.model, self.sample = key, question, model, sample(key.micro_batch)
         self.setup = Setup(
             shard_ranks=1, step=question.step, precision=question.precision, tp=key.tp, ep=key.ep,
@@ -54,12 +63,29 @@ class StagedShape:
             )  # fmt: skip
             known = self._first.get(variant.loss) or next(iter(self._first.values()), None)
             if known is None:
-                made = PipelinePlanner(self.model, self.sample, pp=pp, device=self.question.device, setup=setup)
+                made = PipelinePlanner(
+                    self.model, self.sample, pp=pp, device=self.question.device, setup=setup, parts=self._parts()
+                )
             else:
                 made = known.with_setup(setup).scheduled(pp)
             self._first.setdefault(variant.loss, made)
             self._planners[key] = made
         return self._planners[key]
+
+    def _parts(self) -> StageParts:
+        """Looked for once for all shapes, also where the model cannot be cut."""
+        if self.shared.parts is None:
+            try:
+                self.shared.parts = parts_of(self.model, self.sample, self.setup)
+            except ValueError as error:
+                self.shared.parts = str(error)
+        if isinstance(self.shared.parts, str):
+            raise ValueError(self.shared.parts)
+        return self.shared.parts
+
+    def is_cut(self, layout: Layout, variant: Variant) -> bool:
+        """Whether `planner` answers at once."""
+        return (*self._layout_key(layout), variant.loss, variant.offload) in self._planners
 
     def _layout_key(self, layout: Layout) -> tuple[Any, ...]:
         return layout.pp, layout.schedule, layout.grad_accum, layout.shard_ranks
@@ -74,11 +100,6 @@ class StagedShape:
     def choices(self, layout: Layout, variant: Variant) -> Any:
         """Of a mode that needs no budget, for each stage."""
         return self.planner(layout, variant).uniform(variant.ac)
-
-    def least(self, layout: Layout, variant: Variant) -> tuple[Any, int]:
-        """Choices that no others of this variant are faster than, and bytes that their peak is not below: none are known."""
-        mode = "none" if variant.ac == "plan" else variant.ac
-        return self.choices(layout, replace(variant, ac=mode)), 0
 
     def planned(self, layout: Layout, variant: Variant, limit: int) -> tuple[Any, Peak] | None:
         """The fastest plan of each stage within `limit`, and the highest rank's peak; None: there is none."""
