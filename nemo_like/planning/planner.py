@@ -316,7 +316,9 @@ class Planner:
             self.outers[accumulate, regions] = made
         return self.outers[accumulate, regions]
 
-    def with_chunks(self, loss: ChunkedLoss, known: dict[tuple[bool, bool], OuterMemory] | None = None) -> Planner | None:
+    def with_chunks(
+        self, loss: ChunkedLoss, known: dict[tuple[bool, bool], OuterMemory] | None = None
+    ) -> Planner | None:
         """This planner for a loss in chunks, with nothing traced again; None where the logits would be whole anyway.
         `known`: what is around the layers with such a loss, where that was found before; what is found is put there."""
         if find_head(self.model) is None:

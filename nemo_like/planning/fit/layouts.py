@@ -114,7 +114,7 @@ def _data_axes(room: Room, ranks: int, tp: int, cp: int) -> Iterator[tuple[int, 
             continue
         if replicas > 1 and shards * cp == 1 and room.pinned("dp_replicate") is None:
             continue  # nothing is sharded: DDP, which has no place here
-        # Experts beside tensor parallelism can't be planned.
+        # Experts beside tensor parallelism are not looked at.
         splits = [n for n in _powers(room.experts) if room.experts % n == 0] if room.experts and tp == 1 else [1]
         for ep in _sizes(room, "ep", splits):
             if (shards * cp * tp) % ep == 0:

@@ -75,7 +75,7 @@ class Question:
         if one.get("pp", 1) > 1 and one.get("cp", 1) > 1:
             raise ValueError(f"cp is {one['cp']} beside pp {one['pp']}: parallelize has no such stages yet. Use one.")
         if one.get("ep", 1) > 1 and one.get("tp", 1) > 1:
-            raise ValueError(f"ep is {one['ep']} beside tp {one['tp']}, which can't be planned. Leave one at 1.")
+            raise ValueError(f"ep is {one['ep']} beside tp {one['tp']}, which fit does not look at. Leave one at 1.")
         if "schedule" in self.pins and one.get("pp") == 1:
             raise ValueError(f"schedule is {self.pins['schedule'][0]!r} and pp is 1: one stage has none. Drop one.")
 
