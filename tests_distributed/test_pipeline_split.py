@@ -157,6 +157,7 @@ def _every_case(rank: int, world_size: int, cases: list[tuple[str, Any, bool]]) 
         _same(pipeline, model, tied, where)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)], ids=["some", "others"])
 def test_stages_of_a_function_give_the_bits_of_one_process(cases: list[tuple[str, Any, bool]]) -> None:
     run_ranks(2, _every_case, cases, timeout=240)

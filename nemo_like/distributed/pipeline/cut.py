@@ -166,6 +166,10 @@ class StageForward:
         states (rows, tokens, width)."""
         number = int(given[0] if microbatch is None else microbatch)
         self._received.tensors = () if self._stage.is_first else given
+        if torch.is_grad_enabled():
+            for tensor in self._received.tensors:
+                # torch 2.11 detaches what a stage has sent, in place: the buffer itself, where it is handed on as it came.
+                tensor.requires_grad_()
         try:
             output = self._output(self._apart({**self.microbatches[number], **more}))
         except StageEnd as end:
