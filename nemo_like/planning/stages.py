@@ -23,6 +23,7 @@ from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import Choice
 from nemo_like.planning.devices import Device
 from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
+from nemo_like.planning.kinds import call_key
 from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import Peak
@@ -74,6 +75,8 @@ class PipelinePlanner:
         self.hidden = _hidden_of(self.batch, self.parts, setup.cp.size)
         self._more, self.planners = more, dict[Any, Planner]()
         self.memories: dict[Any, StageMemory] = {}
+        self._halves: dict[Any, HalvesMemory] = {}
+        """Of blocks that several stages have, found once."""
         try:
             self.scheduled_as(pp)
         except BaseException:
@@ -211,7 +214,7 @@ class PipelinePlanner:
         stage = self.stages[index]
         key = (index, tuple(choices))
         if key not in self.memories:
-            self.memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes)
+            self.memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes, self._halves)
         return self.memories[key]
 
     @property
@@ -227,7 +230,9 @@ def parts_of(model: nn.Module, microbatch: Any, setup: Setup, layers: Any = None
     return stage_parts(model, find_layers(model, layers), microbatch, **lowered)
 
 
-def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int) -> StageMemory:
+def _stage_memory(
+    stage: PlannedStage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int, known: dict[Any, HalvesMemory]
+) -> StageMemory:
     planner = stage.planner
     sharding = planner.sharding
     whole = sum(unit.whole_grad for unit in sharding.all)
@@ -249,7 +254,8 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
         outer: OuterMemory | None = None
         if splits:
             halves = tuple(
-                _halves(planner, call.kind, choice, micro, pp) for call, choice in zip(planner.traced.calls, choices)
+                _halves(planner, call.kind, choice, micro, pp, known)
+                for call, choice in zip(planner.traced.calls, choices)
             )
             outer = _outer_halves(planner, micro)
         return StageRound(
@@ -263,15 +269,21 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
     )  # fmt: skip
 
 
-def _halves(planner: Planner, kind: int, choice: Choice, micro: Microbatch, pp: PipelineParallel) -> HalvesMemory:
-    known = planner.__dict__.setdefault("halves", {})
-    once = pp.replay != "twice"
-    key = (kind, choice, micro.accumulates, once)
+def _halves(
+    planner: Planner,
+    number: int,
+    choice: Choice,
+    micro: Microbatch,
+    pp: PipelineParallel,
+    known: dict[Any, HalvesMemory],
+) -> HalvesMemory:
+    once, kind, used = pp.replay != "twice", planner.traced.kinds[number], planner.outer().used[number]
+    block = (layer_signature(kind.module), call_key((kind.args, kind.kwargs)), kind.grad, frozenset(used))
+    key = (block, choice, micro.accumulates, once)
     if key not in known:
         known[key] = halves_memory(
-            planner.traced.kinds[kind], planner.policy(kind, choice), planner.traced.run, planner.outer().used[kind],
-            accumulate=micro.accumulates, once=once,
-        )  # fmt: skip
+            kind, planner.policy(number, choice), planner.traced.run, used, accumulate=micro.accumulates, once=once
+        )
     return known[key]
 
 
