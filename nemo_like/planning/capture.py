@@ -110,7 +110,7 @@ class _Watcher:
                 kind = self._keys[key] = len(self.kinds)
                 passed = handed_on(output, args, kwargs)
                 self.kinds.append(
-                    Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad)
+                    Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad, key=key)
                 )
             self.calls[position] = TracedCall(layer.fqn, module, kind)
             return output

@@ -43,6 +43,8 @@ class Kind:
     """Which tensors of its output are tensors that it was called with: position among the former → place in the call."""
     grad: bool = True
     """Called with gradients on: a model that repeats its layers may run some passes without."""
+    key: Any = None
+    """Equal for blocks that are of one kind, also in traces of other parts of a model."""
     shared_at: frozenset[Place] = frozenset()
     """Where `shared` stand in its call."""
     kept_at: frozenset[Place] = frozenset()

@@ -47,6 +47,7 @@ from nemo_like.planning.capture import trace_model
 from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.kinds import ModelTrace
+from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
 from nemo_like.planning.optimizers import optimizer_memory
@@ -114,13 +115,16 @@ class Planner:
     def __init__(
         self, model: nn.Module, sample_input: Any, *, device: Device, setup: Setup, layers: Any = None,
         skip: bool | None = None, host: bool = False, host_memory: int = HOST_MEMORY, measure: bool = False,
+        known: KnownBlocks | None = None,
     ) -> None:  # fmt: skip
-        """Trace `model`; see `plan_for` for the arguments."""
+        """Trace `model`; see `plan_for` for the arguments. known: what planners of the model's other parts find, and this
+        one's from now on."""
         self._again = lambda other: Planner(
             model, sample_input, device=device, setup=other, layers=layers, skip=skip, host=host,
             host_memory=host_memory, measure=measure,
         )  # fmt: skip
         self.device, self.setup, self.host_memory = device, setup, host_memory
+        self.known = KnownBlocks() if known is None else known
         dtype, lower = setup.precision.dtypes["param_dtype"], None
         if setup.fsdp is None:
             dtype, lower = None, None if dtype is torch.float32 else dtype
@@ -180,7 +184,7 @@ class Planner:
             BlockProblem(trace, device, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
         ]
-        self._memories: dict[tuple[int, Choice, bool], BlockMemory] = {}
+        self._numbers: dict[int, int] = {}
         self.outers: dict[tuple[bool, bool], OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
         self._unit_plans: dict[bool, UnitPlan] = {}
@@ -266,9 +270,9 @@ class Planner:
 
     def memory(self, kind: int, choice: Choice, accumulate: bool = False) -> BlockMemory:
         """What the block needs while it runs under `choice`; the engine runs it on fake tensors."""
-        key = (kind, choice, accumulate)
-        if key not in self._memories:
-            self._memories[key] = block_memory(
+        key = (self.block_number(kind), choice, accumulate)
+        if key not in self.known.whole:
+            self.known.whole[key] = block_memory(
                 self.traced.kinds[kind],
                 self.policy(kind, choice),
                 self.traced.run,
@@ -276,7 +280,13 @@ class Planner:
                 accumulate=accumulate,
                 layouts=self.outer().layouts[kind],
             )
-        return self._memories[key]
+        return self.known.whole[key]
+
+    def block_number(self, kind: int) -> int:
+        """The number of such blocks among those that are `known`."""
+        if kind not in self._numbers:
+            self._numbers[kind] = self.known.number(kind, self.traced.kinds[kind], self.outer())
+        return self._numbers[kind]
 
     def proved(self, kind: int, choice: Choice) -> Choice:
         """`choice`, or where the engine refuses it, the same one without its skips (said once)."""

@@ -23,11 +23,11 @@ from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import Choice
 from nemo_like.planning.devices import Device
 from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
-from nemo_like.planning.kinds import call_key
+from nemo_like.planning.kinds import settings_of
+from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import Peak
-from nemo_like.planning.plan import layer_signature
 from nemo_like.planning.planner import Planner, Setup
 from nemo_like.planning.stage_parts import stage_parts
 from nemo_like.planning.stage_walk import Log, StageMemory, StageRound, rank_peak
@@ -75,8 +75,8 @@ class PipelinePlanner:
         self.hidden = _hidden_of(self.batch, self.parts, setup.cp.size)
         self._more, self.planners = more, dict[Any, Planner]()
         self.memories: dict[Any, StageMemory] = {}
-        self._halves: dict[Any, HalvesMemory] = {}
-        """Of blocks that several stages have, found once."""
+        self._alike, self._numbers = dict[str, int](), dict[Any, int]()
+        self._known = KnownBlocks()
         try:
             self.scheduled_as(pp)
         except BaseException:
@@ -155,11 +155,17 @@ class PipelinePlanner:
         made = []
         for piece in slices(counts):
             names = tuple(self.parts.layers[i] for i in piece.layers)
-            key = (piece.is_first, piece.is_last, tuple(layer_signature(modules[name]) for name in names))
+            key = (piece.is_first, piece.is_last, tuple(self._settings(name, modules[name]) for name in names))
             if key not in self.planners:
                 self.planners[key] = self._planner(piece, names)
             made.append(PlannedStage(piece, names, self.planners[key]))
         return made
+
+    def _settings(self, name: str, layer: nn.Module) -> int:
+        """A number, equal for equal layers: what is trained of them, too."""
+        if name not in self._alike:
+            self._alike[name] = self._numbers.setdefault(settings_of(layer), len(self._numbers))
+        return self._alike[name]
 
     def _planner(self, piece: StageSlice, names: tuple[str, ...]) -> Planner:
         dtype = None if self.setup.fsdp is None else self.setup.precision.dtypes["param_dtype"]
@@ -172,8 +178,9 @@ class PipelinePlanner:
             step=step if piece.is_last else replace(step, loss_fn=_ReceivedGradient.apply),
         )  # fmt: skip
         return Planner(
-            planned_stage(tree, received), given, device=self.device, setup=setup, layers=list(names), **self._more
-        )
+            planned_stage(tree, received), given, device=self.device, setup=setup, layers=list(names),
+            known=self._known, **self._more,
+        )  # fmt: skip
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +221,7 @@ class PipelinePlanner:
         stage = self.stages[index]
         key = (index, tuple(choices))
         if key not in self.memories:
-            self.memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes, self._halves)
+            self.memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes)
         return self.memories[key]
 
     @property
@@ -230,9 +237,7 @@ def parts_of(model: nn.Module, microbatch: Any, setup: Setup, layers: Any = None
     return stage_parts(model, find_layers(model, layers), microbatch, **lowered)
 
 
-def _stage_memory(
-    stage: PlannedStage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int, known: dict[Any, HalvesMemory]
-) -> StageMemory:
+def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int) -> StageMemory:
     planner = stage.planner
     sharding = planner.sharding
     whole = sum(unit.whole_grad for unit in sharding.all)
@@ -254,8 +259,7 @@ def _stage_memory(
         outer: OuterMemory | None = None
         if splits:
             halves = tuple(
-                _halves(planner, call.kind, choice, micro, pp, known)
-                for call, choice in zip(planner.traced.calls, choices)
+                _halves(planner, call.kind, choice, micro, pp) for call, choice in zip(planner.traced.calls, choices)
             )
             outer = _outer_halves(planner, micro)
         return StageRound(
@@ -269,21 +273,14 @@ def _stage_memory(
     )  # fmt: skip
 
 
-def _halves(
-    planner: Planner,
-    number: int,
-    choice: Choice,
-    micro: Microbatch,
-    pp: PipelineParallel,
-    known: dict[Any, HalvesMemory],
-) -> HalvesMemory:
-    once, kind, used = pp.replay != "twice", planner.traced.kinds[number], planner.outer().used[number]
-    block = (layer_signature(kind.module), call_key((kind.args, kind.kwargs)), kind.grad, frozenset(used))
-    key = (block, choice, micro.accumulates, once)
+def _halves(planner: Planner, kind: int, choice: Choice, micro: Microbatch, pp: PipelineParallel) -> HalvesMemory:
+    known, once = planner.known.halves, pp.replay != "twice"
+    key = (planner.block_number(kind), choice, micro.accumulates, once)
     if key not in known:
         known[key] = halves_memory(
-            kind, planner.policy(number, choice), planner.traced.run, used, accumulate=micro.accumulates, once=once
-        )
+            planner.traced.kinds[kind], planner.policy(kind, choice), planner.traced.run, planner.outer().used[kind],
+            accumulate=micro.accumulates, once=once,
+        )  # fmt: skip
     return known[key]
 
 

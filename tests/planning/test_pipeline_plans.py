@@ -141,3 +141,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             f"{axis.removeprefix('--').replace('-', '_')}=2, precision='bf16', loss='chunked', sample_input=microbatch)"
         )
         assert call.endswith(more)
+
+
+def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -> None:
+    model = _model(8)
+    for layer in model.model.layers[:4]:
+        layer.requires_grad_(False)
+    pp = PipelineParallel(4, microbatches=4, balance=(2, 2, 2, 2))
+    planner = PipelinePlanner(
+        model, SAMPLE, pp=pp, device=resolve_device("cpu"), setup=Setup(step=StepSpec(), fsdp=None)
+    )
+    layer = sum(p.numel() * 4 for p in model.model.layers[7].parameters())
+    none = planner.uniform("none")
+    trained = [planner.stages[index].planner.optimizer_bytes()[0] for index in (1, 2)]
+    assert trained == [0, 2 * 2 * layer]  # AdamW's two states, of two layers
+    grads = [planner.stage_memory(index, none[index]).rest.layers[0].memory.held for index in (1, 2)]
+    assert grads[0] < grads[1]  # the inputs of matmuls are kept for their weights' gradients alone
+    numbers = [stage.planner.block_number(0) for stage in planner.stages]
+    assert numbers == [0, 0, 1, 1]

@@ -1,0 +1,25 @@
+"""What was found of blocks by running them on fake tensors, for the planners of several stages that have the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_like.planning.block import Choice
+from nemo_like.planning.block_memory import BlockMemory
+from nemo_like.planning.halves_memory import HalvesMemory
+from nemo_like.planning.kinds import Kind
+from nemo_like.planning.outer import OuterMemory
+
+
+class KnownBlocks:
+    """Memories by the number of a block, its choice, and how its step is run."""
+
+    def __init__(self) -> None:
+        self.whole: dict[tuple[int, Choice, bool], BlockMemory] = {}
+        self.halves: dict[tuple[int, Choice, bool, bool], HalvesMemory] = {}
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, index: int, kind: Kind, outer: OuterMemory) -> int:
+        """Of `kind`, which is number `index` of its model: equal for equal blocks whose outputs get equal gradients."""
+        key = (kind.key, outer.used[index], tuple(sorted(outer.layouts[index].items())))
+        return self._numbers.setdefault(key, len(self._numbers))
