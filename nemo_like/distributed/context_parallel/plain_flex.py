@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,9 @@ def replace_flex(stack: nn.Module) -> Iterator[Callable[[], None]]:
     for owner in (*files, *classes, *inside):
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             function = value.__func__ if isinstance(value, staticmethod) else value
-            compiled = getattr(function, "__wrapped__", None) is flex.flex_attention and not hasattr(function, _OURS)
+            # Of functions alone: any object may stand in a file, and some do things when they are asked for attributes.
+            known = vars(function) if isinstance(function, types.FunctionType) else {}
+            compiled = known.get("__wrapped__") is flex.flex_attention and _OURS not in known
             if function is flex.flex_attention or compiled:
                 other = _over_parts(function)
                 setattr(owner, name, staticmethod(other) if isinstance(value, staticmethod) else other)
