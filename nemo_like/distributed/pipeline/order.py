@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 from nemo_like.distributed.pipeline.schedules import kind_of, make_schedule, stages_of
 from nemo_like.options import PipelineParallel
+from nemo_like.options.schedule_file import is_schedule_file
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 """Forward; backward in one piece; its two halves."""
@@ -32,11 +34,19 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
     >>> [" ".join(map(str, rank)) for rank in actions_of(PipelineParallel(2, microbatches=3))]
     ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
+    return list(_made(pp) if is_schedule_file(pp.schedule) else _made_once(pp))
+
+
+def _made(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
     count = pp.microbatches or 1
     if not kind_of(pp).several:
-        return [tuple(_one_stage(rank, pp.size, count, pp.schedule)) for rank in range(pp.size)]
+        return tuple(tuple(_one_stage(rank, pp.size, count, pp.schedule)) for rank in range(pp.size))
     schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], _no_loss)
-    return [tuple(_flat(action for action in schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size)]
+    return tuple(tuple(_flat(action for action in schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size))
+
+
+_made_once = functools.lru_cache(maxsize=32)(_made)
+"""A search asks for the same ones again and again. Not for files, which may have changed."""
 
 
 def _one_stage(rank: int, size: int, count: int, schedule: str) -> Iterator[Action]:
