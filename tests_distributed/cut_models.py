@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like import parallelize
 from nemo_like.module_tree import bare_name
 from tests.models.families import COMMON, FAMILIES, HEADED, VOCAB, hf, text
 from tests.models.tied_decoder import Attention, TiedDecoder
@@ -190,3 +192,19 @@ def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         if not error < GRADIENT:
             off.append(f"{name}: {error:.1e}")
     return off
+
+
+def wrong_in_modes(whole: nn.Module, inputs: Mapping[str, Any], cp: Any, modes: Sequence[str]) -> list[str]:
+    """Where cut sequences are not those of one process under some mode, or not with the bits of the first one."""
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    wrong: list[str] = []
+    first: dict[str, Tensor] | None = None
+    for mode in modes:
+        sample = inputs if mode == "50%" else None
+        found, grads = step(parallelize(copy.deepcopy(whole), ac=mode, cp=cp, sample_input=sample), inputs)
+        if not abs(found - loss) <= LOSS * abs(loss):
+            wrong.append(f"{mode}: loss {found} for {loss}")
+        wrong += [f"{mode}: {text}" for text in differences(grads, expected)]
+        first = grads if first is None else first
+        wrong += [f"{mode}: {name} is not as without" for name in grads if not torch.equal(grads[name], first[name])]
+    return wrong

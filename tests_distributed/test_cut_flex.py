@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from nemo_like import ContextParallel, parallelize
-from tests_distributed.cut_models import LENGTH, LOSS, batch, build, differences, step
+from tests_distributed.cut_models import LENGTH, batch, build, wrong_in_modes
 from tests_distributed.flex_models import (
     FlexGPT,
     Separated,
@@ -28,19 +27,6 @@ MODES = ("none", "full", "selective")
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 5, [0] * 2 + [1] * 11])
 
 
-def _wrong(whole: Any, inputs: Any, cp: Any, modes: tuple[str, ...]) -> list[str]:
-    loss, expected = step(copy.deepcopy(whole), inputs)
-    wrong, first = [], None
-    for mode in modes:
-        found, grads = step(parallelize(copy.deepcopy(whole), ac=mode, cp=cp), inputs)
-        if not abs(found - loss) <= LOSS * abs(loss):
-            wrong.append(f"{mode}: loss {found} for {loss}")
-        wrong += [f"{mode}: {text}" for text in differences(grads, expected)]
-        first = grads if first is None else first
-        wrong += [f"{mode}: {name} is not as without" for name in grads if not torch.equal(grads[name], first[name])]
-    return wrong
-
-
 def _whole_mask(mask_mod: Any, rows: int | None = None, heads: int | None = None, length: int = LENGTH) -> BlockMask:
     return create_block_mask(mask_mod, rows, heads, length, length, device="cpu")
 
@@ -52,14 +38,14 @@ def _plain(rank: int, world_size: int) -> list[str]:
     packed = inputs | {"block_mask": _whole_mask(apart(DOCUMENTS), 2)}
     headed = inputs | {"block_mask": _whole_mask(by_head, None, 4)}
     cp = ContextParallel(world_size)
-    wrong = _wrong(FlexGPT(causal), inputs, cp, MODES[1:2])
-    wrong += _wrong(FlexGPT(sliding), batch("nanogpt", length=37), cp, MODES[:1])
-    wrong += _wrong(FlexGPT(), packed, cp, MODES)
-    wrong += _wrong(FlexGPT(), inputs, cp, MODES[:1])  # looks both ways
-    wrong += _wrong(FlexGPT(None, slope, 2), headed, cp, MODES[:1])
+    wrong = wrong_in_modes(FlexGPT(causal), inputs, cp, MODES[1:2])
+    wrong += wrong_in_modes(FlexGPT(sliding), batch("nanogpt", length=37), cp, MODES[:1])
+    wrong += wrong_in_modes(FlexGPT(), packed, cp, MODES)
+    wrong += wrong_in_modes(FlexGPT(), inputs, cp, MODES[:1])  # looks both ways
+    wrong += wrong_in_modes(FlexGPT(None, slope, 2), headed, cp, MODES[:1])
     cp = ContextParallel(world_size, "ulysses")
-    wrong += _wrong(FlexGPT(), packed, cp, MODES[1:2])
-    return wrong + _wrong(FlexGPT(None, slope, 2), headed, cp, MODES[:1])
+    wrong += wrong_in_modes(FlexGPT(), packed, cp, MODES[1:2])
+    return wrong + wrong_in_modes(FlexGPT(None, slope, 2), headed, cp, MODES[:1])
 
 
 def test_plain_models() -> None:
@@ -75,7 +61,7 @@ def _plain_on_four(rank: int, world_size: int) -> list[str]:
     train_flex_on_the_cpu()
     inputs = batch("nanogpt", length=149)  # two blocks of 128 in a row
     mask = _whole_mask(sliding, length=149)
-    return _wrong(FlexGPT(None, slope, 4), inputs | {"block_mask": mask}, ContextParallel(4), MODES)
+    return wrong_in_modes(FlexGPT(None, slope, 4), inputs | {"block_mask": mask}, ContextParallel(4), MODES)
 
 
 def _refused(rank: int, world_size: int) -> None:
@@ -99,10 +85,10 @@ def test_what_a_block_mask_does_not_say_is_refused() -> None:
 
 def _family(rank: int, world_size: int, name: str) -> list[str]:
     train_flex_on_the_cpu()
-    wrong = _wrong(build(name), batch(name), ContextParallel(2), MODES)
+    wrong = wrong_in_modes(build(name), batch(name), ContextParallel(2), MODES)
     if name.startswith("llama"):
         wrong += wrong_forms(name, 2, ("selective",))
-        wrong += _wrong(build(name), batch(name), ContextParallel(2, "ulysses"), ("full",))
+        wrong += wrong_in_modes(build(name), batch(name), ContextParallel(2, "ulysses"), ("full",))
     return wrong
 
 

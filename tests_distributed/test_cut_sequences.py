@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_like import ContextParallel, parallelize
-from tests_distributed.cut_models import LENGTH, LOSS, batch, build, differences, step
+from tests_distributed.cut_models import LENGTH, LOSS, batch, build, step, wrong_in_modes
 from tests_distributed.spawn import run_ranks
 
 MODES = ("none", "full", "selective", "submodule", "50%")
@@ -27,20 +27,7 @@ def _modes(
     rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...], length: int = LENGTH
 ) -> list[str]:  # fmt: skip
     """What is wrong under some mode; nothing is right."""
-    whole = build(name)
-    inputs = batch(name, length=length)
-    loss, expected = step(copy.deepcopy(whole), inputs)
-    wrong, first = [], None
-    for mode in modes:
-        sample = inputs if mode == "50%" else None
-        model = parallelize(copy.deepcopy(whole), ac=mode, cp=cp, sample_input=sample)
-        found, grads = step(model, inputs)
-        if not abs(found - loss) <= LOSS * abs(loss):
-            wrong.append(f"{mode}: loss {found} for {loss}")
-        wrong += [f"{mode}: {text}" for text in differences(grads, expected)]
-        first = grads if first is None else first
-        wrong += [f"{mode}: {name} is not as without" for name in grads if not torch.equal(grads[name], first[name])]
-    return wrong
+    return wrong_in_modes(build(name), batch(name, length=length), cp, modes)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

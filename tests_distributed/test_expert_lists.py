@@ -24,10 +24,11 @@ from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts
 from nemo_like.options import ExpertParallel
 from nemo_like.planning.planner import plan_for
+from tests_distributed.small_model import VOCAB, WIDTH, SmallModel, tokens
 from tests_distributed.spawn import run_ranks
 from tests_distributed.whole_gradients import assert_close, gradients
 
-WIDTH, VOCAB, COUNT = 16, 32, 4
+COUNT = 4
 
 
 class Expert(nn.Module):
@@ -74,26 +75,11 @@ class Block(nn.Module):
         return x + self.mixture(self.norm(x))[0]
 
 
-class Model(nn.Module):
-    """Token ids (B, T) to a loss."""
-
+class Model(SmallModel):
     def __init__(self, keyed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block(keyed) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB)
+        super().__init__(lambda: Block(keyed))
         for parameter in self.parameters():
             parameter.data.mul_(2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-def tokens(rows: int) -> Tensor:
-    return torch.randint(VOCAB, (rows, 6), generator=torch.Generator().manual_seed(1))
 
 
 def wanted_of(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

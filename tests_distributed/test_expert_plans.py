@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from nemo_like import parallelize
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.options import ExpertParallel
+from tests_distributed.small_model import VOCAB, WIDTH, SmallModel
 from tests_distributed.spawn import run_ranks
 from tests_distributed.whole_gradients import assert_close, gradients
 
-WIDTH, VOCAB, COUNT = 16, 32, 4
+COUNT = 4
 
 
 class Weights(nn.Module):
@@ -63,20 +64,9 @@ class Block(nn.Module):
         return x + self.pool(rows).view(COUNT, *x.shape).sum(0)
 
 
-class Model(nn.Module):
-    """Token ids (B, T) to a loss."""
-
+class Model(SmallModel):
     def __init__(self, kind: type[Weights]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block(kind) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        super().__init__(lambda: Block(kind))
 
 
 def test_found_by_structure_or_by_name() -> None:

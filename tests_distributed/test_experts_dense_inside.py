@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,10 +18,11 @@ from nemo_like import parallelize
 from nemo_like.distributed import clip_grad_norm_, get_model_state, materialize, set_model_state
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.options import ExpertParallel, TensorParallel
+from tests_distributed.small_model import VOCAB, WIDTH, SmallModel, tokens
 from tests_distributed.spawn import run_ranks
 from tests_distributed.whole_gradients import assert_close, gradients
 
-WIDTH, VOCAB, COUNT = 16, 32, 4
+COUNT = 4
 PLAN = {"layers.*.pool": "routed"}
 
 
@@ -63,24 +63,9 @@ class Block(nn.Module):
         return x + self.pool(flat, chosen, weights).view_as(x)
 
 
-class Model(nn.Module):
-    """Token ids (B, T) to a loss."""
-
+class Model(SmallModel):
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-def _tokens(rows: int) -> Tensor:
-    return torch.randint(VOCAB, (rows, 6), generator=torch.Generator().manual_seed(1))
+        super().__init__(Block)
 
 
 def _wanted(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -104,7 +89,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 def _trained(rank: int, world_size: int) -> None:
     for said, options in LAYOUTS[world_size].items():
         tp = options.get("tp", 1)
-        ids = _tokens(world_size // tp)
+        ids = tokens(world_size // tp)
         loss, wanted = _wanted(Model(), ids)
         plain = None
         for ac in ("none", "full", "selective"):
@@ -163,7 +148,7 @@ def _family(rank: int, world_size: int) -> None:
     def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
         return model(input_ids=rows).last_hidden_state.square().mean()
 
-    ids = _tokens(world_size)
+    ids = tokens(world_size)
     reference = built()
     loss_of(reference, ids).backward()
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
@@ -194,7 +179,7 @@ def _adapted() -> nn.Module:
 
 def _with_adapters(rank: int, world_size: int) -> None:
     """Adapters on the experts, and a norm inside of them that trains beside these."""
-    ids = _tokens(world_size)
+    ids = tokens(world_size)
     _, wanted = _wanted(_adapted(), ids)
     wanted = {name: grad for name, grad in wanted.items() if grad is not None}
     assert any("norm" in name for name in wanted) and any("pool.lora_A" in name for name in wanted)
