@@ -83,9 +83,6 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
                 if left or not rest:
                     rejected["the axes do not divide the GPUs"] += 1
                     continue
-                if pp > 1 and cp > 1:
-                    rejected["cp beside pp is not planned"] += 1
-                    continue
                 for shape in _data_axes(room, rest, tp, cp):
                     for batch in _batches(room, shape, pp, cp, rejected):
                         found += _with_schedule(room, Layout(*shape[:2], tp, cp, shape[2], pp, None, *batch), rejected)

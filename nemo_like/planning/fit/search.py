@@ -412,9 +412,10 @@ class Search:
 
 
 def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:
-    """Whether a whole model has the local weights that stages have, but for the share of the experts."""
+    """Whether a whole model has the local weights that stages have, but for the share of the experts, and no smaller parts
+    of sequences, whose gathered keys and values would not grow with them."""
     alike = (whole.tp, whole.whole) == (stages.tp, stages.whole)
-    return not whole.staged and alike and whole.ep <= stages.ep
+    return not whole.staged and alike and whole.ep <= stages.ep and whole.cp in (1, stages.cp)
 
 
 def budget_word(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch import nn
 from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, OffloadConfig, PipelineParallel
+from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig, PipelineParallel
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.need import Need, most_allocated, need_of
@@ -28,6 +29,8 @@ from nemo_like.planning.stages import Choices, PipelinePlanner, PlannedStage, pa
 from nemo_like.planning.step_time import optimizer_seconds
 from nemo_like.planning.tensor_twin import has_known_rules
 
+_SENT = ("tensor-parallel sums", "sequence gathers", "expert exchanges")
+
 
 class StagedShape:
     """One local shape of the model in stages; what `TracedShape` is for layouts without `pp`."""
@@ -41,10 +44,12 @@ class StagedShape:
                 "tp beside pp: the bytes of one rank are not known, where weights are split by unknown rules"
             )
         self.shared = shared
-        self.key, self.question, self.model, self.sample = key, question, model, sample(key.micro_batch)
+        self.key, self.question, self.sample = key, question, sample(key.micro_batch)
+        self.model = model if key.cp == 1 else copy.deepcopy(model)  # stages cut the layers that they trace for good
         self.setup = Setup(
             shard_ranks=1, step=question.step, precision=question.precision, tp=key.tp, ep=key.ep,
             fsdp=None if key.whole else FSDP2(reshard_after_forward=False), imbalance=question.imbalance,
+            cp=ContextParallel(key.cp),
         )  # fmt: skip
         self._first: dict[str, PipelinePlanner] = {}
         self._planners: dict[Any, PipelinePlanner] = {}
@@ -166,8 +171,9 @@ class StagedShape:
         """Seconds of one microbatch in one stage."""
         planner, device = stage.planner, self.question.device
         parts = dict.fromkeys(
-            ("forward", "backward", "replay", "tensor-parallel sums", "expert exchanges", "head and embedding"), 0.0
-        )
+            ("forward", "backward", "replay", "tensor-parallel sums", "sequence gathers", "expert exchanges",
+             "head and embedding"), 0.0,
+        )  # fmt: skip
         for call, choice in zip(planner.traced.calls, choices):
             problem = planner.problems[call.kind]
             if id(problem) not in self._blocks:
@@ -179,6 +185,8 @@ class StagedShape:
             parts["replay"] += block.replay(choice, problem.reachable)
             sums = network.reduce_seconds(block.boundary_bytes, links.tensor, device)
             parts["tensor-parallel sums"] += sums * (4 + again)
+            gathered = network.gather_seconds(block.sequence_bytes, links.sequence, device)
+            parts["sequence gathers"] += gathered * (2 + again)
             parts["expert exchanges"] += network.exchange_seconds(block.expert_bytes, links.experts, device) * (
                 2 + again
             )
@@ -211,7 +219,7 @@ class StagedShape:
         )
         head = find_head(self.model)
         weights = 0 if head is None else sum(p.numel() for p in head.parameters())
-        tokens = self.key.micro_batch * self.question.seq_len
+        tokens = self.key.micro_batch * self.question.seq_len / self.key.cp
         return 3.0 * (layers + 2.0 * weights * tokens / self.key.tp)
 
 
@@ -223,5 +231,5 @@ def _stage_seconds(parts: dict[str, float]) -> StageSeconds:
     return StageSeconds(
         forward=parts.get("forward", 0.0), backward=parts.get("backward", 0.0), replay=parts.get("replay", 0.0),
         outer=parts.get("head and embedding", 0.0),
-        sent=parts.get("tensor-parallel sums", 0.0) + parts.get("expert exchanges", 0.0),
+        sent=sum(parts.get(name, 0.0) for name in _SENT),
     )  # fmt: skip

@@ -68,13 +68,16 @@ class StagedBounds:
 
     def _microbatch(self, layout: Layout, mode: str, exchanges: bool) -> float:
         """Of one, in all stages."""
-        key = (layout.micro_batch, layout.ep, mode, exchanges)
+        key = (layout.micro_batch, layout.cp, layout.ep, mode, exchanges)
         if key not in self._one:
             links, share = Links.of(layout, self.device), self._share(layout)
             one = self._head(layout)
             for kind, count in self.counts.items():
                 block = self.shape.blocks[kind]
                 sent = network.reduce_seconds(int(block.boundary_bytes * share), links.tensor, self.device) * 4
+                if layout.cp == self.shape.key.cp:
+                    size = int(block.sequence_bytes * self._rows(layout))
+                    sent += network.gather_seconds(size, links.sequence, self.device) * 2
                 if exchanges:
                     size = int(block.expert_bytes * share)
                     sent += network.exchange_seconds(size, links.experts, self.device) * 2
@@ -104,7 +107,11 @@ class StagedBounds:
 
     def _share(self, layout: Layout) -> float:
         """Tokens of a microbatch, as a share of the traced shape's."""
-        return layout.micro_batch * self.shape.key.cp / self.shape.key.micro_batch
+        return self._rows(layout) * self.shape.key.cp / layout.cp
+
+    def _rows(self, layout: Layout) -> float:
+        """Sequences of a microbatch, as a share of the traced shape's."""
+        return layout.micro_batch / self.shape.key.micro_batch
 
     def _even(self, stages: int) -> float:
         """The least that a stage has, of its even share of the layers."""
@@ -130,7 +137,7 @@ class StagedBounds:
         return next(c for call, c in zip(self.shape.base.traced.calls, choices) if call.kind == kind)
 
     def _head(self, layout: Layout) -> float:
-        tokens = layout.micro_batch * self.shape.question.seq_len
+        tokens = layout.micro_batch * self.shape.question.seq_len / layout.cp
         return 6.0 * self.shape.head_weights() * tokens / self.device.matmul_flops["half"]
 
     def _once(self, layout: Layout) -> float:
