@@ -12,12 +12,12 @@ from importlib import resources
 from typing import Any
 
 import torch
-from torch import nn
 
+from nemo_like.bench import torchtitan_step
 from nemo_like.bench.bench_report import Column, Table, surroundings
 from nemo_like.bench.suite_options import BenchOptions
 from nemo_like.models import resolve_model
-from nemo_like.options import Precision, StepSpec
+from nemo_like.options import Precision
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.question import Question
@@ -101,10 +101,10 @@ def predicted(row: dict[str, str]) -> dict[str, Any]:
     left += ["memory of compiled layers"] * (row["compile"] == "yes")
     if sizes["tp"] > 1:
         return said | {"left_out": ", ".join([*left, "sequence parallel, split logits"])}
-    found = shape.planner(layout, variant).reserved(choices)
-    if found is not None:
-        said["reserved_gib"] = found.reserved / 2**30
-        said["memory_off"] = said["reserved_gib"] / said["published_reserved_gib"] - 1
+    eager_selective = row["ac"] == "selective" and row["compile"] == "no"
+    found = torchtitan_step.reserved(shape.planner(layout, variant), choices, eager_selective=eager_selective)
+    said["peak_gib"], said["reserved_gib"] = found.tensors / 2**30, found.reserved / 2**30
+    said["memory_off"] = said["reserved_gib"] / said["published_reserved_gib"] - 1
     return said | {"left_out": ", ".join(left) or None}
 
 
@@ -119,9 +119,7 @@ def _shape(row: dict[str, str], sizes: dict[str, int]) -> tuple[TracedShape, Lay
     layout = Layout(1, sizes["dp_shard"], sizes["tp"], sizes["cp"], micro_batch=sizes["local_batch"])
     question = Question(
         gpus=sizes["gpus"], device=device, seq_len=sizes["seq_len"], limit=device.memory_bytes,
-        precision=Precision("bf16"),
-        # Their loop computes the loss of the logits, in float32, and lets go of them before backward.
-        step=StepSpec(keeps_output=False, optimizer="adamw-fused", loss_fn=_loss),
+        precision=Precision("bf16"), step=torchtitan_step.STEP,
     )  # fmt: skip
     model = resolve_model(row["model"]).build("meta")
 
@@ -136,8 +134,3 @@ def _shape(row: dict[str, str], sizes: dict[str, int]) -> tuple[TracedShape, Lay
         BlockSeconds.of(problem, device, compiled=compiled, fp8_flops=rate) for problem in shape.base.problems
     ]
     return shape, layout, Variant(row["ac"], "model", "none", None)
-
-
-def _loss(output: Any) -> torch.Tensor:
-    logits = output.logits.flatten(0, 1).float()
-    return nn.functional.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))

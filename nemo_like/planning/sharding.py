@@ -149,7 +149,7 @@ def sharding_of(
     padded = _Padded()
     root = unit(plan.root)
     for extra in plan.by_dtype:
-        root = _join(root, unit(extra))
+        root = joined(root, unit(extra))
     return Sharding(
         units=tuple(unit(source) for source in plan.layers),
         modules=tuple(id(bare(source.modules[0])) for source in plan.layers),
@@ -210,7 +210,8 @@ def _unit(
     )
 
 
-def _join(a: UnitBytes, b: UnitBytes) -> UnitBytes:
+def joined(a: UnitBytes, b: UnitBytes) -> UnitBytes:
+    """Both as one unit, of the kind of the first."""
     numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard")}
     return UnitBytes(kind=a.kind, reshard=a.reshard, **numbers)
 

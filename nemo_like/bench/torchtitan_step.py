@@ -1,0 +1,80 @@
+"""How torchtitan runs a step, where that differs from ours: what its own scripts and files say, and nothing measured.
+
+- ``run_llama_train.sh`` starts the job with ``expandable_segments:True``; ``build_optimizers`` makes an AdamW that is not
+  fused.
+- ``apply_fsdp`` of ``parallelize_llama.py`` makes one unit of embedding, norm and head (ours has the last two as a unit of
+  their own).
+- Its selective checkpointing is ``torch.utils.checkpoint``'s: run eagerly, that keeps the outputs of all products that its
+  policy names, the layer's last one too, which backward never reads (``_CachingTorchDispatchMode`` of PyTorch 2.6).
+- The loss is computed of the logits by the loop, in float32, and the logits are dropped before backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.options import StepSpec
+from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.planning.block import BlockProblem, Choice
+from nemo_like.planning.planner import Planner
+from nemo_like.planning.reserved import Reserved, replay
+from nemo_like.planning.sharding import Sharding, joined
+from nemo_like.planning.step_events import LayerEvents
+
+ALLOCATOR = AllocatorConfig(expandable_segments=True)
+_LAST_PRODUCT = -1
+"""The number of a storage that no log of a layer has."""
+
+
+def loop_loss(output: Any) -> torch.Tensor:
+    """What their loop computes of the model's output."""
+    logits = output.logits.flatten(0, 1).float()
+    return nn.functional.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+
+
+STEP = StepSpec(keeps_output=False, optimizer="adamw", loss_fn=loop_loss)
+
+
+def one_root(sharding: Sharding) -> Sharding:
+    """`sharding` with what stands around the layers in one unit."""
+    if sharding.tail is None:
+        return sharding
+    return replace(sharding, root=joined(sharding.root, sharding.tail), tail=None, tail_params=frozenset())
+
+
+def kept_last_product(problem: BlockProblem) -> int:
+    """Bytes of what their eager selective checkpointing keeps of a layer and nobody reads: the last product's output, if
+    it is one of the kept ones (every other product is not)."""
+    products = [k for k, op in enumerate(problem.records) if op.flops and not facts(op.op).attention]
+    kept = len(products) % 2 == 1 and products[-1] >= problem.reachable
+    return problem.records[products[-1]].bytes if kept else 0
+
+
+def reserved(planner: Planner, choices: Sequence[Choice], *, eager_selective: bool) -> Reserved:
+    """What the allocator reserves for such a step."""
+    own = copy.copy(planner)
+    own.setup = replace(planner.setup, allocator=ALLOCATOR)
+    own.__dict__["sharding"] = one_root(planner.sharding)
+    if eager_selective:
+        more = [kept_last_product(problem) for problem in planner.problems]
+        own.__dict__["layer_events"] = lambda choices, accumulates: [
+            _with(events, more[call.kind])
+            for events, call in zip(planner.layer_events(choices, accumulates), planner.traced.calls)
+        ]
+    return replay(own, choices, ALLOCATOR)
+
+
+def _with(layer: LayerEvents, size: int) -> LayerEvents:
+    """`layer` with one more storage from the end of its forward to the end of its backward."""
+    if not size:
+        return layer
+    events = layer.events
+    forward, backward = (*events.forward, (_LAST_PRODUCT, size)), (*events.backward, (_LAST_PRODUCT, 0))
+    return replace(layer, events=replace(events, forward=forward, backward=backward))
