@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nemo_like.planning.microbatch import Microbatch
@@ -16,6 +16,27 @@ PARTS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class StepPoint:
+    """One stretch of a step, when most is alive in it."""
+
+    where: str
+    phase: str
+    """``forward`` | ``backward`` | ``optimizer``."""
+    parts: dict[str, int]
+    """Bytes by what they are."""
+    upto: int
+    """How many layer calls, from the first on, hold what they keep for backward."""
+    in_flight: tuple[tuple[int, str, int], ...] = ()
+    """Of a pipeline's rank: stage, what, and bytes of the microbatches that wait."""
+    stage: int = 0
+    """Of a pipeline: the one that runs."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
 @dataclass
 class StepWalk:
     """What is alive now, by part; and the highest point so far."""
@@ -24,14 +45,27 @@ class StepWalk:
     best: dict[str, int] = field(default_factory=dict)
     best_total: int = -1
     best_at: str = ""
+    log: list[StepPoint] | None = None
+    """Gets every stretch, in order, where somebody asks for them."""
+    upto: int = 0
+    """This and the next three: see `StepPoint`."""
+    phase: str = "forward"
+    stage: int = 0
+    in_flight: Callable[[], tuple[tuple[int, str, int], ...]] = tuple
 
     def look(self, where: str, **extra: int) -> None:
         total = sum(self.now.values()) + sum(extra.values())
         if total > self.best_total:
             self.best_total, self.best_at = total, where
-            self.best = dict(self.now)
-            for part, value in extra.items():
-                self.best[part.replace("_", " ")] += value
+            self.best = self._with(extra)
+        if self.log is not None:
+            self.log.append(StepPoint(where, self.phase, self._with(extra), self.upto, self.in_flight(), self.stage))
+
+    def _with(self, extra: Mapping[str, int]) -> dict[str, int]:
+        parts = dict(self.now)
+        for part, value in extra.items():
+            parts[part.replace("_", " ")] += value
+        return parts
 
 
 class Communication:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,6 +88,8 @@ class OuterMemory:
     """Of those, the ones that hold nothing when backward begins: nobody has what they returned any more."""
     events: OuterEvents = field(default_factory=OuterEvents)
     """What it allocates and frees, in order."""
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    """`seconds` by `nemo_like.planning.step_time.kernel_kind`."""
     weights: Stretch | None = None
     """Where a pipeline's schedule cuts backward in two, its second half, after `tail`."""
 
@@ -204,7 +206,8 @@ def outer_memory(
     return OuterMemory(
         tuple(forward), head, before_each[0] if before_each else tail, tuple(before_each[1:]), tail, grads,
         tuple(map(frozenset, used)), tuple(layouts), kept, whole, own_loss, chunks is not None and not whole,
-        0.0 if timer is None else timer.seconds, scored, idle, idle & gone, events, weights,
+        0.0 if timer is None else timer.seconds, scored, idle, idle & gone, events,
+        {} if timer is None else dict(timer.kinds), weights,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from nemo_like.options import OffloadConfig
 from nemo_like.planning.block_memory import BlockMemory
-from nemo_like.planning.communication import Communication, StepWalk
+from nemo_like.planning.communication import Communication, StepPoint, StepWalk
 from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory, Stretch
 from nemo_like.planning.sharding import Sharding, UnitBytes
@@ -67,7 +67,7 @@ def step_peak(
     layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, optimizer: tuple[int, int],
     tail_grads: int, root_grads: int, micro: Microbatch = Microbatch(),  # noqa: B008 - frozen
     offload: OffloadConfig = OffloadConfig("none"),  # noqa: B008 - frozen
-    averaged: int = 0, remembered: int = 0, copies_at_once: bool = False,
+    averaged: int = 0, remembered: int = 0, copies_at_once: bool = False, log: list[StepPoint] | None = None,
 ) -> Peak:  # fmt: skip
     """Walk through forward and backward of one microbatch and the optimizer step, and return the highest point.
 
@@ -84,8 +84,9 @@ def step_peak(
         remembered: bytes that functions of the model keep from step to step.
         copies_at_once: a copy to the host has ended when the next operator runs, as on the CPU; else any may still be on
             its way.
+        log: gets every stretch of the step, in order.
     """
-    walk = StepWalk()
+    walk = StepWalk(log=log)
     now = walk.now
     outer = outer.counted_once([layer.inputs for layer in layers])
     now["parameters"], now["optimizer state"] = sharding.params, optimizer[0]
@@ -101,6 +102,7 @@ def step_peak(
     walk_backward(walk, comm, layers, outer, offload, tail_grads, copies_at_once=copies_at_once)
     comm.finish(root_grads)
     now["outside of layers"] = 0
+    walk.phase = "optimizer"
     walk.look("optimizer step", optimizer_step=optimizer[1])
     return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at, held)
 
@@ -110,7 +112,7 @@ def walk_forward(
     *, copies_at_once: bool = False,
 ) -> None:  # fmt: skip
     """One microbatch's forward. At its end, what the layers hold and what is outside of them is among what is alive."""
-    now = walk.now
+    now, walk.phase = walk.now, "forward"
     for i, layer in enumerate(layers):
         _stretch(walk, outer.forward[i], f"before layer {i}, forward")
         comm.before_forward(i)
@@ -119,6 +121,7 @@ def walk_forward(
         walk.look(f"forward of layer {i}", running_layer=layer.memory.forward_peak + layer.copied)
         comm.after_experts(layer.experts)
         now["held activations"] = held_bytes(layers[: i + 1], None if copies_at_once else offload)
+        walk.upto = i + 1
         comm.after_forward(i)
     comm.before_tail()
     _stretch(walk, outer.head, "forward of the head")
@@ -134,12 +137,13 @@ def walk_backward(
     `tail_grads`: gradients of the tail's parameters. `after_last_layer`: bytes to add to ``"receive buffers"`` once the
     last layer has gone through.
     """
-    now = walk.now
+    now, walk.phase = walk.now, "backward"
     now["outside of layers"] -= outer.kept
     _stretch(walk, _less(outer.loss, outer.kept), "loss")
     holding = [replace(layer, held=0, moved=0) if i in outer.dropped else layer for i, layer in enumerate(layers)]
     bound = None if copies_at_once else offload
     now["held activations"] = held_bytes(holding, bound)
+    walk.upto = len(layers)
     if outer.in_chunks:
         comm.before_tail_backward()
     _stretch(walk, _less(outer.middle, outer.kept), "backward of the head")
@@ -148,6 +152,7 @@ def walk_backward(
     for i in reversed(range(len(layers))):
         layer, stretch = layers[i], _less(_backward_stretch(outer, len(layers), i), outer.kept)
         waiting = [holding[j] for j in range(len(layers)) if j < i or j in outer.idle]
+        walk.upto = i
         after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
         if i in outer.idle:
             now["held activations"] = held_bytes(waiting, bound)

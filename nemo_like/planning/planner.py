@@ -44,6 +44,7 @@ from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
 from nemo_like.planning.capture import trace_model
+from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.kinds import ModelTrace
@@ -386,10 +387,20 @@ class Planner:
 
     def peak(self, choices: Sequence[Choice]) -> Peak:
         """Predicted peak per rank of a whole step with these choices."""
+        return max((self._peak_in(choices, micro) for micro in self._microbatches()), key=lambda peak: peak.total)
+
+    def points(self, choices: Sequence[Choice]) -> list[StepPoint]:
+        """The stretches of the microbatch in which `peak` is, in order, and of the optimizer's step."""
+        made: list[tuple[int, list[StepPoint]]] = []
+        for micro in self._microbatches():
+            log: list[StepPoint] = []
+            made.append((self._peak_in(choices, micro, log).total, log))
+        return max(made, key=lambda one: one[0])[1]
+
+    def _microbatches(self) -> list[Microbatch]:
         setup = self.setup
         cast = setup.precision.dtypes["param_dtype"] is not None
-        held_most = microbatches(setup.step, self.sharding, ddp=setup.ddp, cast=cast)
-        return max((self._peak_in(choices, micro) for micro in held_most), key=lambda peak: peak.total)
+        return microbatches(setup.step, self.sharding, ddp=setup.ddp, cast=cast)
 
     def moved(self, choices: Sequence[Choice]) -> list[int]:
         """Of what each call holds, the bytes that ``offload=`` moves to the host: of regions, and of all layers but the
@@ -458,14 +469,14 @@ class Planner:
             made.append(LayerEvents(events, units.get(module), sharding.experts.get(module), inputs))
         return made
 
-    def _peak_in(self, choices: Sequence[Choice], micro: Microbatch) -> Peak:
+    def _peak_in(self, choices: Sequence[Choice], micro: Microbatch, log: list[StepPoint] | None = None) -> Peak:
         sharding, setup = self.sharding, self.setup
         root, tail = self.outer_grads(micro)
         return step_peak(
             self.layer_memories(choices, micro), self.outer(micro.accumulates, choices), sharding,
             optimizer=self.optimizer_bytes(), tail_grads=tail, root_grads=root, micro=micro, offload=setup.offload,
             averaged=self.sharding.params if setup.step.ema else 0,
-            remembered=self.traced.run.tables.bytes, copies_at_once=self.device.kind == "cpu",
+            remembered=self.traced.run.tables.bytes, copies_at_once=self.device.kind == "cpu", log=log,
         )  # fmt: skip
 
     def layer_memories(self, choices: Sequence[Choice], micro: Microbatch) -> list[LayerMemory]:

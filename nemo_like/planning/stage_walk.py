@@ -8,13 +8,13 @@ stages' inputs until the next step. Stages that follow each other on one rank ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_like.distributed.pipeline.dealing import StageSlice
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, Action
 from nemo_like.options import OffloadConfig
-from nemo_like.planning.communication import Communication, StepWalk
+from nemo_like.planning.communication import Communication, StepPoint, StepWalk
 from nemo_like.planning.halves_memory import HalvesMemory
 from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory
@@ -109,6 +109,7 @@ class _Running:
 def rank_peak(
     stages: Sequence[StageMemory], actions: Sequence[Action], *, microbatches: int, optimizer: tuple[int, int],
     holds_sent: bool, stay: bool = False, averages: bool = False, log: Log | None = None,
+    points: list[StepPoint] | None = None,
 ) -> Peak:  # fmt: skip
     """The highest point of a step on one rank.
 
@@ -121,22 +122,30 @@ def rank_peak(
         stay: gradients stay between steps, zeroed.
         averages: the loop keeps a running mean of the parameters.
         log: gets, for each action, the most bytes alive while it runs, and those alive when it ends.
+        points: gets every stretch of the step, in order.
     """
     warmup = next((i for i, action in enumerate(actions) if action.kind != FORWARD), 0)
     rank = _RankWalk(stages, microbatches, holds_sent, stay, warmup)
     now = rank.walk.now
+    rank.walk.log, rank.walk.in_flight = points, rank.waiting
     now["optimizer state"], now["averaged weights"] = optimizer[0], now["parameters"] if averages else 0
     for action in actions:
         most = rank.run(action)
         if log is not None:
             log.append((action, most, sum(rank.now.values())))
     rank.finish(optimizer[1])
-    parts = dict(rank.walk.best)
-    # What a first layer holds of its input is a receiving buffer, which is taken from what is outside of layers.
-    twice = min(0, parts["outside of layers"])
-    parts["outside of layers"] -= twice
-    parts["receive buffers"] += twice
+    parts = with_inputs_counted_once(rank.walk.best)
     return Peak({part: value for part, value in parts.items() if value}, rank.walk.best_at, 0)
+
+
+def with_inputs_counted_once(parts: Mapping[str, int]) -> dict[str, int]:
+    """What a first layer holds of its input is a receiving buffer, which is taken from what is outside of layers: bytes by
+    part of which none is less than 0."""
+    found = dict(parts)
+    twice = min(0, found["outside of layers"])
+    found["outside of layers"] -= twice
+    found["receive buffers"] += twice
+    return found
 
 
 class _RankWalk:
@@ -164,9 +173,15 @@ class _RankWalk:
         self.between: dict[tuple[int, int], int] = {}
         self.input_grads = 0
 
+    def waiting(self) -> tuple[tuple[int, str, int], ...]:
+        """See `StepPoint.in_flight`."""
+        forward = [(stage, "between forward and backward", size) for (stage, _), size in self.in_flight.items()]
+        return *forward, *((stage, "between the halves of backward", size) for (stage, _), size in self.between.items())
+
     def run(self, action: Action) -> int:
         """Returns the most bytes alive meanwhile."""
         stage, key, walk = self.stages[action.stage], (action.stage, action.microbatch), self.walk
+        walk.stage = action.stage
         best = (walk.best_total, walk.best_at, walk.best)
         walk.best_total = -1
         walk.look("beginning")
@@ -244,6 +259,7 @@ class _RankWalk:
         if memory.slice.is_first:
             return
         one, now, walk = self._round(stage), self.now, self.walk
+        walk.phase = "backward"
         assert one.outer_halves is not None
         outer = one.outer_halves.counted_once([layer.inputs for layer in one.layers])
         own = self._begin_backward(stage, one, one.outer, key)
@@ -255,6 +271,7 @@ class _RankWalk:
             layer, halves = one.layers[i], one.halves[i]
             stretch = outer.middle if i == last else outer.backward[last - 1 - i]
             now["held activations"] = held_bytes(one.layers[:i], memory.offload)
+            walk.upto = i
             now["outside of layers"] = stretch.left - outer.kept - layer.memory.output_grad
             walk.look(
                 f"first half of backward of layer {i}", running_layer=halves.inputs_peak + layer.inputs,
@@ -272,6 +289,7 @@ class _RankWalk:
 
     def _weights(self, stage: _Running, key: tuple[int, int]) -> None:
         one, now = self._round(stage), self.now
+        self.walk.phase = "backward"
         assert one.outer_halves is not None and one.outer_halves.weights is not None
         adds = [halves.weights_peak - halves.kept for halves in one.halves]
         outer = one.outer_halves.weights.peak - one.outer_halves.tail.left
@@ -311,4 +329,5 @@ class _RankWalk:
             self.now["reduce buffers"] = 0
         # With a backward cut in two, gradients of the stages' inputs stay until the next step.
         self.now["sent tensors"] = self.input_grads
+        self.walk.phase = "optimizer"
         self.walk.look("optimizer step", optimizer_step=temporaries)

@@ -21,6 +21,7 @@ from nemo_like.layers import find_layers
 from nemo_like.module_tree import bare_modules
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import Choice
+from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import Device
 from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
 from nemo_like.planning.kinds import settings_of
@@ -201,15 +202,18 @@ class PipelinePlanner:
                 most = max(most, now)
         return most
 
-    def rank_peak(self, rank: int, choices: Choices, log: Log | None = None) -> Peak:
-        """Predicted peak of a whole step on `rank` of the pipeline with these choices; `log`: what each action reaches."""
+    def rank_peak(
+        self, rank: int, choices: Choices, log: Log | None = None, points: list[StepPoint] | None = None
+    ) -> Peak:
+        """Predicted peak of a whole step on `rank` of the pipeline with these choices; `log`: gets what each action reaches,
+        `points` every stretch of the step."""
         own = self.of_rank(rank)
         states = [self.stages[index].planner.optimizer_bytes() for index in own]
         return rank_peak(
             [self.stage_memory(index, choices[index]) for index in own], self.actions[rank], microbatches=self.count,
             optimizer=(sum(state for state, _ in states), max(peak for _, peak in states)),
             holds_sent=self.pp.schedule != "1f1b", stay=self.setup.step.zero_grad == "zero",
-            averages=self.setup.step.ema, log=log,
+            averages=self.setup.step.ema, log=log, points=points,
         )  # fmt: skip
 
     def peaks(self, choices: Choices) -> list[Peak]:

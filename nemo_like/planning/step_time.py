@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ class OpSeconds(TorchDispatchMode):
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device, self.seconds = device, 0.0
+        self.kinds: defaultdict[str, float] = defaultdict(float)
+        """`seconds` by `kernel_kind`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -32,8 +35,17 @@ class OpSeconds(TorchDispatchMode):
             facts = ops.facts(func)
             speed = (self.device.attention_flops if facts.attention else self.device.matmul_flops)[kind]
             flops, moved = ops.kernel_flops(func, args, kwargs, out), ops.moved_bytes(func, inputs, outputs)
-            self.seconds += max(flops / speed, moved / self.device.bandwidth)
+            seconds = max(flops / speed, moved / self.device.bandwidth)
+            self.seconds += seconds
+            self.kinds[kernel_kind(func, flops)] += seconds
         return out
+
+
+def kernel_kind(op: Any, flops: int) -> str:
+    """``attention`` | ``matmul`` | ``memory-bound``: norms, elementwise, lookups."""
+    if ops.facts(op).attention:
+        return "attention"
+    return "matmul" if flops else "memory-bound"
 
 
 def _views(func: Any) -> bool:

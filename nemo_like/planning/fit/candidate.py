@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_like.options import FSDP2, PipelineParallel, Precision, dtype_word
+from nemo_like.planning.fit.explained import Account
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.need import Need
 from nemo_like.planning.fit.seconds import StepSeconds
@@ -39,6 +40,8 @@ class Candidate:
     fits: bool
     plan: Plan | None = field(default=None, compare=False, repr=False)
     """What each layer keeps, where `ac` is a peak."""
+    account: Account | None = field(default=None, compare=False, repr=False)
+    """Where its bytes and seconds come from."""
     sample: Any = field(default=None, compare=False, repr=False)
     """One microbatch, on the meta device but for small integers: what a cut into stages looks at."""
 
@@ -115,7 +118,7 @@ class Candidate:
             "needed_bytes": self.need.bytes, "judged_by": self.need.by,
             "parts": dict(self.peak.parts), "step_seconds": self.step_seconds, "seconds": dict(self.seconds.parts),
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu, "mfu": self.mfu, "fits": self.fits,
-            "call": self.call(),
+            "call": self.call(), "explained": None if self.account is None else self.account.as_json(),
         }  # fmt: skip
 
 

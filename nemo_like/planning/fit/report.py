@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nemo_like.extras import require
 from nemo_like.planning.fit.candidate import Candidate, precision_word
+from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.fitting import FitReport
 from nemo_like.planning.fit.need import ALLOCATED, OVERHEAD, RESERVED, WITH_OVERHEAD
+from nemo_like.planning.plan import gib
 
 _HEAD = (
     "#", "dp_replicate x dp_shard", "tp", "cp", "ep", "pp", "micro-batch x times", "precision", "optimizer",
@@ -58,14 +61,42 @@ def _line(number: int, candidate: Candidate) -> tuple[str, ...]:
 
 
 def explanation(candidate: Candidate) -> str:
-    """Where each GiB and each millisecond of one configuration comes from, largest first."""
-    lines = [f"Peak: {candidate.peak_bytes / 2**30:.3f} GiB, {candidate.peak.at}"]
-    for name, size in sorted(candidate.peak.parts.items(), key=lambda item: -item[1]):
-        lines.append(f"  {size / 2**30:10.3f} GiB  {name}")
-    lines.append(f"Step: {1000 * candidate.step_seconds:.2f} ms")
-    for name, seconds in sorted(candidate.seconds.parts.items(), key=lambda item: -item[1]):
-        lines.append(f"  {1000 * seconds:10.2f} ms   {name}")
-    return "\n".join(lines)
+    """Where each byte and each millisecond of one configuration comes from: parts, the largest first, and what they are made
+    of. The parts add up to the peak and to the step, and the lines below a part to it."""
+    account = candidate.account
+    rows = ((), ()) if account is None else (account.bytes, account.seconds)
+    lines = [f"Peak: {gib(candidate.peak_bytes)}, {candidate.peak.at}"]
+    lines += _parts(candidate.peak.parts, rows[0], _size)
+    if account is not None and account.ranks:
+        lines.append("Peak of each rank of the pipeline:")
+        lines += [
+            f"  {_size(rank.total)}  rank {number}, {_stages(rank.stages)}: {rank.at}"
+            for number, rank in enumerate(account.ranks)
+        ]
+    lines.append(f"Step: {1000 * candidate.step_seconds:,.2f} ms")
+    return "\n".join(lines + _parts(candidate.seconds.parts, rows[1], _milliseconds))
+
+
+def _parts(totals: Mapping[str, float], rows: Sequence[Row], word: Callable[[float], str]) -> list[str]:
+    lines = []
+    for part, total in sorted(totals.items(), key=lambda item: -item[1]):
+        lines.append(f"  {word(total)}  {part}")
+        for row in (row for row in rows if row.part == part and row.what):
+            hidden = f" (and {word(row.hidden).strip()} that computing hides)" if row.hidden else ""
+            lines.append(f"    {word(row.amount)}  {row.what}{hidden}")
+    return lines
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:8.3f} GiB" if abs(size) >= 2**24 else f"{size / 2**20:8.3f} MiB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:9,.3f} ms"
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def recipe(report: FitReport, candidate: Candidate) -> str:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nemo_like.planning.fit.accounts import account_of
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.need import ALLOCATED, Need
@@ -84,6 +85,8 @@ class Search:
         self.bounds: dict[ShapeKey, StagedBounds] = {}
         self.least_staged: tuple[int, Layout, Variant] | None = None
         """Of the pipelines that are known not to fit, the one with the fewest bytes."""
+        self.least: tuple[Shape, Layout, Variant, Resolved] | None = None
+        """Of what does not fit, the one with the lowest peak."""
 
     # --- the two ways through everything --------------------------------------------------------------------------
 
@@ -122,7 +125,7 @@ class Search:
             elif (resolved := self._resolve(shape, layout, variant)) is not None:
                 per_token = self._per_token(resolved.seconds, layout)
                 heapq.heappush(queue, (per_token, next(order), (layout, variant, resolved)))
-        if not self.found.best and self.found.nearest is None and self.least_staged is not None:
+        if not self.found.best and self.least is None and self.least_staged is not None:
             _, layout, variant = self.least_staged
             shape = self._traced(ShapeKey.of(layout))
             if isinstance(shape, StagedShape):
@@ -133,6 +136,8 @@ class Search:
         self.found.traced = sum(not isinstance(shape, str) for shape in self.shapes.values())
         if self.found.best:
             self.found.best[0] = self._refined(self.found.best[0])
+        else:
+            self.found.nearest = self._nearest()
         return self.found
 
     def brute_force(self, count: int = 10) -> Found:
@@ -148,6 +153,7 @@ class Search:
                     everything.append((per_token, len(everything), shape, layout, variant, resolved))
         everything.sort(key=lambda entry: entry[:2])
         self.found.best = [self.candidate(*entry[2:]) for entry in everything[:count]]
+        self.found.nearest = None if self.found.best else self._nearest()
         return self.found
 
     # --- shapes ---------------------------------------------------------------------------------------------------
@@ -273,7 +279,7 @@ class Search:
 
     def _near(self, least: int) -> bool:
         """Whether what takes at least so many bytes could need less than anything yet: worth a look if nothing fits."""
-        return self.found.nearest is None or least < self.found.nearest.peak_bytes
+        return self.least is None or least < self.least[3].peak.total
 
     def _variants(self, shape: Shape, layout: Layout) -> Iterator[Variant]:
         pins = self.question.pins
@@ -371,9 +377,18 @@ class Search:
         return self.hopeless[key]
 
     def _remember_nearest(self, shape: Shape, layout: Layout, variant: Variant, resolved: Resolved) -> None:
-        nearest = self.found.nearest
-        if nearest is None or resolved.peak.total < nearest.peak_bytes:
-            self.found.nearest = self.candidate(shape, layout, variant, resolved)
+        if self.least is None or resolved.peak.total < self.least[3].peak.total:
+            self.least = shape, layout, variant, resolved
+
+    def _nearest(self) -> Candidate | None:
+        """What needs least, where nothing fits."""
+        if self.least is None:
+            return None
+        shape, layout, variant, resolved = self.least
+        # What it needs was only asked for where the peak alone would fit.
+        with quietly():
+            need = shape.need(layout, variant, resolved.choices, resolved.peak)
+        return self.candidate(shape, layout, variant, replace(resolved, need=need))
 
     def _refined(self, best: Candidate) -> Candidate:
         """The winner with the best plan of all, where a plan is what it has."""
@@ -398,9 +413,10 @@ class Search:
     def candidate(self, shape: Shape, layout: Layout, variant: Variant, resolved: Resolved) -> Candidate:
         """All that is known of one configuration."""
         question, ac, plan = self.question, variant.ac, None
-        if ac == "plan":
-            ac = budget_word(resolved.budget)
-            with quietly():
+        with quietly():
+            account = account_of(shape, layout, variant, resolved.choices, resolved.seconds)
+            if ac == "plan":
+                ac = budget_word(resolved.budget)
                 plan = shape.plan(layout, variant, resolved.choices, ac)
         return Candidate(
             layout=layout, ac=ac, loss=variant.loss, offload=variant.offload, reshard_after_forward=variant.reshard,
@@ -408,6 +424,7 @@ class Search:
             seconds=resolved.seconds, tokens=layout.sequences * question.seq_len,
             model_flops=shape.flops() * layout.grad_accum / layout.pp, peak_flops=question.device.peak_flops,
             fits=resolved.need.bytes <= question.limit, plan=plan, sample=shape.sample,
+            account=account,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.planning.block import BlockProblem, Choice
@@ -20,10 +21,12 @@ from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.network import RankGroup, group_of
 from nemo_like.planning.sharding import UnitBytes
+from nemo_like.planning.step_time import kernel_kind
 
 _TILE = (128, 256)
 """Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and CUTLASS."""
-_ATTENTION_BACKWARD, _BACKWARD = 2.5, 2.0
+BACKWARD_TIMES = {True: 2.5, False: 2.0}
+"""Of forward: attention, and all else."""
 
 
 def kernel_seconds(op: OpRecord, device: Device) -> float:
@@ -67,7 +70,7 @@ def least_seconds(problem: BlockProblem, device: Device, only: Collection[int] |
         speed = (device.attention_flops if known.attention else device.matmul_flops)[kind]
         least = max(op.flops / speed, moved / device.bandwidth)
         forward += least
-        backward += least * (_ATTENTION_BACKWARD if known.attention else _BACKWARD)
+        backward += least * BACKWARD_TIMES[known.attention]
     return forward, backward if problem.trace.saves_something else 0.0
 
 
@@ -105,6 +108,10 @@ class BlockSeconds:
     """Sent by all-to-all over ``ep`` in a forward."""
     boundary_bytes: int
     """Its input, the hidden states: what tensor parallelism sums up, twice in a forward."""
+    kinds: tuple[str, ...] = ()
+    """Of each of `kernels`: ``launch`` where that is what it takes, else `nemo_like.planning.step_time.kernel_kind`."""
+    attends: tuple[bool, ...] = ()
+    """Of each of `kernels`: whether it is attention."""
 
     @classmethod
     def of(
@@ -121,14 +128,16 @@ class BlockSeconds:
                 if op.flops and op.half and not facts(op.op).attention else seconds
                 for op, seconds in zip(records, kernels)
             )  # fmt: skip
-        back = sum(
-            s * (_ATTENTION_BACKWARD if facts(op.op).attention else _BACKWARD) for s, op in zip(kernels, records)
-        )
+        attends = tuple(facts(op.op).attention for op in records)
+        back = sum(seconds * BACKWARD_TIMES[attention] for seconds, attention in zip(kernels, attends))
         return cls(
             kernels, sum(kernels), back if problem.trace.saves_something else 0.0,
             sum(op.bytes for op in records if _sequence_op(op) and op.op.name() != "nemo_like::route"),
             sum(op.moved // 2 for op in records if facts(op.op).exchange),
             problem.trace.input_bytes,
+            tuple("launch" if seconds == device.launch_seconds else kernel_kind(op.op, op.flops)
+                  for seconds, op in zip(kernels, records)),
+            attends,
         )  # fmt: skip
 
     def replay(self, choice: Choice, reachable: int) -> float:
@@ -165,6 +174,9 @@ class LayerRun:
     experts: UnitBytes | None = None
     copies: float = 0.0
     """Seconds of copies to the host that computing does not hide."""
+    kind: int = 0
+    """The number of the kind of layer among those that were traced."""
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +217,7 @@ def step_seconds(
         optimizer: seconds of the optimizer's step.
         sync: microbatches that reduce gradients: ``every`` or ``last``.
     """
-    device, turns = links.device, layout.grad_accum
+    turns = layout.grad_accum
     reduced = turns if sync == "every" else 1
     parts = dict.fromkeys(
         ("forward", "backward", "replay", "head and embedding", "tensor-parallel sums", "sequence gathers",
@@ -213,9 +225,7 @@ def step_seconds(
     )  # fmt: skip
     for run in runs:
         block, n = run.block, run.count * turns
-        sums = network.reduce_seconds(block.boundary_bytes, links.tensor, device)
-        gathered = network.gather_seconds(block.sequence_bytes, links.sequence, device)
-        sent = network.exchange_seconds(block.expert_bytes, links.experts, device)
+        sums, gathered, sent = inside_seconds(run, links)
         again = 1 if run.replays_exchanges else 0
         parts["forward"] += n * block.forward
         parts["backward"] += n * block.backward
@@ -227,14 +237,9 @@ def step_seconds(
         parts["host copies"] += n * run.copies
         if run.unit is None:
             continue
-        ahead = block.forward + 2 * sums + gathered + sent
-        behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
-        gather, reduce = _run_seconds(run, links)
-        parts["parameter gathers"] += n * max(0.0, gather - ahead)
-        if run.unit.reshard:
-            parts["parameter gathers"] += n * max(0.0, gather - behind)
-            behind = max(0.0, behind - gather)
-        parts["gradient reductions"] += run.count * reduced * max(0.0, reduce - behind)
+        waits = waits_of(run, links)
+        parts["parameter gathers"] += n * (waits.forward + waits.backward)
+        parts["gradient reductions"] += run.count * reduced * waits.reduction
     for unit in outside:
         gather, reduce = unit_seconds(unit, links.shards, links)
         parts["parameter gathers"] += gather  # of the first microbatch: tail and root stay gathered
@@ -242,6 +247,42 @@ def step_seconds(
     parts["head and embedding"] = turns * outer
     parts["optimizer"] = optimizer
     return StepSeconds({name: value for name, value in parts.items() if value})
+
+
+def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
+    """Of one of each: a sum of tensor parallelism, a layer's gathers of keys and values, its exchanges of experts' rows."""
+    block, device = run.block, links.device
+    return (
+        network.reduce_seconds(block.boundary_bytes, links.tensor, device),
+        network.gather_seconds(block.sequence_bytes, links.sequence, device),
+        network.exchange_seconds(block.expert_bytes, links.experts, device),
+    )
+
+
+class Waits(NamedTuple):
+    """FSDP2 in one layer call: what its collectives take, and what of that computing does not hide; seconds."""
+
+    gather: float
+    reduce: float
+    forward: float
+    """For the gather before forward."""
+    backward: float
+    """For the one before backward; 0 where the layer stays gathered."""
+    reduction: float
+
+
+def waits_of(run: LayerRun, links: Links) -> Waits:
+    """Of a call of a layer that is a unit."""
+    assert run.unit is not None
+    block, again = run.block, 1 if run.replays_exchanges else 0
+    sums, gathered, sent = inside_seconds(run, links)
+    ahead = block.forward + 2 * sums + gathered + sent
+    behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
+    gather, reduce = _run_seconds(run, links)
+    backward = 0.0
+    if run.unit.reshard:
+        backward, behind = max(0.0, gather - behind), max(0.0, behind - gather)
+    return Waits(gather, reduce, max(0.0, gather - ahead), backward, max(0.0, reduce - behind))
 
 
 def _run_seconds(run: LayerRun, links: Links) -> tuple[float, float]:

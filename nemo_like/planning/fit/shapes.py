@@ -26,7 +26,7 @@ from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan
 from nemo_like.planning.planner import RNG_STATE, Planner, Setup
-from nemo_like.planning.sharding import Sharding
+from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.stack import Stack
 from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
 
@@ -309,15 +309,19 @@ class TracedShape:
         """Of a whole step in this layout."""
         planner, device = self.planner(layout, variant), self.question.device
         sharding, step = planner.sharding, planner.setup.step
-        made = self._layer_runs(layout, variant, choices)
-        outside = [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.on else []
+        made = self.layer_runs(layout, variant, choices)
         loop = len(sharding.trained) * KERNELS_PER_PARAMETER * device.launch_seconds
         return step_seconds(
-            made, outside, Links.of(layout, device), layout, outer=planner.outer().seconds, sync=step.sync,
-            optimizer=max(loop, optimizer_seconds(sharding.trained, step.optimizer, device)),
+            made, self.units_outside(planner), Links.of(layout, device), layout, outer=planner.outer().seconds,
+            sync=step.sync, optimizer=max(loop, optimizer_seconds(sharding.trained, step.optimizer, device)),
         )  # fmt: skip
 
-    def _layer_runs(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> list[LayerRun]:
+    def units_outside(self, planner: Planner) -> list[UnitBytes]:
+        """FSDP2's units beside the layers."""
+        sharding = planner.sharding
+        return [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.on else []
+
+    def layer_runs(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> list[LayerRun]:
         """The layer calls of a microbatch, equal ones together."""
         key = (layout.shard_ranks, variant, tuple(map(id, choices)))
         if key in self._runs:
@@ -335,7 +339,7 @@ class TracedShape:
             replay = block.replay(choice, self.base.problems[kind].reachable)
             copies = exposed_seconds(moves, block.forward, device)
             full = choice.label == "full"
-            made.append(LayerRun(count, block, replay, full, unit, experts, copies))
+            made.append(LayerRun(count, block, replay, full, unit, experts, copies, kind, choice))
         self._runs[key] = made
         self._kept.append(choices)
         return made
@@ -351,7 +355,7 @@ class TracedShape:
         resharding = self.question.pins.get("reshard_after_forward", (None, False))
         variant = Variant("none", "model", "none", False if False in resharding else resharding[0])
         runs = []
-        for run in self._layer_runs(layout, variant, self.uniform["none"]):
+        for run in self.layer_runs(layout, variant, self.uniform["none"]):
             kind = next(n for n, block in enumerate(self.blocks) if block is run.block)
             if kind not in self._least:
                 self._least[kind] = least_seconds(self.base.problems[kind], device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig, PipelineParallel
+from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.need import Need, most_allocated, need_of
@@ -146,11 +147,11 @@ class StagedShape:
         gather and reduce, which is once in a step."""
         planner, device = self.planner(layout, variant), self.question.device
         links = Links.of(layout, device)
-        parts = [self._stage_parts(stage, own, links) for stage, own in zip(planner.stages, choices)]
+        parts = [self.stage_parts(stage, own, links) for stage, own in zip(planner.stages, choices)]
         ranks = [planner.of_rank(rank) for rank in range(planner.pp.size)]
         sums = [{name: sum(parts[index][name] for index in own) for name in parts[0]} for own in ranks]
-        busiest = max(sums, key=lambda one: sum(one.values()))
-        found = {name: value * layout.grad_accum for name, value in busiest.items()}
+        busiest = busiest_rank(ranks, parts)
+        found = {name: value * layout.grad_accum for name, value in sums[busiest].items()}
         actions, count = actions_of(planner.pp), len(planner.stages)
         seconds = action_seconds(map(_stage_seconds, parts), planner.pp.replay)
         handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > layout.gpus // layout.pp, device)
@@ -167,7 +168,13 @@ class StagedShape:
         found["optimizer"] = max(steps)
         return StepSeconds({name: value for name, value in found.items() if value})
 
-    def _stage_parts(self, stage: PlannedStage, choices: Any, links: Links) -> dict[str, float]:
+    def block(self, problem: BlockProblem) -> BlockSeconds:
+        """Of one kind of layer in one stage."""
+        if id(problem) not in self._blocks:
+            self._blocks[id(problem)] = BlockSeconds.of(problem, self.question.device)
+        return self._blocks[id(problem)]
+
+    def stage_parts(self, stage: PlannedStage, choices: Any, links: Links) -> dict[str, float]:
         """Seconds of one microbatch in one stage."""
         planner, device = stage.planner, self.question.device
         parts = dict.fromkeys(
@@ -176,9 +183,7 @@ class StagedShape:
         )  # fmt: skip
         for call, choice in zip(planner.traced.calls, choices):
             problem = planner.problems[call.kind]
-            if id(problem) not in self._blocks:
-                self._blocks[id(problem)] = BlockSeconds.of(problem, device)
-            block = self._blocks[id(problem)]
+            block = self.block(problem)
             again = 1 if choice.label == "full" else 0
             parts["forward"] += block.forward
             parts["backward"] += block.backward
@@ -221,6 +226,11 @@ class StagedShape:
         weights = 0 if head is None else sum(p.numel() for p in head.parameters())
         tokens = self.key.micro_batch * self.question.seq_len / self.key.cp
         return 3.0 * (layers + 2.0 * weights * tokens / self.key.tp)
+
+
+def busiest_rank(ranks: Sequence[Sequence[int]], parts: Sequence[Mapping[str, float]]) -> int:
+    """The rank of a pipeline that is busy longest; `ranks`: the stages of each, `parts`: seconds of each stage."""
+    return max(range(len(ranks)), key=lambda rank: sum(sum(parts[index].values()) for index in ranks[rank]))
 
 
 def _highest(planner: PipelinePlanner, choices: Any) -> Peak:

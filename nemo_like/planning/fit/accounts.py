@@ -1,0 +1,132 @@
+"""The account of one configuration, from the shape that was traced for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from nemo_like.planning.block import Choice
+from nemo_like.planning.communication import StepPoint
+from nemo_like.planning.devices import Device
+from nemo_like.planning.fit import network
+from nemo_like.planning.fit.explained import Account, RankPeak, Row, rows_of
+from nemo_like.planning.fit.explained_bytes import byte_rows, highest, staged_byte_rows
+from nemo_like.planning.fit.explained_seconds import (
+    Rows,
+    inside_rows,
+    kernel_rows,
+    merged,
+    outer_rows,
+    ranks,
+    second_rows,
+)
+from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.seconds import LayerRun, Links, StepSeconds
+from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, TracedShape, Variant
+from nemo_like.planning.fit.staged import StagedShape, busiest_rank
+from nemo_like.planning.optimizers import TrainedParameter
+from nemo_like.planning.plan import gib
+from nemo_like.planning.stages import Choices, PipelinePlanner
+from nemo_like.planning.step_time import optimizer_seconds
+
+_NOTHING = 1e-12
+"""A share of a step that rounding may leave over."""
+
+
+def account_of(
+    shape: TracedShape | StagedShape, layout: Layout, variant: Variant, choices: Any, seconds: StepSeconds
+) -> Account:
+    """Where the bytes of the peak and the `seconds` of a configuration come from."""
+    if isinstance(shape, StagedShape):
+        return _of_stages(shape, layout, variant, choices, seconds)
+    planner, device, name = shape.planner(layout, variant), shape.question.device, shape.question.step.optimizer
+    links, took = Links.of(layout, device), seconds.parts.get("optimizer", 0.0)
+    runs = shape.layer_runs(layout, variant, choices)
+    finer = second_rows(runs, shape.units_outside(planner), planner, links, layout)
+    finer["optimizer"] = [Row("optimizer", _optimizer(planner.sharding.trained, name, device), took)]
+    points = planner.points(choices)
+    return Account(
+        byte_rows(planner, choices, highest(points)), rows_of(seconds.parts, finer, seconds.total * _NOTHING),
+        lines={"": partial(planner.points, choices)},
+    )  # fmt: skip
+
+
+def _of_stages(shape: StagedShape, layout: Layout, variant: Variant, choices: Choices, seconds: StepSeconds) -> Account:
+    planner = shape.planner(layout, variant)
+    finer = _staged_second_rows(shape, planner, layout, choices, seconds)
+    lines = {f"rank {rank}": partial(_rank_points, planner, choices, rank) for rank in range(planner.pp.size)}
+    peaks = planner.peaks(choices)
+    most = max(range(planner.pp.size), key=lambda rank: peaks[rank].total)
+    point = highest(_rank_points(planner, choices, most))
+    return Account(
+        staged_byte_rows(planner, choices, most, point), rows_of(seconds.parts, finer, seconds.total * _NOTHING),
+        tuple(RankPeak(tuple(planner.of_rank(rank)), peak.total, peak.at) for rank, peak in enumerate(peaks)), lines,
+    )  # fmt: skip
+
+
+def _rank_points(planner: PipelinePlanner, choices: Choices, rank: int) -> list[StepPoint]:
+    points: list[StepPoint] = []
+    planner.rank_peak(rank, choices, points=points)
+    return points
+
+
+def _staged_second_rows(
+    shape: StagedShape, planner: PipelinePlanner, layout: Layout, choices: Choices, seconds: StepSeconds
+) -> Rows:
+    device, turns = shape.question.device, layout.grad_accum
+    links = Links.of(layout, device)
+    parts = [shape.stage_parts(stage, own, links) for stage, own in zip(planner.stages, choices)]
+    busiest = busiest_rank([planner.of_rank(rank) for rank in range(planner.pp.size)], parts)
+    made: list[Rows] = []
+    for index in planner.of_rank(busiest):
+        where = f"stage {index}: "
+        one = planner.stages[index].planner
+        made.append({"head and embedding": outer_rows(one.outer().kinds, turns, where)})
+        for (kind, choice), count in _calls(one.traced.calls, choices[index]):
+            block, reachable = shape.block(one.problems[kind]), one.problems[kind].reachable
+            made.append(kernel_rows(block, choice, reachable, count * turns, where))
+            run = LayerRun(count, block, 0.0, choice.label == "full", None)
+            made.append(inside_rows(run, links, count * turns))
+    finer = merged(made)
+    handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > layout.gpus // layout.pp, device)
+    late = seconds.parts.get("pipeline sends", 0.0)
+    sent = handed * turns * _sends(planner, busiest)
+    finer["pipeline sends"] = [
+        Row("pipeline sends", f"hand-overs (pp, {layout.pp} ranks)", late, max(0.0, sent - late))
+    ]
+    finer["pipeline bubble"] = [
+        Row("pipeline bubble", f"rank {busiest} waits", seconds.parts.get("pipeline bubble", 0.0))
+    ]
+    name, own = shape.question.step.optimizer, [planner.stages[index] for index in planner.of_rank(busiest)]
+    trained = [param for stage in own for param in stage.planner.sharding.trained]
+    finer["optimizer"] = [Row("optimizer", _optimizer(trained, name, device), seconds.parts.get("optimizer", 0.0))]
+    over = ranks("dp_shard", links.shards)
+    finer["parameter gathers"] = [
+        Row("parameter gathers", f"all-gather of a rank's stages ({over})", seconds.parts.get("parameter gathers", 0.0))
+    ]
+    reductions = f"reduce-scatter ({over}), then all-reduce ({ranks('dp_replicate', links.replicas)})"
+    finer["gradient reductions"] = [
+        Row("gradient reductions", reductions, seconds.parts.get("gradient reductions", 0.0))
+    ]
+    return finer
+
+
+def _calls(calls: Sequence[Any], choices: Sequence[Choice]) -> list[tuple[tuple[int, Choice], int]]:
+    return list(Counter((call.kind, choice) for call, choice in zip(calls, choices)).items())
+
+
+def _sends(planner: PipelinePlanner, rank: int) -> int:
+    """Tensors that `rank` sends for one microbatch: outputs forward, gradients back, to other ranks."""
+    own = planner.of_rank(rank)
+    edges = [(index, other) for index in own for other in (index - 1, index + 1) if 0 <= other < len(planner.stages)]
+    return sum(other not in own for _, other in edges)
+
+
+def _optimizer(trained: Sequence[TrainedParameter], name: str, device: Device) -> str:
+    """What the optimizer's step waits for."""
+    kernels = len(trained) * KERNELS_PER_PARAMETER
+    if kernels * device.launch_seconds > optimizer_seconds(trained, name, device):
+        return f"{name}: launches of {kernels} kernels"
+    return f"{name}: passes over {gib(sum(param.size for param in trained))} of parameters, gradients and states"

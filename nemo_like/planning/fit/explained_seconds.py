@@ -1,0 +1,149 @@
+"""Where each millisecond of a predicted step comes from: a part of the step by kinds of kernels, collectives and axes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from nemo_like.planning.block import Choice
+from nemo_like.planning.fit import network
+from nemo_like.planning.fit.explained import Row
+from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.network import RankGroup
+from nemo_like.planning.fit.seconds import (
+    BACKWARD_TIMES,
+    BlockSeconds,
+    LayerRun,
+    Links,
+    inside_seconds,
+    unit_seconds,
+    waits_of,
+)
+from nemo_like.planning.planner import Planner
+from nemo_like.planning.sharding import UnitBytes
+
+Rows = dict[str, list[Row]]
+
+
+def kernel_rows(block: BlockSeconds, choice: Choice, reachable: int, count: float, where: str) -> Rows:
+    """Kernels of `count` equal layer calls, by kind; `where`: words before each kind."""
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for number, (seconds, kind) in enumerate(zip(block.kernels, block.kinds)):
+        sums["forward", kind] += seconds
+        if block.backward:
+            sums["backward", kind] += seconds * BACKWARD_TIMES[block.attends[number]]
+        if number < reachable and choice.decisions and choice.decisions[number] == "recompute":
+            sums["replay", kind] += seconds
+    rows: Rows = {}
+    for (part, kind), seconds in sums.items():
+        rows.setdefault(part, []).append(Row(part, f"{where}{kind}", count * seconds))
+    return rows
+
+
+def outer_rows(kinds: Mapping[str, float], turns: int, where: str) -> list[Row]:
+    """What is around the layers, forward and backward, by kind of kernel."""
+    return [Row("head and embedding", f"{where}{kind}", turns * seconds) for kind, seconds in kinds.items()]
+
+
+def second_rows(
+    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], planner: Planner, links: Links, layout: Layout
+) -> Rows:
+    """Of a step without stages: for each part what its rows are, which add up to it.
+
+    Args:
+        runs, outside, links, layout: what `nemo_like.planning.fit.seconds.step_seconds` was called with.
+        planner: of the traced layers that `runs` are calls of.
+    """
+    turns = layout.grad_accum
+    reduced = turns if planner.setup.step.sync == "every" else 1
+    all_rows: list[Rows] = []
+    for run in runs:
+        assert run.choice is not None
+        reachable = planner.problems[run.kind].reachable
+        all_rows.append(kernel_rows(run.block, run.choice, reachable, run.count * turns, ""))
+        all_rows.append(inside_rows(run, links, run.count * turns))
+        if run.unit is not None:
+            all_rows.append(_unit_rows(run, links, run.count * turns, run.count * reduced))
+    for unit in outside:
+        all_rows.append(_outside_rows(unit, links, reduced))
+    all_rows.append({"head and embedding": outer_rows(planner.outer().kinds, turns, "")})
+    return merged(all_rows)
+
+
+def merged(several: Iterable[Rows]) -> Rows:
+    """Rows of the same words as one."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for rows in several:
+        for own in rows.values():
+            for row in own:
+                entry = sums.setdefault((row.part, row.what), [0.0, 0.0])
+                entry[0] += row.amount
+                entry[1] += row.hidden
+    found: Rows = {}
+    for (part, what), (amount, hidden) in sums.items():
+        found.setdefault(part, []).append(Row(part, what, amount, hidden))
+    return found
+
+
+def ranks(axis: str, group: RankGroup) -> str:
+    """An axis for people."""
+    return f"{axis}, {group.ranks} ranks" + (f" on {group.hosts} hosts" if group.hosts > 1 else "")
+
+
+def inside_rows(run: LayerRun, links: Links, count: int) -> Rows:
+    """What nothing hides: sums of ``tp``, gathers of ``cp``, exchanges of ``ep``."""
+    sums, gathered, sent = inside_seconds(run, links)
+    again = 1 if run.replays_exchanges else 0
+    made: Rows = {}
+    for part, what, each, times in (
+        ("tensor-parallel sums", f"all-reduce ({ranks('tp', links.tensor)})", sums, (2, 2)),
+        ("sequence gathers", f"all-gather of keys and values ({ranks('cp', links.sequence)})", gathered, (1, 1)),
+        ("expert exchanges", f"all-to-all of rows ({ranks('ep', links.experts)})", sent, (1, 1)),
+    ):
+        for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
+            made.setdefault(part, []).append(Row(part, f"{what}, {phase}", count * often * each))
+    made["host copies"] = [Row("host copies", "layers' inputs to host memory and back", count * run.copies)]
+    return made
+
+
+def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int) -> Rows:
+    """What FSDP2 gathers and reduces for layers, and what of it their computing hides."""
+    assert run.unit is not None
+    waits = waits_of(run, links)
+    over = ranks("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
+    gathers = [Row("parameter gathers", f"all-gather of layers ({over}), forward", count * waits.forward,
+                   count * (waits.gather - waits.forward))]  # fmt: skip
+    if run.unit.reshard:
+        gathers.append(Row("parameter gathers", f"all-gather of layers ({over}), backward", count * waits.backward,
+                           count * (waits.gather - waits.backward)))  # fmt: skip
+    replicas = sum(
+        network.reduce_seconds(unit.reduce_output, links.replicas, links.device)
+        for unit in (run.unit, run.experts) if unit is not None
+    )  # fmt: skip
+    # The replicas' sum comes after the reduce-scatter, so what is hidden is that one first.
+    late = min(replicas, waits.reduction)
+    first = waits.reduction - late
+    scatter = f"reduce-scatter of layers' gradients ({over})"
+    total = f"all-reduce of layers' gradients ({ranks('dp_replicate', links.replicas)})"
+    return {
+        "parameter gathers": gathers,
+        "gradient reductions": [
+            Row("gradient reductions", scatter, reductions * first, reductions * (waits.reduce - replicas - first)),
+            Row("gradient reductions", total, reductions * late, reductions * (replicas - late)),
+        ],
+    }
+
+
+def _outside_rows(unit: UnitBytes, links: Links, reductions: int) -> Rows:
+    gather, reduce = unit_seconds(unit, links.shards, links)
+    replicas = network.reduce_seconds(unit.reduce_output, links.replicas, links.device)
+    name = "head" if unit.kind == "tail" else "embedding and what else is around the layers"
+    over = ranks("dp_shard", links.shards)
+    return {
+        "parameter gathers": [Row("parameter gathers", f"all-gather of {name} ({over})", gather)],
+        "gradient reductions": [
+            Row("gradient reductions", f"reduce-scatter of {name} ({over})", reductions * (reduce - replicas)),
+            Row("gradient reductions", f"all-reduce of {name} ({ranks('dp_replicate', links.replicas)})",
+                reductions * replicas),
+        ],
+    }  # fmt: skip

@@ -1,0 +1,100 @@
+"""The account of a configuration: its rows add up to the peak and to the step, and the timeline's top is the peak."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from nemo_like.cli import main
+from nemo_like.options import Precision
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.fit import fit
+from tests.planning.test_fit import _mixture, _model
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+_ONE = {"gpus": 1, "gpu": "cpu", "micro_batch": 2, "grad_accum": 2}
+_TWO = {"gpus": 2, "gpu": "h100-80gb", "micro_batch": 2, "tp": 1, "cp": 1}
+_STAGES = {"gpus": 2, "gpu": "cpu", "micro_batch": 1, "pp": 2, "loss": "model", "global_batch": 4}
+CASES = {
+    "one device, nothing kept": (_ONE, {"ac": "full", "loss": "model", "offload": "none"}),
+    "one device, in chunks": (_ONE, {"ac": "none", "loss": "chunked", "offload": "none"}),
+    "layer inputs on the host": (_TWO, {"ac": "full", "loss": "model", "offload": "boundary"}),
+    "two ranks, selective": (_TWO, {"ac": "selective", "loss": "model", "offload": "none"}),
+    "stages": (_STAGES, {"ac": "selective", "schedule": "1f1b"}),
+    "stages of sharded ranks": ({**_STAGES, "gpus": 4}, {"ac": "full", "schedule": "1f1b", "tp": 1, "cp": 1}),
+    "several stages on a rank": (_STAGES, {"ac": "full", "schedule": "zbv"}),
+}  # fmt: skip
+
+
+def _check(candidate):
+    account = candidate.account
+    assert sum(row.amount for row in account.bytes) == candidate.peak_bytes
+    for part, size in candidate.peak.parts.items():
+        assert sum(row.amount for row in account.bytes if row.part == part) == size, part
+    assert all(isinstance(row.amount, int) and row.amount > 0 for row in account.bytes)
+    step = candidate.step_seconds
+    assert math.isclose(sum(row.amount for row in account.seconds), step, rel_tol=1e-12)
+    for part, seconds in candidate.seconds.parts.items():
+        own = [row for row in account.seconds if row.part == part]
+        assert math.isclose(sum(row.amount for row in own), seconds, rel_tol=1e-9), part
+        assert all(row.what and row.what != "other" and row.amount >= 0 and row.hidden >= 0 for row in own), own
+    tops = {name: max(point.total for point in line()) for name, line in account.lines.items()}
+    assert max(tops.values()) == candidate.peak_bytes
+    return tops
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rows_add_up_to_the_peak_and_to_the_step(case):
+    asked, pins = CASES[case]
+    for candidate in fit(_model(4), seq_len=64, count=2, **asked, **pins).candidates:
+        tops = _check(candidate)
+        if candidate.layout.pp > 1:
+            assert list(tops.values()) == [rank.total for rank in candidate.account.ranks]
+        assert pickle.loads(pickle.dumps(candidate)).account.bytes == candidate.account.bytes
+
+
+def test_experts_replicas_and_split_sequences_are_accounted_for():
+    hosts = replace(resolve_device("h100-80gb"), gpus_per_host=2)
+    seen = set()
+    for pins in ({"ep": 2, "dp_replicate": 2}, {"tp": 2, "dp_replicate": 2}, {"cp": 2}):
+        model = _mixture() if "ep" in pins else _model(2)
+        asked = {"gpus": 4, "gpu": hosts, "seq_len": 64, "micro_batch": 2, "precision": Precision("bf16"), "pp": 1}
+        best = fit(model, ac="full", loss="model", offload="none", **asked, **pins).best
+        _check(best)
+        seen |= {row.what.split(" (")[0] for row in best.account.seconds}
+    assert {
+        "all-reduce", "all-gather of keys and values", "all-to-all of rows", "all-gather of layers",
+        "reduce-scatter of layers' gradients", "all-reduce of layers' gradients", "launch",
+    } <= seen  # fmt: skip
+
+
+def test_what_is_kept_is_told_by_the_operators_that_made_it():
+    """Of two layers under `full` inputs alone, to the byte; with nothing checkpointed products and attention, too."""
+    asked = {"gpus": 1, "gpu": "cpu", "seq_len": 64, "micro_batch": 2, "loss": "model", "offload": "none"}
+    rows = {}
+    for ac in ("full", "none"):
+        best = fit(_model(2), ac=ac, **asked).best
+        rows[ac] = {row.what: row.amount for row in best.account.bytes if row.part == "held activations"}
+    assert rows["full"] == {"layers' inputs": 2 * 2 * 64 * 48 * 4}
+    assert rows["none"].keys() >= {"layers' inputs", "kept outputs of matrix products", "kept outputs of attention"}
+
+
+def test_explain_prints_every_row(capsys):
+    asked = "--model llama-tiny --gpus 1 --gpu cpu --seq-len 64 --micro-batch 1 2 --ac full none --loss model"
+    assert main(["fit", *asked.split(), "--offload", "none", "--explain", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "Number 2:" in said
+    for words in (
+        "layers' inputs",
+        "kept outputs of attention",
+        "adamw, of layers",
+        "matmul",
+        "memory-bound",
+        "attention",
+    ):
+        assert words in said, words
