@@ -7,6 +7,7 @@ import torch
 
 from nemo_like import parallelize
 from nemo_like.planning.fit import fit
+from tests.models.fit_models import llama
 from tests_distributed.allocated import pipeline_peak_bytes, pipeline_peak_range, step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -14,21 +15,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 
-def _model(layers=3):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=48, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=512, max_position_embeddings=64, use_cache=False,
-        )
-    ).train()  # fmt: skip
-
-
 def _run(rank, world_size, limit, pins):
-    best = fit(_model(), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins).best
-    model = parallelize(_model(), device="cpu", **best.kwargs())
+    best = fit(llama(), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins).best
+    model = parallelize(llama(), device="cpu", **best.kwargs())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(512, (best.layout.micro_batch, 64))
     kept = []
@@ -63,8 +52,8 @@ def test_the_best_for_two_ranks_runs_and_peaks_as_predicted(pins):
 
 
 def _run_stages(rank, world_size, limit, pins):
-    best = fit(_model(6), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, pp=2, **pins).best
-    pipeline = parallelize(_model(6), device="cpu", **best.kwargs())
+    best = fit(llama(6), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, pp=2, **pins).best
+    pipeline = parallelize(llama(6), device="cpu", **best.kwargs())
     ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
     return best.call(), best.peak_bytes, pipeline_peak_bytes(pipeline, {"input_ids": ids, "labels": ids})
 
@@ -95,8 +84,8 @@ def _run_cut_stages(rank, world_size, limit):
         "schedule": "1f1b",
         "loss": "model",
     }
-    best = fit(_model(6), gpus=world_size, gpu="cpu", seq_len=64, ac="plan", **asked).best
-    pipeline = parallelize(_model(6), device="cpu", **best.kwargs())
+    best = fit(llama(6), gpus=world_size, gpu="cpu", seq_len=64, ac="plan", **asked).best
+    pipeline = parallelize(llama(6), device="cpu", **best.kwargs())
     ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
     return best.call(), best.peak_bytes, pipeline_peak_range(pipeline, {"input_ids": ids, "labels": ids})
 

@@ -22,6 +22,7 @@ from nemo_like.planning.fit.report import recipe
 from nemo_like.planning.fit.seconds import fused
 from nemo_like.planning.fit.shapes import Variant
 from nemo_like.planning.schedule_time import timeline
+from tests.models.fit_models import llama, mixture
 from tests_distributed.allocated import step_peak_bytes
 
 pytest.importorskip("transformers")
@@ -32,17 +33,6 @@ KEYS = {
     "precision", "optimizer", "peak_bytes", "reserved_bytes", "parts", "step_seconds", "tokens_per_second_per_gpu", "mfu",
     "fits", "call",
 }  # fmt: skip
-
-
-def _model(layers=3):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=48, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=512, max_position_embeddings=64, use_cache=False,
-        )
-    ).train()  # fmt: skip
 
 
 def _measured(model, candidate, seq_len=64):
@@ -72,12 +62,12 @@ FREE, PINNED = {"micro_batch": [4, 8], "offload": "none"}, {"loss": "model", "ac
 
 @pytest.mark.parametrize("pins", [FREE, PINNED])
 def test_the_best_runs_and_peaks_as_predicted(pins):
-    free = fit(_model(), gpus=1, gpu="cpu", seq_len=64, global_batch=8, ac="none", loss="model", micro_batch=8)
+    free = fit(llama(), gpus=1, gpu="cpu", seq_len=64, global_batch=8, ac="none", loss="model", micro_batch=8)
     limit = free.best.peak_bytes * 6 // 10
-    report = fit(_model(), gpus=1, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins)
+    report = fit(llama(), gpus=1, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins)
     best = report.best
     assert best.fits and best.peak_bytes <= limit and best.layout.sequences == 8
-    measured = _measured(_model(), best)
+    measured = _measured(llama(), best)
     assert abs(best.peak_bytes - measured) <= 0.01 * measured
 
 
@@ -120,7 +110,7 @@ def test_an_impossible_wish_ends_with_1_and_says_what_needs_least(capsys):
     ],
 )
 def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
-    model = _model(2)
+    model = llama(2)
     # Across hosts, pipelines are looked at though nobody asks for them.
     device = replace(resolve_device("cpu"), gpus_per_host=1 if "schedule" in pins else 8)
     question = Question(gpus=gpus, device=device, seq_len=64, limit=limit, global_batch=8, pins=read_pins(pins))
@@ -173,7 +163,7 @@ def test_layouts_of_stages_and_experts_keep_to_what_can_run():
 )
 def test_wrong_questions_are_refused(asked, message):
     with pytest.raises(ValueError, match=message):
-        fit(_model(), **({"gpu": "cpu"} | asked))
+        fit(llama(), **({"gpu": "cpu"} | asked))
 
 
 def test_several_precisions_and_optimizers_are_searched_only_where_they_are_listed(capsys):
@@ -186,29 +176,29 @@ def test_several_precisions_and_optimizers_are_searched_only_where_they_are_list
         "loss": "model",
         "offload": "none",
     }
-    one = fit(_model(1), **asked)
+    one = fit(llama(1), **asked)
     assert {(c.optimizer, c.as_json()["precision"]) for c in one.candidates} == {("adamw", "bf16")}
     alone = [
-        fit(_model(1), **asked, precision=cast, optimizer=name).best
+        fit(llama(1), **asked, precision=cast, optimizer=name).best
         for cast in ("bf16", "fp32") for name in ("adamw", "adamw-8bit")
     ]  # fmt: skip
-    report = fit(_model(1), **asked, precision=["bf16", "fp32"], optimizer=["adamw", "adamw-8bit"])
+    report = fit(llama(1), **asked, precision=["bf16", "fp32"], optimizer=["adamw", "adamw-8bit"])
     assert report.best == max(alone, key=lambda c: c.tokens_per_second_per_gpu)
     assert sorted(c.step_seconds for c in report.candidates) == sorted(c.step_seconds for c in alone)
     said = "--model llama-tiny --gpus 1 --seq-len 64 --micro-batch 2 --ac full --loss model --offload none"
     assert main(["fit", *said.split(), "--optimizer", "adamw,adamw-8bit"]) == 0
     assert "adamw-8bit" in capsys.readouterr().out
     with pytest.raises(ValueError, match="optimizer is"):
-        fit(_model(1), **asked, optimizer=[])
+        fit(llama(1), **asked, optimizer=[])
 
 
 def test_a_wrong_kind_of_value_is_refused():
     with pytest.raises(TypeError, match="tp is '2'"):
-        fit(_model(), gpus=2, gpu="cpu", tp="2")
+        fit(llama(), gpus=2, gpu="cpu", tp="2")
 
 
 def test_kwargs_and_the_printed_call_say_the_same():
-    report = fit(_model(), gpus=4, gpu="cpu", seq_len=64, precision="bf16", tp=2, ac="full", loss="chunked")
+    report = fit(llama(), gpus=4, gpu="cpu", seq_len=64, precision="bf16", tp=2, ac="full", loss="chunked")
     best = report.best
     assert best.kwargs()["tp"] == 2 and best.kwargs()["precision"] == Precision("bf16")
     assert "tp=2" in best.call() and "ac='full'" in best.call() and "precision='bf16'" in best.call()
@@ -227,7 +217,7 @@ def test_collectives_take_the_slowest_link_that_they_need():
 
 
 def test_operators_between_products_are_fused_to_one_reader_and_one_writer():
-    model, question = _model(1), Question(gpus=2, device=resolve_device("h100-80gb"), seq_len=64, limit=1 << 40)
+    model, question = llama(1), Question(gpus=2, device=resolve_device("h100-80gb"), seq_len=64, limit=1 << 40)
     search = make_search(model, question)[0]
     shape = next(iter(filter(None, (search.trace(key) for key in list(search.by_shape)[:1]))))
     records = shape.base.problems[0].records
@@ -237,10 +227,10 @@ def test_operators_between_products_are_fused_to_one_reader_and_one_writer():
 
 def test_what_binds_is_said_by_what_takes_most():
     report = fit(
-        _model(), gpus=2, gpu="cpu", seq_len=64, micro_batch=1, tp=1, cp=1, ac="full", loss="model", offload="none"
+        llama(), gpus=2, gpu="cpu", seq_len=64, micro_batch=1, tp=1, cp=1, ac="full", loss="model", offload="none"
     )
     assert report.binds.startswith(("memory: ", "network: ", "compute"))
-    small = fit(_model(), gpus=2, gpu="cpu", seq_len=64, micro_batch=64, tp=1, cp=1, memory="2MiB", ac="full", loss="model",
+    small = fit(llama(), gpus=2, gpu="cpu", seq_len=64, micro_batch=64, tp=1, cp=1, memory="2MiB", ac="full", loss="model",
                 offload="none")  # fmt: skip
     assert not small.candidates and small.binds.startswith("memory: head")
     assert any(words.startswith("chunk the loss: -") for words in small.helps)
@@ -254,24 +244,13 @@ def test_no_step_of_a_shape_is_faster_than_its_bound():
         gpus=2, device=resolve_device("h100-80gb"), seq_len=64, limit=1 << 40, global_batch=8, pins=pins,
         precision=Precision("bf16"),
     )  # fmt: skip
-    search = make_search(_model(2), question)[0]
+    search = make_search(llama(2), question)[0]
     keys = list(search.by_shape)
     assert len(keys) == 4 and search._bound(keys[0]) == 0.0
     for n, key in enumerate(keys):
         bound = search._bound(key)
         assert (bound > 0.0) is (n > 0)
         assert bound <= min(seconds for seconds, _ in search._entries(key))
-
-
-def _mixture():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, vocab_size=128, use_cache=False,
-        )
-    ).train()  # fmt: skip
 
 
 def test_no_split_of_experts_is_faster_than_its_bound():
@@ -289,7 +268,7 @@ def test_no_split_of_experts_is_faster_than_its_bound():
         pins=pins | {"pp": (1,)},
         precision=Precision("bf16"),
     )
-    search = make_search(_mixture(), question)[0]
+    search = make_search(mixture(), question)[0]
     bounds = []
     for key in sorted(search.by_shape, key=lambda key: key.ep):
         bounds.append(search._bound(key))
@@ -298,7 +277,7 @@ def test_no_split_of_experts_is_faster_than_its_bound():
     assert one == 0.0 and other_split > all_experts > 0.0  # what is exchanged is known once one split was traced
 
 
-def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
+def test_no_pipeline_takes_less_than_its_bounds_by_the_wholellama():
     pins = {
         "pp": 2,
         "cp": [1, 2],
@@ -315,7 +294,7 @@ def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
         gpus=4, device=device, seq_len=64, limit=1 << 40, global_batch=16, precision=Precision("bf16"),
         pins=read_pins(pins | {"schedule": schedules}),
     )  # fmt: skip
-    search = make_search(_model(5), question)[0]
+    search = make_search(llama(5), question)[0]
     assert [key.cp for key in search.by_shape] == [1, 2]  # one traced model is enough for the bounds of both
     for key in search.by_shape:
         entries = list(search._entries(key))
@@ -336,7 +315,7 @@ def test_no_step_of_a_shape_takes_less_than_its_bound():
         gpus=2, device=resolve_device("h100-80gb"), seq_len=64, limit=1 << 40, global_batch=8, pins=pins,
         precision=Precision("bf16"),
     )  # fmt: skip
-    search = make_search(_model(2), question)[0]
+    search = make_search(llama(2), question)[0]
     shapes = {key: search._traced(key) for key in search.by_shape}
     assert len(shapes) == 4
     for key, shape in shapes.items():
@@ -351,28 +330,28 @@ def test_no_step_of_a_shape_takes_less_than_its_bound():
 
 def test_what_decides_is_what_is_reserved_where_that_is_predicted():
     asked = {"gpus": 1, "gpu": "h100-80gb", "seq_len": 64, "micro_batch": 8, "loss": "model"}
-    free = fit(_model(), ac="none", offload="none", **asked).best
+    free = fit(llama(), ac="none", offload="none", **asked).best
     assert free.need.by == "reserved" and free.need.bytes == free.reserved > free.peak_bytes
     between = (free.reserved + free.peak_bytes) // 2
-    small = fit(_model(), ac="none", offload="none", memory=between, **asked)
+    small = fit(llama(), ac="none", offload="none", memory=between, **asked)
     assert not small.candidates and small.nearest.peak_bytes < between < small.nearest.need.bytes
     assert "reserved" in small.problem
-    waits = fit(_model(), ac="full", offload="boundary", **asked).best
+    waits = fit(llama(), ac="full", offload="boundary", **asked).best
     assert waits.reserved is None and waits.need.bytes == int(waits.peak_bytes * 1.21)
     assert waits.as_json()["judged_by"] == "allocated + 21%"
 
 
 def test_a_plan_is_made_for_a_peak_with_which_what_is_reserved_fits():
     asked = {"gpus": 1, "gpu": "h100-80gb", "seq_len": 64, "micro_batch": 64, "loss": "model", "offload": "none"}
-    sizes = [fit(_model(), ac=mode, **asked).best.reserved for mode in ("full", "none")]
+    sizes = [fit(llama(), ac=mode, **asked).best.reserved for mode in ("full", "none")]
     limit = sum(sizes) // 2
-    best = fit(_model(), ac="plan", memory=limit, **asked).best
+    best = fit(llama(), ac="plan", memory=limit, **asked).best
     assert sizes[0] <= best.reserved <= limit and best.peak_bytes < best.reserved
 
 
 def test_stages_are_looked_at_where_they_are_asked_for_and_say_what_they_wait_for():
     asked = {"gpus": 2, "gpu": "cpu", "seq_len": 64, "global_batch": 4, "ac": ["none", "full"], "loss": "model"}
-    report = fit(_model(2), pp=[1, 2], schedule="1f1b", micro_batch=1, offload="none", cp=1, tp=1, **asked)
+    report = fit(llama(2), pp=[1, 2], schedule="1f1b", micro_batch=1, offload="none", cp=1, tp=1, **asked)
     staged = next(candidate for candidate in report.candidates if candidate.layout.pp == 2)
     parts = staged.seconds.parts
     # Two stages of a layer each, and four microbatches: about one part in four is waited for.
@@ -382,7 +361,7 @@ def test_stages_are_looked_at_where_they_are_asked_for_and_say_what_they_wait_fo
     assert "--pp 2" in recipe(report, staged) and "--batch-size 4 --grad-accum 4" in recipe(report, staged)
     rates = [candidate.tokens_per_second_per_gpu for candidate in report.candidates]
     assert rates == sorted(rates, reverse=True)
-    assert not any(c.layout.pp > 1 for c in fit(_model(2), micro_batch=2, offload="none", **asked).candidates)
+    assert not any(c.layout.pp > 1 for c in fit(llama(2), micro_batch=2, offload="none", **asked).candidates)
 
 
 def test_a_send_delays_only_what_another_rank_needs():
@@ -423,5 +402,5 @@ def test_pipelines_are_searched_across_hosts_and_one_stage_may_have_no_experts()
 
 def test_no_stage_is_resharded_or_offloaded_and_the_report_says_so():
     asked = {"gpus": 2, "gpu": "cpu", "seq_len": 64, "global_batch": 4, "micro_batch": 1, "loss": "model"}
-    report = fit(_model(2), pp=2, schedule="1f1b", ac="full", offload="boundary", **asked)
+    report = fit(llama(2), pp=2, schedule="1f1b", ac="full", offload="boundary", **asked)
     assert not report.candidates and any("beside pp" in reason for reason in report.rejected)

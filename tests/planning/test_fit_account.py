@@ -12,7 +12,7 @@ from nemo_like.cli import main
 from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
-from tests.planning.test_fit import _mixture, _model
+from tests.models.fit_models import llama, mixture
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -51,7 +51,7 @@ def _check(candidate):
 @pytest.mark.parametrize("case", CASES)
 def test_the_rows_add_up_to_the_peak_and_to_the_step(case):
     asked, pins = CASES[case]
-    for candidate in fit(_model(4), seq_len=64, count=2, **asked, **pins).candidates:
+    for candidate in fit(llama(4), seq_len=64, count=2, **asked, **pins).candidates:
         tops = _check(candidate)
         if candidate.layout.pp > 1:
             assert list(tops.values()) == [rank.total for rank in candidate.account.ranks]
@@ -62,7 +62,7 @@ def test_experts_replicas_and_split_sequences_are_accounted_for():
     hosts = replace(resolve_device("h100-80gb"), gpus_per_host=2)
     seen = set()
     for pins in ({"ep": 2, "dp_replicate": 2}, {"tp": 2, "dp_replicate": 2}, {"cp": 2}):
-        model = _mixture() if "ep" in pins else _model(2)
+        model = mixture() if "ep" in pins else llama(2)
         asked = {"gpus": 4, "gpu": hosts, "seq_len": 64, "micro_batch": 2, "precision": Precision("bf16"), "pp": 1}
         best = fit(model, ac="full", loss="model", offload="none", **asked, **pins).best
         _check(best)
@@ -78,7 +78,7 @@ def test_what_is_kept_is_told_by_the_operators_that_made_it():
     asked = {"gpus": 1, "gpu": "cpu", "seq_len": 64, "micro_batch": 2, "loss": "model", "offload": "none"}
     rows = {}
     for ac in ("full", "none"):
-        best = fit(_model(2), ac=ac, **asked).best
+        best = fit(llama(2), ac=ac, **asked).best
         rows[ac] = {row.what: row.amount for row in best.account.bytes if row.part == "held activations"}
     assert rows["full"] == {"layers' inputs": 2 * 2 * 64 * 48 * 4}
     assert rows["none"].keys() >= {"layers' inputs", "kept outputs of matrix products", "kept outputs of attention"}
