@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--calibrate", action="store_true",
         help="first measure what the device at hand reaches, and keep it for later plans; alone: nothing else")  # fmt: skip
     add("--json", metavar="PATH", help="write everything here ('-': standard output)")
-    add("--plot", metavar="PATH", help="write a picture here: bytes by part of the best")
+    add(
+        "--plot",
+        metavar="PATH",
+        help="write a picture here: bytes over the step of the best, or of --explain's",
+    )
     add("--save", metavar="PATH", help="write the best one's plan here, where it has one")
 
 
@@ -66,7 +70,7 @@ def _words(text: str) -> str | list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Search and report. Returns 0; 1 where nothing fits."""
-    from nemo_like.planning.fit import fit, report
+    from nemo_like.planning.fit import fit, picture
     from nemo_like.planning.fit.lengths import read_histogram
 
     if args.calibrate:
@@ -101,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"nemo-like fit: {found.problem}", file=sys.stderr)
         return 1
     if args.plot:
-        report.plot(found, args.plot)
+        picture.plot(found, args.plot, min(args.explain or 1, len(found.candidates)))
     if args.save and found.best.plan is not None:
         found.best.plan.save(args.save)
     return 0

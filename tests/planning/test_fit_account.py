@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 from dataclasses import replace
 
 import pytest
 
 from nemo_like.cli import main
+from nemo_like.extras import MissingExtraError
 from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
+from nemo_like.planning.fit.picture import draw, timelines
 from tests.models.fit_models import llama, mixture
 
 pytest.importorskip("transformers")
@@ -51,11 +54,33 @@ def _check(candidate):
 @pytest.mark.parametrize("case", CASES)
 def test_the_rows_add_up_to_the_peak_and_to_the_step(case):
     asked, pins = CASES[case]
-    for candidate in fit(llama(4), seq_len=64, count=2, **asked, **pins).candidates:
+    report = fit(llama(4), seq_len=64, count=2, **asked, **pins)
+    for number, candidate in enumerate(report.candidates, 1):
         tops = _check(candidate)
         if candidate.layout.pp > 1:
             assert list(tops.values()) == [rank.total for rank in candidate.account.ranks]
-        assert pickle.loads(pickle.dumps(candidate)).account.bytes == candidate.account.bytes
+        sent = pickle.loads(pickle.dumps(candidate))
+        assert sent.account.bytes == candidate.account.bytes
+        with pytest.raises(ValueError, match="draw on rank 0"):
+            timelines(sent)
+        _check_drawn(report, number, tops)
+
+
+def _check_drawn(report, number, tops):
+    """The highest point of the stack is the peak, to the byte, and each rank's line ends at its own."""
+    pytest.importorskip("matplotlib")
+    figure = draw(report, number)
+    stack, ranks = figure.axes[0], figure.axes[1:-1]
+    peak = report.candidates[number - 1].peak_bytes
+    assert max(path.vertices[:, 1].max() for area in stack.collections for path in area.get_paths()) * 2**30 == peak
+    shades = [label for label in stack.get_legend_handles_labels()[1] if label in ("forward", "backward", "optimizer")]
+    assert sorted(shades) == ["backward", "forward", "optimizer"]
+    lines = {line.get_label(): max(line.get_ydata()) * 2**30 for axes in ranks for line in axes.lines}
+    assert not ranks or {name: lines[name] for name in tops} == tops
+    for axes in figure.axes:
+        limit = [line.get_ydata()[0] * 2**30 for line in axes.lines if line.get_label() == "limit"]
+        assert limit == [report.question.limit]
+    sys.modules["matplotlib.pyplot"].close(figure)
 
 
 def test_experts_replicas_and_split_sequences_are_accounted_for():
@@ -84,9 +109,18 @@ def test_what_is_kept_is_told_by_the_operators_that_made_it():
     assert rows["none"].keys() >= {"layers' inputs", "kept outputs of matrix products", "kept outputs of attention"}
 
 
-def test_explain_prints_every_row(capsys):
+def test_a_picture_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    asked = {"gpus": 1, "gpu": "cpu", "seq_len": 64, "micro_batch": 1, "ac": "full", "loss": "model", "offload": "none"}
+    with pytest.raises(MissingExtraError, match=r"nemo_like\[plot\]"):
+        draw(fit(llama(1), **asked))
+
+
+def test_explain_prints_every_row(capsys, tmp_path):
     asked = "--model llama-tiny --gpus 1 --gpu cpu --seq-len 64 --micro-batch 1 2 --ac full none --loss model"
-    assert main(["fit", *asked.split(), "--offload", "none", "--explain", "2"]) == 0
+    picture = tmp_path / "step.png"
+    assert main(["fit", *asked.split(), "--offload", "none", "--explain", "2", "--plot", str(picture)]) == 0
+    assert picture.stat().st_size > 10_000
     said = capsys.readouterr().out
     assert "Number 2:" in said
     for words in (

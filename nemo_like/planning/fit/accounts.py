@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, TracedShape, Va
 from nemo_like.planning.fit.staged import StagedShape, busiest_rank
 from nemo_like.planning.optimizers import TrainedParameter
 from nemo_like.planning.plan import gib
+from nemo_like.planning.stage_walk import with_inputs_counted_once
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.step_time import optimizer_seconds
 
@@ -69,7 +71,7 @@ def _of_stages(shape: StagedShape, layout: Layout, variant: Variant, choices: Ch
 def _rank_points(planner: PipelinePlanner, choices: Choices, rank: int) -> list[StepPoint]:
     points: list[StepPoint] = []
     planner.rank_peak(rank, choices, points=points)
-    return points
+    return [replace(point, parts=with_inputs_counted_once(point.parts)) for point in points]
 
 
 def _staged_second_rows(

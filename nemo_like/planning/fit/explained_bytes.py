@@ -12,7 +12,6 @@ from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.fit.explained import Row, rows_of
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.planner import RNG_STATE, Planner
-from nemo_like.planning.stage_walk import with_inputs_counted_once
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.step_time import kernel_kind
 
@@ -57,8 +56,7 @@ def staged_byte_rows(planner: PipelinePlanner, choices: Choices, rank: int, poin
         Row("microbatches in flight", f"stage {stage}: {waiting[stage, what]} {what}", size)
         for (stage, what), size in sizes.items()
     ]
-    parts = with_inputs_counted_once(point.parts)
-    return rows_of({part: size for part, size in parts.items() if size}, finer, 0)
+    return rows_of({part: size for part, size in point.parts.items() if size}, finer, 0)
 
 
 def held_by_kind(planner: Planner, choices: Sequence[Choice], upto: int) -> dict[str, int]:

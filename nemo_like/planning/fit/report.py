@@ -1,11 +1,9 @@
-"""A fit's answers for people: the table of the best, bytes and seconds of one of them, and the picture."""
+"""A fit's answers for people: the table of the best, bytes and seconds of one of them, and the command."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from nemo_like.extras import require
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.fitting import FitReport
@@ -120,30 +118,3 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     start = f"torchrun --nnodes {hosts} --nproc-per-node {min(layout.gpus, report.question.device.gpus_per_host)} -m "
     begin = "python -m " if layout.gpus == 1 else start
     return begin + "nemo_like.recipes.pretrain " + " ".join(f"{name} {value}" for name, value in said.items())
-
-
-def plot(report: FitReport, path: str | Path) -> None:
-    """Peak bytes by part of the configurations, as stacked bars beside the limit.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    matplotlib = require("matplotlib", "plot", "to draw the picture")
-    matplotlib.use("Agg")
-    pyplot = require("matplotlib.pyplot", "plot", "to draw the picture")
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    names = sorted({name for candidate in report.candidates for name in candidate.peak.parts})
-    places = list(range(1, len(report.candidates) + 1))
-    below = [0.0] * len(places)
-    for name in names:
-        sizes = [candidate.peak.parts.get(name, 0) / 2**30 for candidate in report.candidates]
-        axes.bar(places, sizes, bottom=below, label=name)
-        below = [low + size for low, size in zip(below, sizes)]
-    axes.axhline(report.question.limit / 2**30, linestyle="--", color="grey", label="limit")
-    axes.set_xticks(places)
-    axes.set_xlabel(f"configuration, fastest first ({report.question.gpus} x {report.question.device.name})")
-    axes.set_ylabel("predicted peak per GPU, GiB")
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
