@@ -34,6 +34,9 @@ CASES = {
 }  # fmt: skip
 
 
+DRAWN = "two ranks, selective", "several stages on a rank"
+
+
 def _check(candidate):
     account = candidate.account
     assert sum(row.amount for row in account.bytes) == candidate.peak_bytes
@@ -54,7 +57,7 @@ def _check(candidate):
 @pytest.mark.parametrize("case", CASES)
 def test_the_rows_add_up_to_the_peak_and_to_the_step(case):
     asked, pins = CASES[case]
-    report = fit(llama(4), seq_len=64, count=2, **asked, **pins)
+    report = fit(llama(4), seq_len=64, count=1, **asked, **pins)
     for number, candidate in enumerate(report.candidates, 1):
         tops = _check(candidate)
         if candidate.layout.pp > 1:
@@ -63,7 +66,8 @@ def test_the_rows_add_up_to_the_peak_and_to_the_step(case):
         assert sent.account.bytes == candidate.account.bytes
         with pytest.raises(ValueError, match="draw on rank 0"):
             timelines(sent)
-        _check_drawn(report, number, tops)
+        if case in DRAWN:
+            _check_drawn(report, number, tops)
 
 
 def _check_drawn(report, number, tops):
