@@ -4,50 +4,32 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from nemo_like import parallelize
 from nemo_like.options import ExpertParallel, MemoryBudget
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner, Setup
-from tests.models.expert_families import build, tokens
+from tests.models.expert_families import all_to_the_first_rank, tokens
 from tests_distributed.allocated import local, step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 MODES = ("none", "full", "selective")
 BUDGETS = ("60%", "30%")
 """One that keeps the exchanged rows, and one that sends them again."""
-WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
-
-
-class FirstTwo(MixtralTopKRouter):
-    """Sends every token to experts 0 and 1, which the first rank holds."""
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, chosen = super().forward(hidden)
-        return logits, weights, torch.arange(2).expand_as(chosen).contiguous()
-
-
-def _model() -> nn.Module:
-    model = build("mixtral", **WIDE)
-    for layer in model.model.layers:
-        layer.mlp.gate.__class__ = FirstTwo
-    return model
 
 
 def _peaks(rank: int, world_size: int, asked: tuple[str, ...], tp: int) -> list[tuple[str, int, int, bool]]:
     ids = tokens(2, 64, seed=rank // tp)
     sample = {"input_ids": ids, "labels": ids}
     setup = Setup(shard_ranks=world_size // tp, ep=2, imbalance=2.0, tp=tp)
-    planner = Planner(_model(), sample, device=resolve_device("cpu"), setup=setup)
+    planner = Planner(all_to_the_first_rank(), sample, device=resolve_device("cpu"), setup=setup)
     found, bare = [], None
     for ac in asked:
         peak = (
             planner.peak(planner.uniform(ac)).total if ac in MODES else planner.plan(MemoryBudget.parse(ac)).peak_bytes
         )
         model = parallelize(
-            _model(),
+            all_to_the_first_rank(),
             ac=ac,
             tp=tp,
             ep=ExpertParallel(2, imbalance=2.0),
@@ -61,7 +43,7 @@ def _peaks(rank: int, world_size: int, asked: tuple[str, ...], tp: int) -> list[
         model.zero_grad()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def step(model: torch.nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
             out = model(**sample)
             out.loss.backward()
             optimizer.step()

@@ -101,3 +101,48 @@ def test_the_best_pipeline_that_shares_sequences_runs_and_peaks_as_predicted():
     highest = max(min(high for _, high in pair) for pair in stages)
     assert 0.99 * lowest <= predicted <= min(limit, 1.01 * highest), (call, predicted, lowest, highest)
     assert highest - lowest <= 0.05 * highest, "events of too many buffers are missing to say anything"
+
+
+def _run_experts(rank, world_size, limit, pins):
+    """Of a model whose tokens all go to the experts of the first rank, which is what `imbalance` says."""
+    from tests.models.expert_families import all_to_the_first_rank, tokens
+
+    best = fit(
+        all_to_the_first_rank(),
+        gpus=world_size,
+        gpu="cpu",
+        seq_len=64,
+        global_batch=4,
+        memory=limit,
+        imbalance=2.0,
+        **pins,
+    ).best
+    model = parallelize(all_to_the_first_rank(), device="cpu", **best.kwargs())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = tokens(best.layout.micro_batch, 64, seed=rank // best.layout.tp)
+    kept = []
+
+    def step():
+        out = model(input_ids=ids, labels=ids)
+        kept[:] = [out]
+        out.loss.backward()
+        del out
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    return best.call(), best.peak_bytes, step_peak_bytes(model, optimizer, step, lambda: kept)
+
+
+def test_the_best_with_experts_beside_tensor_parallelism_runs_and_peaks_as_predicted():
+    pins = {"tp": 2, "ep": 2, "micro_batch": 2, "ac": "plan", "offload": "none", "loss": "model"}
+    limit = 7 << 19
+    found = run_ranks(4, _run_experts, limit, pins, timeout=280)
+    assert len({call for call, _, _ in found}) == 1 and "tp=2, ep=2" in found[0][0]
+    for rank, (call, predicted, measured) in enumerate(found):
+        assert predicted <= limit
+        if rank % 2:  # its experts get no token
+            assert measured < predicted, (call, predicted, measured)
+        else:
+            assert abs(predicted - measured) <= 0.01 * measured, (call, predicted, measured)

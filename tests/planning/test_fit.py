@@ -138,7 +138,11 @@ def test_layouts_of_stages_and_experts_keep_to_what_can_run():
     assert all(layout.grad_accum >= layout.pp for layout in found if layout.pp > 1)
     # Two stages on each of four ranks are more than four layers.
     assert {layout.schedule for layout in found if layout.pp == 4} == {"1f1b"}
-    assert not any(layout.ep > 1 and layout.tp > 1 for layout in found)
+    assert not any(layout.ep > 1 and layout.tp > 1 for layout in found)  # only where it is known how
+    beside = layouts(replace(room, beside_experts=(1, 2)))[0]
+    assert any(layout.ep > 1 and layout.tp > 1 for layout in beside) and set(found) < set(beside)
+    # Ranks of tp are among those that share experts.
+    assert max(layout.ep for layout in beside if layout.dp_shard == 1 and layout.tp == 2 and layout.cp == 1) == 2
     assert any(layout.cp > 1 and layout.pp > 1 for layout in found)
     assert all(layout.gpus == 8 and layout.sequences == 16 for layout in found)
 
@@ -151,7 +155,6 @@ def test_layouts_of_stages_and_experts_keep_to_what_can_run():
         ({"gpus": 8, "dp_shard": 2, "dp_replicate": 1, "tp": 2, "cp": 1, "pp": 1}, "all five together"),
         ({"gpus": 8, "global_batch": 9, "dp_shard": 8}, "global_batch is 9"),
         ({"gpus": 8, "gpu": "h1000"}, "h1000"),
-        ({"gpus": 8, "ep": 2, "tp": 2}, "ep is 2 beside tp 2"),
         ({"gpus": 8, "cp": 4, "pp": 4}, "gpus is 8, and cp 4 x pp 4 is 16"),
         ({"gpus": 8, "ac": "fulll"}, "Did you mean 'full'"),
         ({"gpus": 8, "tpp": 2}, "Did you mean 'tp'"),
@@ -277,7 +280,23 @@ def test_no_split_of_experts_is_faster_than_its_bound():
     assert one == 0.0 and other_split > all_experts > 0.0  # what is exchanged is known once one split was traced
 
 
-def test_no_pipeline_takes_less_than_its_bounds_by_the_wholellama():
+def test_the_search_finds_what_looking_at_everything_finds_where_experts_are_split_beside_tp():
+    pins = {"tp": [1, 2], "ep": [1, 2, 4], "cp": 1, "micro_batch": 2, "ac": ["none", "full"], "loss": "model"}
+    question = Question(
+        gpus=4, device=resolve_device("cpu"), seq_len=64, limit=1 << 40, global_batch=8,
+        pins=read_pins(pins | {"offload": "none"}),
+    )  # fmt: skip
+    everything = make_search(mixture(), question)[0].brute_force(100).best
+    assert {(c.layout.tp, c.layout.ep) for c in everything} >= {(1, 2), (1, 4), (2, 2), (2, 4)}
+    found = make_search(mixture(), question)[0].run(1).best
+    assert [(c.layout, c.step_seconds) for c in found] == [(everything[0].layout, everything[0].step_seconds)]
+    # Behind split experts, rows are gathered and not summed up.
+    by_shape = {(c.layout.tp, c.layout.ep, c.layout.dp_replicate, c.ac): c.seconds.parts for c in everything}
+    whole, split = (by_shape[2, ep, 1, "none"]["tensor-parallel sums"] for ep in (1, 2))
+    assert split < whole and by_shape[2, 2, 1, "none"]["expert exchanges"] > 0
+
+
+def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
     pins = {
         "pp": 2,
         "cp": [1, 2],

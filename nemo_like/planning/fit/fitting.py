@@ -254,14 +254,14 @@ def _counts_of_experts(model: nn.Module) -> list[int]:
 def _room(model: nn.Module, question: Question) -> Room:
     layers = find_layers(model)
     experts = _counts_of_experts(model)
-    sizes = []
-    for size in range(1, min(question.gpus, question.device.gpus_per_host) + 1):
-        if question.device.gpus_per_host % size == 0 and question.gpus % size == 0 and _splits(model, size):
-            sizes.append(size)
+    host = question.device.gpus_per_host
+    sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
     return Room(
         gpus=question.gpus, seq_len=question.seq_len, global_batch=question.global_batch, layers=len(layers),
-        gpus_per_host=question.device.gpus_per_host, experts=min(experts, default=0), tensor_sizes=tuple(sizes),
-        stages=question.gpus > question.device.gpus_per_host, pins=question.pins,
+        gpus_per_host=host, experts=min(experts, default=0),
+        tensor_sizes=tuple(size for size in sizes if _splits(model, size)),
+        beside_experts=tuple(size for size in sizes if experts and _splits_beside_experts(model, size)),
+        stages=question.gpus > host, pins=question.pins,
     )  # fmt: skip
 
 
@@ -277,6 +277,13 @@ def _splits(model: nn.Module, size: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _splits_beside_experts(model: nn.Module, size: int) -> bool:
+    try:
+        return size == 1 or has_known_rules(model, size, whole=[experts.fqn for experts in find_experts(model)])
+    except ValueError:
+        return False
 
 
 def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:

@@ -63,6 +63,8 @@ class Room:
     """Of one layer; 0: none, or not of a kind that is split."""
     tensor_sizes: tuple[int, ...] = (1,)
     """Sizes of ``tp`` that the model can have."""
+    beside_experts: tuple[int, ...] = (1,)
+    """Those that it can have where its experts are split."""
     stages: bool = True
     """The model can be cut into stages."""
     pins: Mapping[str, Collection[Any]] | None = None
@@ -77,7 +79,8 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
     rejected: Counter[str] = Counter()
     found: list[Layout] = []
     for pp in _sizes(room, "pp", _powers(min(room.layers, MOST_STAGES) if room.stages else 1)):
-        for tp in _sizes(room, "tp", [t for t in room.tensor_sizes if t <= room.gpus_per_host]):
+        sizes = sorted({*room.tensor_sizes, *room.beside_experts})
+        for tp in _sizes(room, "tp", [t for t in sizes if t <= room.gpus_per_host]):
             for cp in _sizes(room, "cp", _context_sizes(room)):
                 rest, left = divmod(room.gpus, pp * tp * cp)
                 if left or not rest:
@@ -111,10 +114,10 @@ def _data_axes(room: Room, ranks: int, tp: int, cp: int) -> Iterator[tuple[int, 
             continue
         if replicas > 1 and shards * cp == 1 and room.pinned("dp_replicate") is None:
             continue  # nothing is sharded: DDP, which has no place here
-        # Experts beside tensor parallelism are not looked at.
-        splits = [n for n in _powers(room.experts) if room.experts % n == 0] if room.experts and tp == 1 else [1]
+        splits = [n for n in _powers(room.experts) if room.experts % n == 0] if room.experts else [1]
         for ep in _sizes(room, "ep", splits):
-            if (shards * cp * tp) % ep == 0:
+            known = tp in (room.tensor_sizes if ep == 1 else room.beside_experts) or room.pinned("tp") is not None
+            if known and (shards * cp * tp) % ep == 0:
                 yield replicas, shards, ep
 
 

@@ -72,8 +72,6 @@ class Question:
                 f"global_batch is {self.global_batch}, which is no multiple of "
                 f"{' x '.join(f'{name} {one[name]}' for name in shares)} = {sequences}. Change one of them."
             )
-        if one.get("ep", 1) > 1 and one.get("tp", 1) > 1:
-            raise ValueError(f"ep is {one['ep']} beside tp {one['tp']}, which fit does not look at. Leave one at 1.")
         if "schedule" in self.pins and one.get("pp") == 1:
             raise ValueError(f"schedule is {self.pins['schedule'][0]!r} and pp is 1: one stage has none. Drop one.")
 

@@ -176,7 +176,7 @@ class Search:
         like = [
             (other, shape)
             for other, shape in self.shapes.items()
-            if isinstance(shape, TracedShape) and (other.tp, other.whole) == (key.tp, key.whole) and other.ep <= key.ep
+            if isinstance(shape, TracedShape) and _like_weights(other, key)
         ]
         # One of each kind says all: with and without split experts, with and without parts of sequences.
         kinds = {(other.ep > 1, other.cp > 1): shape for other, shape in like if other.cp == 1 or key.cp > 1}
@@ -431,8 +431,14 @@ class Search:
 def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:
     """Whether a whole model has the local weights that stages have, but for the share of the experts, and no smaller parts
     of sequences, whose gathered keys and values would not grow with them."""
-    alike = (whole.tp, whole.whole) == (stages.tp, stages.whole)
-    return not whole.staged and alike and whole.ep <= stages.ep and whole.cp in (1, stages.cp)
+    return not whole.staged and _like_weights(whole, stages) and whole.cp in (1, stages.cp)
+
+
+def _like_weights(one: ShapeKey, other: ShapeKey) -> bool:
+    """Whether they hold the same weights, but for the share of the experts. Under tp all of them are cut by other rules
+    where experts are split."""
+    same = (one.tp, one.whole) == (other.tp, other.whole)
+    return same and one.ep <= other.ep and (one.tp == 1 or (one.ep > 1) == (other.ep > 1))
 
 
 def budget_word(size: int) -> str:

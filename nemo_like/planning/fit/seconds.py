@@ -74,6 +74,16 @@ def least_seconds(problem: BlockProblem, device: Device, only: Collection[int] |
     return forward, backward if problem.trace.saves_something else 0.0
 
 
+_NOT_OF_SEQUENCES = ("nemo_like::route", "nemo_like::rows_of_all")
+
+
+def _summed(records: Sequence[OpRecord]) -> int:
+    """Bytes that ranks of tensor parallelism sum up in a forward; a gather takes half the time of a sum."""
+    sums = sum(op.bytes for op in records if op.op.name() == "_c10d_functional::all_reduce")
+    gathered = ("_c10d_functional::all_gather_into_tensor", "nemo_like::rows_of_all")
+    return sums + sum(op.bytes for op in records if op.op.name() in gathered) // 2
+
+
 def _sequence_op(op: OpRecord) -> bool:
     return op.op.namespace == "nemo_like" and facts(op.op).collective and not facts(op.op).exchange
 
@@ -107,7 +117,8 @@ class BlockSeconds:
     expert_bytes: int
     """Sent by all-to-all over ``ep`` in a forward."""
     boundary_bytes: int
-    """Its input, the hidden states: what tensor parallelism sums up, twice in a forward."""
+    """What tensor parallelism sums up, behind attention and behind the FFN: of both the mean. The hidden states, where the
+    trace has no such sums; half of them for what is gathered alone, as the rows of split experts."""
     kinds: tuple[str, ...] = ()
     """Of each of `kernels`: ``launch`` where that is what it takes, else `nemo_like.planning.step_time.kernel_kind`."""
     attends: tuple[bool, ...] = ()
@@ -132,9 +143,9 @@ class BlockSeconds:
         back = sum(seconds * BACKWARD_TIMES[attention] for seconds, attention in zip(kernels, attends))
         return cls(
             kernels, sum(kernels), back if problem.trace.saves_something else 0.0,
-            sum(op.bytes for op in records if _sequence_op(op) and op.op.name() != "nemo_like::route"),
+            sum(op.bytes for op in records if _sequence_op(op) and op.op.name() not in _NOT_OF_SEQUENCES),
             sum(op.moved // 2 for op in records if facts(op.op).exchange),
-            problem.trace.input_bytes,
+            _summed(records) // 2 or problem.trace.input_bytes,
             tuple("launch" if seconds == device.launch_seconds else kernel_kind(op.op, op.flops)
                   for seconds, op in zip(kernels, records)),
             attends,

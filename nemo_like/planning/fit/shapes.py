@@ -386,9 +386,10 @@ class TracedShape:
     def flops(self) -> float:
         """Of one microbatch on one rank: forward and backward of layers and head, nothing twice."""
         tokens = self.key.micro_batch * self.question.seq_len / self.key.cp
-        # A twin under tp has the whole head; its layers are one rank's.
-        layers = sum(self.base.problems[call.kind].trace.flops for call in self.base.traced.calls)
-        return 3.0 * (layers + 2.0 * self.head_weights() * tokens / self.key.tp)
+        layers = sum(self.base.problems[call.kind].trace.flops for call in self.base.traced.calls)  # one rank's
+        head = find_head(self.given[0])
+        weights = 0 if head is None else sum(p.numel() for p in head.parameters())
+        return 3.0 * (layers + 2.0 * weights * tokens / self.key.tp)
 
 
 def _few(choices: Sequence[Choice]) -> list[Choice]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like.distributed.expert_parallel.find_experts import find_experts
 from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.losses.model_loss import find_head
@@ -40,7 +41,8 @@ class StagedShape:
         self, model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any], shared: Shared
     ) -> None:
         """Nothing is traced yet, but for the model as a whole; raises ValueError where it cannot be cut."""
-        if key.tp > 1 and not has_known_rules(model, key.tp):
+        apart = [experts.fqn for experts in find_experts(model)] if key.ep > 1 else []
+        if key.tp > 1 and not has_known_rules(model, key.tp, whole=apart):
             raise ValueError(
                 "tp beside pp: the bytes of one rank are not known, where weights are split by unknown rules"
             )
