@@ -238,7 +238,10 @@ def parallelize(
         asked = planned(
             model, asked, chosen, sample_input,
             _planning(shard_mesh, loop, cast, fsdp, loss, place, expert, ddp=ddp_ranks)
-            | {"cp": context, "tp_plan": tensor.plan},
+            | {
+                "cp": context, "tp_plan": tensor.plan, "sequence_parallel": tensor.sequence_parallel,
+                "loss_parallel": tensor.loss_parallel,
+            },
         )  # fmt: skip
     specs = resolve(model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None)
     check_specs(model, specs, compile=backend is not None)

@@ -209,7 +209,13 @@ def _planned(
         if setup.tp > 1:
             split = find_experts(model, setup.expert_plan) if setup.ep > 1 else ()
             whole = [experts.fqn for experts in split]
-            check_tensor_budget(model, setup.tp, TensorParallel.of(options["tp"]), asked, whole)
+            tensor = TensorParallel.of(options["tp"])
+            for name in ("sequence_parallel", "loss_parallel"):
+                if getattr(tensor, name):
+                    raise ValueError(
+                        f"ac is {asked} beside {name}=True and pp, which no plan is made for. Use a mode: ac='selective'."
+                    )
+            check_tensor_budget(model, setup.tp, tensor, asked, whole)
         asked = plan_pipeline(model, asked, options["sample_input"], pp, setup=setup, layers=options["layers"])
     elif pp.balance == "memory":
         mode = asked.mode if isinstance(asked, CheckpointConfig) and asked.mode in ("none", "selective") else "full"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like import parallelize
-from nemo_like.options import FSDP2, MemoryBudget, PipelineParallel, Precision, StepSpec, TensorParallel
+from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, PipelineParallel, Precision, StepSpec, TensorParallel
 from nemo_like.planning import Planner, Setup
 from nemo_like.planning.devices import resolve_device
 from tests_distributed.allocated import local, pipeline_peak_bytes, step_peak_bytes
@@ -111,15 +113,64 @@ def test_a_budget_beside_tp_and_pp(schedule: str, budget: str) -> None:
         assert measured <= 1.001 * MemoryBudget.parse(budget).peak_bytes
 
 
+def _parts(rank: int, world_size: int, options: TensorParallel, asked: tuple[str, ...]) -> list[Any]:
+    """(ac, planned, measured) of steps that are cut along the sequence, or by vocabulary."""
+    setup = Setup(
+        tp=2, step=STEP, sequence_parallel=options.sequence_parallel, loss_parallel=options.loss_parallel,
+    )  # fmt: skip
+    planner, rows = Planner(_build("LlamaConfig"), _batch(), device=resolve_device("cpu"), setup=setup), []
+    for ac in asked:
+        model = parallelize(_build("LlamaConfig"), ac=ac, tp=options, sample_input=_batch(), step=STEP)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+            with loss_parallel() if options.loss_parallel else nullcontext():
+                model(**_batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        plan = planner.plan(MemoryBudget.parse(ac)).peak_bytes if "%" in ac else planner.peak(planner.uniform(ac)).total
+        rows.append((ac, plan, step_peak_bytes(model, optimizer, step)))
+    return rows
+
+
+def _assert_near(ranks: list[list[Any]]) -> None:
+    for rows in ranks:
+        for ac, planned, measured in rows:
+            assert abs(planned - measured) <= 0.01 * measured, (ac, planned, measured)
+
+
+def test_budgets_beside_sequences_and_logits_in_parts() -> None:
+    options = TensorParallel(2, sequence_parallel=True, loss_parallel=True)
+    _assert_near(run_ranks(2, _parts, options, ("full", "40%"), timeout=240))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("sequence", "loss"), [(True, False), (False, True), (True, True)])
+def test_modes_beside_sequences_or_logits_in_parts(sequence: bool, loss: bool) -> None:
+    options = TensorParallel(2, sequence_parallel=sequence, loss_parallel=loss)
+    _assert_near(run_ranks(2, _parts, options, ("none", "selective", "40%"), timeout=280))
+
+
 def _refused(rank: int, world_size: int) -> list[str]:
     messages = []
     for options in (TensorParallel(2, sequence_parallel=True), TensorParallel(2, loss_parallel=True)):
         with pytest.raises(ValueError) as caught:
-            parallelize(_build("LlamaConfig"), ac="40%", tp=options, sample_input=_batch())
+            parallelize(_build("LlamaConfig"), ac="40%", tp=options, pp=2, sample_input=_batch())
         messages.append(str(caught.value))
     return messages
 
 
+def test_chunks_of_logits_in_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="loss='chunked' beside loss_parallel=True"):
+        Planner(
+            _build("LlamaConfig"), _batch(), device=resolve_device("cpu"),
+            setup=Setup(tp=2, loss_parallel=True, loss=ChunkedLoss()),
+        )  # fmt: skip
+
+
 def test_what_no_plan_is_made_for_is_refused() -> None:
-    messages = run_ranks(2, _refused, timeout=60)[0]
+    """Stages of layers whose sequences or logits are in parts."""
+    messages = run_ranks(4, _refused, timeout=60)[0]
     assert "sequence_parallel=True" in messages[0] and "loss_parallel=True" in messages[1]

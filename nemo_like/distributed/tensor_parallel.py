@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,16 +67,15 @@ def apply_tensor_parallel(
     layers = find_layers(model) if sequence_parallel else ()
     if plan is None:
         _warn_of_whole_layers(model, rules)
-    if sequence_parallel:
-        _check_sequence_parallel(layers, rules)
+    places = sequence_places(model, rules, layers) if sequence_parallel else None
     if loss_parallel:
         rules = _with_cut_logits(model, rules)
     if mesh.size() == 1:
         return model
 
     ties = _ties(model)
-    if sequence_parallel:
-        _cut_sequences(layers, rules, mesh)
+    if places is not None:
+        _cut_sequences(model, places, mesh)
     for rule in rules:
         if any(isinstance(value, Tensor) for value in vars(rule.module).values()):
             continue  # a weight that another stage of a pipeline holds: see `nemo_like.distributed.pipeline.cut`
@@ -112,7 +112,7 @@ def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
 # ---------------------------------------------------------------------------------------------------- sequence parallel
 
 
-def _check_sequence_parallel(layers: tuple[Layer, ...], rules: list[Rule]) -> None:
+def _check_sequence_parallel(layers: tuple[Layer, ...], rules: Sequence[Rule]) -> None:
     for layer in layers:
         inside = [rule for rule in rules if rule.fqn.startswith(layer.fqn + ".")]
         odd = [
@@ -132,29 +132,66 @@ def _check_sequence_parallel(layers: tuple[Layer, ...], rules: list[Rule]) -> No
             )
 
 
-def _cut_sequences(layers: tuple[Layer, ...], rules: list[Rule], mesh: DeviceMesh) -> None:
+@dataclass(frozen=True)
+class SequencePlaces:
+    """Where sequence parallelism changes a model, by names of modules."""
+
+    first: tuple[str, ...]
+    """The first layer of each stack, which is given this rank's part of the sequence."""
+    last: tuple[str, ...]
+    """The last ones, whose output is put together."""
+    owners: Mapping[str, bool]
+    """Attention, MLP: what owns cut linears and sees the whole sequence; whether cut linears alone read it."""
+    partial: tuple[str, ...]
+    """Modules with parameters that see a part of the sequence."""
+
+
+def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[Layer] | None = None) -> SequencePlaces:
+    """Where sequence parallelism would change `model`, whose weights `rules` cut; `layers`: None: they are found.
+
+    Raises:
+        ValueError: rules under which sequences cannot be cut.
+    """
+    layers = tuple(find_layers(model) if layers is None else layers)
+    _check_sequence_parallel(layers, rules)
+    stacks: dict[str, list[Layer]] = {}
+    for layer in layers:
+        stacks.setdefault(layer.fqn.rpartition(".")[0], []).append(layer)
+    owners: dict[str, bool] = {}
+    partial: list[str] = []
+    planned = {rule.fqn for rule in rules}
+    for layer in layers:
+        found = {rule.fqn.rpartition(".")[0] for rule in rules if rule.fqn.startswith(layer.fqn + ".")}
+        found = {name for name in found if not any(name.startswith(other + ".") for other in found)}
+        for name, module in layer.module.named_modules(prefix=layer.fqn):
+            if name in found:
+                owners[name] = all(
+                    f"{name}.{inner}" in planned for inner, part in module.named_modules() if _is_linear(part)
+                )
+            elif not any(name.startswith(owner + ".") for owner in found) and any(
+                parameter is not None for parameter in module._parameters.values()
+            ):
+                partial.append(name)
+    return SequencePlaces(
+        tuple(stack[0].fqn for stack in stacks.values()), tuple(stack[-1].fqn for stack in stacks.values()), owners,
+        tuple(partial),
+    )  # fmt: skip
+
+
+def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh) -> None:
     """Cut the residual stream along the sequence where each stack of layers begins, and put it together at its end.
 
     Inside a layer, the modules that own cut linears (attention, MLP) see the whole sequence; all others see a part, so
     the gradients of their parameters are summed over the ranks.
     """
-    stacks: dict[str, list[Layer]] = {}
-    for layer in layers:
-        stacks.setdefault(layer.fqn.rpartition(".")[0], []).append(layer)
-    for stack in stacks.values():
-        stack[0].module.register_forward_pre_hook(_on_first_tensor(_Cut(mesh)), with_kwargs=True)
-        stack[-1].module.register_forward_hook(_gather_output(mesh))
-    for layer in layers:
-        owners = {rule.fqn.rpartition(".")[0] for rule in rules if rule.fqn.startswith(layer.fqn + ".")}
-        owners = {name for name in owners if not any(name.startswith(other + ".") for other in owners)}
-        planned = {rule.fqn for rule in rules}
-        for name, module in layer.module.named_modules(prefix=layer.fqn):
-            in_owner = any(name.startswith(owner + ".") for owner in owners)
-            if name in owners:
-                whole = all(f"{name}.{inner}" in planned for inner, part in module.named_modules() if _is_linear(part))
-                module.register_forward_pre_hook(_on_first_tensor(_Gather(mesh, keep=whole)), with_kwargs=True)
-            elif not in_owner and any(parameter is not None for parameter in module._parameters.values()):
-                SummedGradients()._apply(module, mesh)
+    for name in places.first:
+        model.get_submodule(name).register_forward_pre_hook(on_first_tensor(_Cut(mesh)), with_kwargs=True)
+    for name in places.last:
+        model.get_submodule(name).register_forward_hook(_gather_output(mesh))
+    for name, keep in places.owners.items():
+        model.get_submodule(name).register_forward_pre_hook(on_first_tensor(_Gather(mesh, keep=keep)), with_kwargs=True)
+    for name in places.partial:
+        SummedGradients()._apply(model.get_submodule(name), mesh)
 
 
 class _Cut:
@@ -192,7 +229,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def _on_first_tensor(change: Any) -> Any:
+def on_first_tensor(change: Any) -> Any:
     """A forward pre-hook that changes the hidden states: the first tensor among the arguments."""
 
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -232,19 +269,29 @@ def _refuse_own_loss(module: nn.Module, _args: tuple, kwargs: dict[str, Any]) ->
         )
 
 
-def _with_cut_logits(model: nn.Module, rules: list[Rule]) -> list[Rule]:
-    """`rules` with an output head that leaves its logits cut by vocabulary."""
+def cut_head(model: nn.Module, rules: Sequence[Rule]) -> Rule:
+    """The rule of the output head, by which its logits can stay cut by vocabulary.
+
+    Raises:
+        ValueError: none of `rules` cuts the head so.
+    """
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
-    for index, rule in enumerate(rules):
+    for rule in rules:
         is_head = rule.module is head or (head is None and "." not in rule.fqn and isinstance(rule.module, nn.Linear))
         if is_head and isinstance(rule.style, ColwiseParallel):
-            cut = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-            return [*rules[:index], Rule(rule.fqn, cut, rule.style_name, rule.module), *rules[index + 1 :]]
+            return rule
     raise ValueError(
         "loss_parallel=True, but the plan does not cut the output head by vocabulary; add it, such as "
         "{'lm_head': 'colwise_gather_output'}."
     )
+
+
+def _with_cut_logits(model: nn.Module, rules: list[Rule]) -> list[Rule]:
+    """`rules` with an output head that leaves its logits cut by vocabulary."""
+    head = cut_head(model, rules)
+    cut = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return [Rule(rule.fqn, cut, rule.style_name, rule.module) if rule is head else rule for rule in rules]
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

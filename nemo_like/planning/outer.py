@@ -33,6 +33,7 @@ from nemo_like.planning.recorded import record_again
 from nemo_like.planning.recorded_events import BackwardCall, ForwardCall, OuterEvents
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.step_time import OpSeconds
+from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 from nemo_like.tensors import tensors_in
 
 
@@ -109,7 +110,7 @@ class OuterMemory:
 def outer_memory(
     model: nn.Module, layers: Sequence[Any], traced: ModelTrace, step: StepSpec = StepSpec(),  # noqa: B008 - frozen
     chunks: ChunkedLoss | None = None, *, accumulate: bool = False, device: Device | None = None, halves: bool = False,
-    regions: bool = True,
+    regions: bool = True, split_loss: bool = False,
 ) -> OuterMemory:  # fmt: skip
     """Run the model's step around its layers on fake tensors and watch its memory.
 
@@ -121,6 +122,7 @@ def outer_memory(
         device: whose roofline times it.
         halves: cut backward in two, as some schedules of pipelines do.
         regions: whether layers are checkpointed; without, they hold those of their shared inputs that autograd keeps.
+        split_loss: the logits are one rank's part, by vocabulary, and the loss is that of all ranks' parts.
 
     Raises:
         ValueError: its step depends on values, so that it cannot be planned.
@@ -174,7 +176,7 @@ def outer_memory(
     with (
         without_values(f"{type(model).__name__} cannot be planned: its step around the layers", model),
         cache_off(model), in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
-        replaced_forwards(layers, stub),
+        replaced_forwards(layers, stub), VocabularyParallelLoss() if split_loss else nullcontext(),
     ):  # fmt: skip
         with traced.run.casting():
             output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))

@@ -23,6 +23,8 @@ from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.expert_parallel.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
+from nemo_like.distributed.tensor_parallel import sequence_places
+from nemo_like.distributed.tp_plan import resolve_plan
 from nemo_like.distributed.units import UnitPlan
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
@@ -68,6 +70,7 @@ from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_events import LayerEvents
 from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
 from nemo_like.planning.tensor_twin import has_known_rules, rank_twin
+from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 from nemo_like.tensors import describe, tensors_in
 
 HOST_MEMORY = 64 << 30
@@ -93,6 +96,10 @@ class Setup:
     """Tensor-parallel ranks (see `nemo_like.planning.tensor_twin`)."""
     tp_plan: Mapping[str, Any] | None = None
     """Which weights they split, where the caller says."""
+    sequence_parallel: bool = False
+    """Between attention and MLP each of them has its part of the sequence."""
+    loss_parallel: bool = False
+    """Each of them has its part of the logits, by vocabulary, and the loss is computed of that."""
     ep: int = 1
     """Ranks that each layer's experts are split over."""
     expert_plan: Mapping[str, str] | None = None
@@ -145,9 +152,16 @@ class Planner:
                     "of the model: use a divisor, or plan for more ranks."
                 )
         names = [experts.fqn for experts in self.experts]
-        self.model = rank_twin(self.model, setup.tp, setup.tp_plan, names)
+        self.model = rank_twin(
+            self.model, setup.tp, setup.tp_plan, names,
+            sequence_parallel=setup.sequence_parallel, loss_parallel=setup.loss_parallel,
+        )  # fmt: skip
         self.experts = tuple(replace(each, module=self.model.get_submodule(each.fqn)) for each in self.experts)
         if setup.loss is not None:
+            if self._splits_loss:
+                raise ValueError(
+                    "No plan is made for loss='chunked' beside loss_parallel=True: use a mode (ac='selective'), or loss='model'."
+                )
             check_head(self.model)
         self.layers, self.chosen = _found_and_chosen(self.model, layers)
         if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
@@ -178,9 +192,10 @@ class Planner:
                 f"Operators can't be measured for {device.name} ({device.kind}): this process has {at_hand} only, which "
                 "runs others. Leave measuring out (measure=False; no --measure), or plan for the device at hand."
             )
-        self.traced: ModelTrace = trace_model(
-            self.model, self.layers, sample_input, dtype=dtype, autocast=lower, cuda=device.cuda
-        )
+        with VocabularyParallelLoss() if self._splits_loss else contextlib.nullcontext():
+            self.traced: ModelTrace = trace_model(
+                self.model, self.layers, sample_input, dtype=dtype, autocast=lower, cuda=device.cuda
+            )
         self.problems = [
             BlockProblem(trace, device, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
@@ -320,7 +335,7 @@ class Planner:
         if (accumulate, regions) not in self.outers:
             made = outer_memory(
                 self.model, self.layers, self.traced, self.setup.step, self.setup.loss, accumulate=accumulate,
-                device=self.device, regions=regions,
+                device=self.device, regions=regions, split_loss=self._splits_loss,
             )  # fmt: skip
             for reason in made.whole_logits:
                 say_whole_logits(self.whole, reason)
@@ -371,6 +386,18 @@ class Planner:
         if whole not in self._unit_plans:
             self._unit_plans[whole] = units_for(self.model, self.layers, whole=whole, experts=self.experts)
         return self._unit_plans[whole]
+
+    @cached_property
+    def _cuts(self) -> frozenset[str]:
+        """Layers whose region is given the whole sequence, and cuts it inside: the first of each stack."""
+        if not self.setup.sequence_parallel or self.setup.tp == 1:
+            return frozenset()
+        rules = resolve_plan(self.whole, self.setup.tp_plan, self.setup.tp, [e.fqn for e in self.experts])
+        return frozenset(sequence_places(self.whole, rules).first)
+
+    @property
+    def _splits_loss(self) -> bool:
+        return self.setup.loss_parallel and self.setup.tp > 1
 
     @cached_property
     def trained(self) -> frozenset[int]:
@@ -487,7 +514,8 @@ class Planner:
         known: dict[Any, LayerMemory] = {}
         for call, choice, copies in zip(self.traced.calls, choices, self._copies(choices)):
             unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
-            key = (call.kind, id(choice), id(unit), id(experts), copies)
+            whole_input = call.fqn in self._cuts and bool(choice.decisions)
+            key = (call.kind, id(choice), id(unit), id(experts), copies, whole_input)
             if key in known:
                 layers.append(known[key])
                 continue
@@ -497,6 +525,7 @@ class Planner:
             # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
             state = RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
             state += (trace.state_bytes if choice.decisions else 0) + self.leaves(call.kind)
+            state += (self.setup.tp - 1) * trace.input_bytes if whole_input else 0
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
             copied = copied_in_forward(call.module) if choice.decisions else 0
             held = choice.held_bytes + state
@@ -690,6 +719,8 @@ def plan_for(
     ddp: bool = False,
     layers: Any = None,
     tp_plan: Mapping[str, Any] | None = None,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
     ep: int = 1,
     expert_plan: Mapping[str, str] | None = None,
     imbalance: float | None = None,
@@ -718,7 +749,7 @@ def plan_for(
         ddp: `DistributedDataParallel` averages the gradients (with ``fsdp=None``).
         layers: as for `nemo_like.layers.find.find_layers`; where they are some of the layers that would be found, the
             others are left without checkpointing, and count in the peak.
-        tp_plan: as `nemo_like.options.TensorParallel.plan`, of the weights that the ``tp`` axis of `mesh` splits.
+        tp_plan, sequence_parallel, loss_parallel: as in `nemo_like.options.TensorParallel`, of the ``tp`` axis of `mesh`.
         ep, expert_plan, imbalance: ranks that experts are split over, which modules hold them, and how unevenly tokens
             come to them, as in `nemo_like.options.ExpertParallel`.
         precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``). ``fsdp=None``: the
@@ -751,6 +782,7 @@ def plan_for(
     setup = Setup(
         shard_ranks=shard_ranks(mesh, world_size), step=StepSpec.of(step, optimizer), precision=Precision.of(precision),
         fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), tp_plan=tp_plan, ep=ep, expert_plan=expert_plan, imbalance=imbalance,
+        sequence_parallel=sequence_parallel, loss_parallel=loss_parallel,
         loss=ChunkedLoss.of(loss), offload=OffloadConfig.of(offload),
         cp=ContextParallel.of(cp),
     )  # fmt: skip

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nemo_like.distributed.tensor_parallel import SequencePlaces, cut_head, sequence_places
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.log import warn_once
-from nemo_like.op_lookup import find_op
 from nemo_like.options import TensorParallel
+from nemo_like.planning.planned_collectives import gathered, summed
+from nemo_like.planning.sequence_twin import PlannedCutSum, cut_sequences
 
 _CUT = {
     "colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "embedding_rowwise": 0,
@@ -21,7 +23,6 @@ _CUT = {
 """By style: the dimension of a weight (out, in), or of an embedding (vocabulary, width), that is cut."""
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 """Styles that leave weights whole. What the second one sends are gradients of norms, which are small."""
-_GROUP = "planned"
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 """What a config says of all ranks, by the names of its attributes."""
 
@@ -31,18 +32,19 @@ class UnknownStyleError(ValueError):
 
 
 def rank_twin(
-    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = ()
-) -> nn.Module:
+    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = (), *,
+    sequence_parallel: bool = False, loss_parallel: bool = False,
+) -> nn.Module:  # fmt: skip
     """`model` as one of `tp` ranks has it: `tensor_twin`, or with one warning `local_twin` where a style is not known.
 
-    `whole`: as for `tensor_twin`; with such modules, a style that is not known raises UnknownStyleError.
+    The other arguments are those of `tensor_twin`; with one of them, a style that is not known raises UnknownStyleError.
     """
     if tp == 1:
         return model
     try:
-        return tensor_twin(model, tp, plan, whole)
+        return tensor_twin(model, tp, plan, whole, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     except UnknownStyleError as error:
-        if whole:
+        if whole or sequence_parallel or loss_parallel:
             raise
         warn_once(
             f"{error} Planned with the heads and widths of its config divided by {tp} instead: collectives are not counted, "
@@ -88,13 +90,15 @@ def local_twin(model: nn.Module, tp: int) -> nn.Module:
 
 
 def tensor_twin(
-    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = ()
-) -> nn.Module:
+    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = (), *,
+    sequence_parallel: bool = False, loss_parallel: bool = False,
+) -> nn.Module:  # fmt: skip
     """A twin of `model` with the weights that one of `tp` ranks holds, on the meta device.
 
     Modules that `plan` (default: the model's own) cuts run with their part, and their inputs and outputs go through the
     collectives that `torch.distributed.tensor.parallel` sends for them, of which nothing is sent. Buffers are the model's.
-    `whole`: names of modules that the plan is not followed in, such as experts that `ep` splits.
+    `whole`: names of modules that the plan is not followed in, such as experts that `ep` splits. `sequence_parallel`,
+    `loss_parallel`: as in `nemo_like.options.TensorParallel`.
 
     Raises:
         UnknownStyleError: (a ValueError) a style whose bytes are not known, such as those of packed or expert weights.
@@ -108,9 +112,14 @@ def tensor_twin(
             if parameter is not None and (id(parameter) not in memo or id(module) in cut):
                 memo[id(parameter)] = _part(parameter, cut.get(id(module)), tp)
     twin = copy.deepcopy(model, memo)
+    every = resolve_plan(model, plan, tp, whole) if sequence_parallel or loss_parallel else []
+    places = sequence_places(model, every) if sequence_parallel else None
+    head = cut_head(model, every).fqn if loss_parallel else None
     for rule in rules:
         module = twin.get_submodule(rule.fqn)
-        module.forward = _forward(module, rule.style_name, tp)
+        module.forward = _forward(module, "colwise" if rule.fqn == head else rule.style_name, tp, places, rule.fqn)
+    if places is not None:
+        cut_sequences(twin, places, tp)
     return twin
 
 
@@ -119,11 +128,6 @@ def check_tensor_budget(
 ) -> None:
     """Raise ValueError where no plan can be made for the budget `asked` beside `options`, with `tp` ranks; `whole`: as for
     `tensor_twin`."""
-    for name in ("sequence_parallel", "loss_parallel"):
-        if getattr(options, name):
-            raise ValueError(
-                f"ac is {asked} beside {name}=True, which no plan is made for. Use a mode: ac='selective'."
-            )
     try:
         known_rules(model, tp, options.plan, whole)
     except UnknownStyleError as error:
@@ -168,30 +172,26 @@ def _part(parameter: nn.Parameter, rule: Rule | None, tp: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
 
 
-def _forward(module: nn.Module, style: str, tp: int) -> Callable[[Tensor], Tensor]:
+def _forward(
+    module: nn.Module, style: str, tp: int, places: SequencePlaces | None, fqn: str
+) -> Callable[[Tensor], Tensor]:
     inner: Callable[[Tensor], Tensor] = module.forward
+    inside = {} if places is None else {o: keep for o, keep in places.owners.items() if fqn.startswith(o + ".")}
+    summed_later = any(inside.values())
 
     def forward(x: Tensor) -> Tensor:
-        if style.startswith("colwise"):
+        if style.startswith("colwise") and not summed_later:
             x = _PlannedGradientSum.apply(x)
         elif style in ("rowwise_split_input", "rowwise_rep"):
             x = x.chunk(tp, -1)[0]
         out = inner(x)
+        if inside and style == "rowwise":
+            return PlannedCutSum.apply(out, tp)
         if "rowwise" in style:
             return _PlannedSum.apply(out)
         return out if style == "colwise" else _PlannedGather.apply(out, tp)
 
     return forward
-
-
-def _sent(name: str, x: Tensor, how: object) -> Tensor:
-    """What one of torch's functional collectives makes of a fake tensor."""
-    op = find_op(f"_c10d_functional.{name}.default")
-    if op is None:
-        raise RuntimeError(
-            f"This torch {torch.__version__} has no collective {name!r} to plan tensor parallelism with."
-        )
-    return cast(Tensor, op(x, how, _GROUP))
 
 
 class _PlannedGradientSum(torch.autograd.Function):
@@ -203,13 +203,13 @@ class _PlannedGradientSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _sent("all_reduce", grad, "sum")
+        return summed(grad)
 
 
 class _PlannedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _sent("all_reduce", x, "sum")
+        return summed(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -222,8 +222,7 @@ class _PlannedGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        whole = _sent("all_gather_into_tensor", x, ranks)
-        return torch.cat(whole.chunk(ranks, 0), -1)
+        return gathered(x, ranks, -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
