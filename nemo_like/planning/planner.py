@@ -160,7 +160,7 @@ class Planner:
         if setup.loss is not None:
             if self._splits_loss:
                 raise ValueError(
-                    "No plan is made for loss='chunked' beside loss_parallel=True: use a mode (ac='selective'), or loss='model'."
+                    "No plan is made for loss='chunked' beside loss_parallel=True: use ac='selective', or loss='model'."
                 )
             check_head(self.model)
         self.layers, self.chosen = _found_and_chosen(self.model, layers)

@@ -22,7 +22,7 @@ _SEQUENCE = 1
 
 def cut_sequences(twin: nn.Module, places: SequencePlaces, tp: int) -> None:
     """Cut the residual stream of `twin` where `places` say, which are those of the model that it is a twin of."""
-    model = _Running(twin)
+    model = _LayersInModel(twin)
     for name in places.first:
         model.before(twin.get_submodule(name), on_first_tensor(lambda x: _PlannedCut.apply(x, tp)))
     for name in places.last:
@@ -37,7 +37,7 @@ def _whole(x: Tensor, ranks: int, terms: bool) -> Tensor:
     return _PlannedWhole.apply(x, ranks, terms)
 
 
-class _Running:
+class _LayersInModel:
     """Hooks of layers that act while the whole model runs: a planner runs layers by themselves, too."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,7 +51,7 @@ class _Running:
     def _leave(self, *_: Any) -> None:
         self.depth -= 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Running:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LayersInModel:
         return self
 
     def before(self, layer: nn.Module, change: Callable[..., Any]) -> None:
