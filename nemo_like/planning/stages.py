@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, MicrobatchCall, Received, StageEnd, call_of, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
-from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, actions_of
+from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, Action, actions_of
 from nemo_like.distributed.pipeline.schedules import kind_of, rank_of, stages_of
 from nemo_like.layers import find_layers
 from nemo_like.module_tree import bare_modules
@@ -70,10 +70,8 @@ class PipelinePlanner:
         """
         self.setup, self.device, self.whole = setup, device, model
         self.parts = parts_of(model, microbatch, setup, layers) if parts is None else parts
-        args, batch = split_sample(microbatch)
-        names = dict(zip(_argument_names(model), args))
-        self.batch = names | dict(batch)
-        self.hidden = _hidden_of(self.batch, self.parts, setup.cp.size)
+        self.batch = _by_name(model, microbatch)
+        self.hidden = hidden_of(model, microbatch, self.parts, setup.cp.size)
         self._more, self.planners = more, dict[Any, Planner]()
         self.memories: dict[Any, StageMemory] = {}
         self._alike, self._numbers = dict[str, int](), dict[Any, int]()
@@ -97,9 +95,7 @@ class PipelinePlanner:
 
     def scheduled_as(self, pp: PipelineParallel) -> None:
         self.pp, self.count = pp, pp.microbatches or 1
-        # In 1F1B, what is in flight is the same from some microbatch on.
-        enough = min(self.count, 2 * pp.size + 2) if pp.schedule == "1f1b" else self.count
-        self.actions = actions_of(replace(pp, microbatches=enough))
+        self.actions = walked_actions(pp)
         self.counts = counts_of(self.parts, pp)
         self.stages = self.stages_for(self.counts)
 
@@ -332,13 +328,24 @@ def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
     return tree
 
 
-def _argument_names(model: nn.Module) -> list[str]:
-    return list(inspect.signature(model.forward).parameters)
+def _by_name(model: nn.Module, microbatch: Any) -> dict[str, Any]:
+    """What the model is called with, by the names of its arguments."""
+    args, batch = split_sample(microbatch)
+    return dict(zip(inspect.signature(model.forward).parameters, args)) | dict(batch)
 
 
-def _hidden_of(batch: dict[str, Any], parts: Any, cp: int) -> Tensor:
-    """What one of `cp` ranks sends to the next stage."""
+def hidden_of(model: nn.Module, microbatch: Any, parts: StageParts, cp: int) -> Tensor:
+    """What one of `cp` ranks sends to the next stage for such a microbatch, without data."""
+    batch = _by_name(model, microbatch)
     first = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2)
     rows, tokens = first.shape[:2]
     tokens = padded_length(tokens, cp) // cp
     return torch.empty((rows, tokens, *parts.hidden_width), dtype=parts.hidden_dtype, device="meta")
+
+
+def walked_actions(pp: PipelineParallel) -> list[tuple[Action, ...]]:
+    """For each rank what it runs, as far as something new is to be learned of its memory: in 1F1B, what is in flight is the
+    same from some microbatch on."""
+    count = pp.microbatches or 1
+    enough = min(count, 2 * pp.size + 2) if pp.schedule == "1f1b" else count
+    return actions_of(replace(pp, microbatches=enough))

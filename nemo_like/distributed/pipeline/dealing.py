@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -129,6 +130,12 @@ def deal(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 
     return best[-1][count][1]
 
 
+@functools.lru_cache(maxsize=64)
+def _dealt(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[int, ...]:
+    """A search asks for the same ones again and again."""
+    return tuple(deal(costs, stages, first, last))
+
+
 def counts_of(parts: StageParts, pp: PipelineParallel) -> list[int]:
     """How many layers each stage gets, as `PipelineParallel.balance` says.
 
@@ -143,7 +150,7 @@ def counts_of(parts: StageParts, pp: PipelineParallel) -> list[int]:
             )
         return list(pp.balance)
     try:
-        return deal(parts.layer_flops, pp.stages, first=parts.flops_before, last=parts.flops_after)
+        return list(_dealt(parts.layer_flops, pp.stages, parts.flops_before, parts.flops_after))
     except ValueError as error:
         raise ValueError(f"pp is {pp.size} with {pp.stages_per_rank} stage(s) on each rank: {error}") from error
 

@@ -84,7 +84,9 @@ class Search:
         self.hopeless: dict[Any, bool] = {}
         self.bounds: dict[ShapeKey, StagedBounds] = {}
         self.least_staged: tuple[int, Layout, Variant] | None = None
-        """Of the pipelines that are known not to fit, the one with the fewest bytes."""
+        """Of the pipelines that the whole model shows not to fit, the one with the fewest bytes."""
+        self.too_large: dict[tuple[Layout, Variant], int] = {}
+        """Of those that were looked at more closely, bytes that they take at least."""
         self.least: tuple[Shape, Layout, Variant, Resolved] | None = None
         """Of what does not fit, the one with the lowest peak."""
 
@@ -118,18 +120,18 @@ class Search:
             shape = self._traced(ShapeKey.of(layout))
             if isinstance(shape, str):  # it could not be cut into stages
                 self.found.rejected[shape] += 1
-            elif self.found.best and isinstance(shape, StagedShape) and not shape.is_cut(layout, variant):
+            elif self.found.best and isinstance(shape, StagedShape) and shape.key.in_one_stage not in self.shapes:
                 later += 1
             elif resolved is not None:
                 self.found.best.append(self.candidate(shape, layout, variant, resolved))
+            elif isinstance(shape, StagedShape) and (better := self._least_pipeline(shape, layout, variant)) > bound:
+                if better < math.inf:
+                    heapq.heappush(queue, (better, next(order), item))
             elif (resolved := self._resolve(shape, layout, variant)) is not None:
                 per_token = self._per_token(resolved.seconds, layout)
                 heapq.heappush(queue, (per_token, next(order), (layout, variant, resolved)))
-        if not self.found.best and self.least is None and self.least_staged is not None:
-            _, layout, variant = self.least_staged
-            shape = self._traced(ShapeKey.of(layout))
-            if isinstance(shape, StagedShape):
-                self._resolve(shape, layout, variant)  # remembered as what needs least
+        if not self.found.best:
+            self._look_at_the_least()
         later += sum(1 if isinstance(item, tuple) else len(self.by_shape[item]) for _, _, item in queue)
         if later:
             self.found.rejected["slower than the best, not looked at"] += later
@@ -155,6 +157,20 @@ class Search:
         self.found.best = [self.candidate(*entry[2:]) for entry in everything[:count]]
         self.found.nearest = None if self.found.best else self._nearest()
         return self.found
+
+    def _look_at_the_least(self) -> None:
+        """Nothing fits: of the pipelines that are known not to, those that may need less than all else."""
+        large = [(least, *item) for item, least in self.too_large.items()]
+        for least, layout, variant in sorted(large, key=lambda entry: entry[0]):
+            if self._near(least):
+                self._look_at(layout, variant)
+        if self.least is None and self.least_staged is not None:
+            self._look_at(*self.least_staged[1:])
+
+    def _look_at(self, layout: Layout, variant: Variant) -> None:
+        shape = self._traced(ShapeKey.of(layout))
+        if isinstance(shape, StagedShape):
+            self._resolve(shape, layout, variant)  # remembered as what needs least
 
     # --- shapes ---------------------------------------------------------------------------------------------------
 
@@ -213,8 +229,7 @@ class Search:
         for other, shape in self.shapes.items():
             if isinstance(shape, TracedShape) and other.ep == key.ep and _like_stages(other, key):
                 return self._bounds_of(other, shape)
-        whole = replace(key, staged=False)
-        shape = self._traced(whole)
+        shape = self._traced(whole := key.in_one_stage)
         return self._bounds_of(whole, shape) if isinstance(shape, TracedShape) else None
 
     def _is_too_large(self, key: ShapeKey) -> bool:
@@ -276,6 +291,22 @@ class Search:
                         self.least_staged = least, layout, replace(variant, ac="full")
                     continue
                 yield bounds.seconds(layout, variant.ac) * per_token, (layout, variant, None)
+
+    def _least_pipeline(self, shape: StagedShape, layout: Layout, variant: Variant) -> float:
+        """Seconds of one GPU for a token that this pipeline is not below, by the whole model in the same shape, which is
+        traced where it was not; infinite where its bytes are too many, which is counted."""
+        whole = self._traced(shape.key.in_one_stage)
+        try:
+            known = shape.least(whole) if isinstance(whole, TracedShape) else None
+        except ValueError:
+            return 0.0  # it cannot be cut, which whoever cuts it says
+        if known is None:
+            return 0.0
+        if known.bytes(layout, variant.ac) > shape.most_allocated(variant):
+            self.found.rejected["memory"] += 1
+            self.too_large[layout, replace(variant, ac="full")] = known.bytes(layout, "full")
+            return math.inf
+        return known.seconds(layout, variant.ac) * layout.gpus / (layout.sequences * self.question.seq_len)
 
     def _near(self, least: int) -> bool:
         """Whether what takes at least so many bytes could need less than anything yet: worth a look if nothing fits."""

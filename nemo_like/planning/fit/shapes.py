@@ -62,6 +62,10 @@ class ShapeKey:
     staged: bool = False
     """Cut into the stages of a pipeline, of which `whole` then speaks."""
 
+    @property
+    def in_one_stage(self) -> ShapeKey:
+        return replace(self, staged=False)
+
     @classmethod
     def of(cls, layout: Layout) -> ShapeKey:
         return cls(layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.gpus == layout.pp, layout.pp > 1)
@@ -372,11 +376,19 @@ class TracedShape:
                 gathered, reduced = (size * self.key.ep // key.ep for size in (experts.gathered, experts.reduce_input))
                 experts = replace(experts, gathered=gathered, reduce_input=reduced)
             runs.append(replace(run, block=block, unit=unit, experts=experts))
-        head = 6.0 * self.head_weights() / device.matmul_flops["half"]
+        head = self.head_seconds(key.micro_batch * self.question.seq_len / key.cp)
         return step_seconds(
-            runs, [], Links.of(layout, device), layout, sync=self.question.step.sync, optimizer=0.0,
-            outer=head * key.micro_batch * self.question.seq_len / key.cp,
-        ).total  # fmt: skip
+            runs, [], Links.of(layout, device), layout, outer=head, sync=self.question.step.sync, optimizer=0.0
+        ).total
+
+    def head_seconds(self, tokens: float) -> float:
+        """At least, of the head's products with so many tokens: with its weights, and with what trains."""
+        head = find_head(self.base.model)
+        if head is None:
+            return 0.0
+        own = any(p.requires_grad for p in head.parameters())
+        others = any(p.requires_grad for layer in self.base.layers for p in layer.module.parameters())
+        return 2.0 * (1 + own + others) * self.head_weights() * tokens / self.question.device.matmul_flops["half"]
 
     def head_weights(self) -> int:
         """Parameters of the head on one rank; 0: it is not known."""

@@ -14,24 +14,24 @@ from nemo_like.distributed.expert_parallel.find_experts import find_experts
 from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig, PipelineParallel
+from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig
 from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.need import Need, most_allocated, need_of
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, Links, StepSeconds, unit_seconds
-from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Shared, Variant
+from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Shared, TracedShape, Variant
+from nemo_like.planning.fit.stage_seconds import action_seconds_of, layer_parts, pipeline_of
+from nemo_like.planning.fit.staged_least import StagedLeast
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan
 from nemo_like.planning.planner import Setup
-from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
+from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.stage_plans import choose, describe
-from nemo_like.planning.stages import Choices, PipelinePlanner, PlannedStage, parts_of
+from nemo_like.planning.stages import Choices, PipelinePlanner, PlannedStage, hidden_of, parts_of
 from nemo_like.planning.step_time import optimizer_seconds
 from nemo_like.planning.tensor_twin import has_known_rules
-
-_SENT = ("tensor-parallel sums", "sequence gathers", "expert exchanges")
 
 
 class StagedShape:
@@ -59,12 +59,13 @@ class StagedShape:
         self._blocks: dict[int, BlockSeconds] = {}
         self._peaks: dict[Any, Peak] = {}
         self._plans: dict[Any, tuple[Choices, Peak] | None] = {}
+        self._least: StagedLeast | None = None
 
     def planner(self, layout: Layout, variant: Variant) -> PipelinePlanner:
         """Of this layout and variant; stages of the same layers are traced once for all of them."""
         key = (*self._layout_key(layout), variant.loss, variant.offload)
         if key not in self._planners:
-            pp = PipelineParallel(layout.pp, layout.schedule or "1f1b", layout.grad_accum)
+            pp = pipeline_of(layout)
             setup = replace(
                 self.setup, shard_ranks=layout.shard_ranks, offload=OffloadConfig(variant.offload),
                 loss=ChunkedLoss() if variant.loss == "chunked" else None,
@@ -91,9 +92,18 @@ class StagedShape:
             raise ValueError(self.shared.parts)
         return self.shared.parts
 
-    def is_cut(self, layout: Layout, variant: Variant) -> bool:
-        """Whether `planner` answers at once."""
-        return (*self._layout_key(layout), variant.loss, variant.offload) in self._planners
+    def least(self, whole: TracedShape) -> StagedLeast | None:
+        """What bounds its pipelines, by `whole`, the model in one stage in this shape; None: it cannot be cut."""
+        if self._least is None:
+            parts = self._parts()
+            made = StagedLeast(whole, parts, hidden_of(self.model, self.sample, parts, self.key.cp).nbytes)
+            self._least = made if made.is_known else None
+        return self._least
+
+    @property
+    def cuts(self) -> int:
+        """Cuts, schedules and set-ups that there is a planner of."""
+        return len(self._planners)
 
     def _layout_key(self, layout: Layout) -> tuple[Any, ...]:
         return layout.pp, layout.schedule, layout.grad_accum, layout.shard_ranks
@@ -155,7 +165,7 @@ class StagedShape:
         busiest = busiest_rank(ranks, parts)
         found = {name: value * layout.grad_accum for name, value in sums[busiest].items()}
         actions, count = actions_of(planner.pp), len(planner.stages)
-        seconds = action_seconds(map(_stage_seconds, parts), planner.pp.replay)
+        seconds = action_seconds_of(parts, planner.pp)
         handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > layout.gpus // layout.pp, device)
         computing = timeline(actions, seconds, count).seconds
         found["pipeline bubble"] = max(0.0, computing - sum(found.values()))
@@ -178,26 +188,10 @@ class StagedShape:
 
     def stage_parts(self, stage: PlannedStage, choices: Any, links: Links) -> dict[str, float]:
         """Seconds of one microbatch in one stage."""
-        planner, device = stage.planner, self.question.device
-        parts = dict.fromkeys(
-            ("forward", "backward", "replay", "tensor-parallel sums", "sequence gathers", "expert exchanges",
-             "head and embedding"), 0.0,
-        )  # fmt: skip
-        for call, choice in zip(planner.traced.calls, choices):
-            problem = planner.problems[call.kind]
-            block = self.block(problem)
-            again = 1 if choice.label == "full" else 0
-            parts["forward"] += block.forward
-            parts["backward"] += block.backward
-            parts["replay"] += block.replay(choice, problem.reachable)
-            sums = network.reduce_seconds(block.boundary_bytes, links.tensor, device)
-            parts["tensor-parallel sums"] += sums * (4 + again)
-            gathered = network.gather_seconds(block.sequence_bytes, links.sequence, device)
-            parts["sequence gathers"] += gathered * (2 + again)
-            parts["expert exchanges"] += network.exchange_seconds(block.expert_bytes, links.experts, device) * (
-                2 + again
-            )
-        parts["head and embedding"] += planner.outer().seconds
+        planner = stage.planner
+        calls = [(planner.problems[call.kind], choice) for call, choice in zip(planner.traced.calls, choices)]
+        parts = layer_parts(((self.block(problem), problem, choice) for problem, choice in calls), links)
+        parts["head and embedding"] = planner.outer().seconds
         return parts
 
     def _unit_seconds(self, stage: PlannedStage, links: Links) -> tuple[float, float]:
@@ -237,11 +231,3 @@ def busiest_rank(ranks: Sequence[Sequence[int]], parts: Sequence[Mapping[str, fl
 
 def _highest(planner: PipelinePlanner, choices: Any) -> Peak:
     return max(planner.peaks(choices), key=lambda peak: peak.total)
-
-
-def _stage_seconds(parts: dict[str, float]) -> StageSeconds:
-    return StageSeconds(
-        forward=parts.get("forward", 0.0), backward=parts.get("backward", 0.0), replay=parts.get("replay", 0.0),
-        outer=parts.get("head and embedding", 0.0),
-        sent=sum(parts.get(name, 0.0) for name in _SENT),
-    )  # fmt: skip

@@ -64,14 +64,14 @@ class StagedBounds:
         stages = pp * (1 if _FILLS.get(layout.schedule or "", 0.0) == 1.0 else 2)
         even = self._even(stages)
         fill = one * (pp - 1) / pp * even * _FILLS.get(layout.schedule or "", 0.0)
-        return layout.grad_accum * one / pp + fill + (self._once(layout) / pp if once else 0.0)
+        return layout.grad_accum * one / pp + fill + (self.once(layout) / pp if once else 0.0)
 
     def _microbatch(self, layout: Layout, mode: str, exchanges: bool) -> float:
         """Of one, in all stages."""
         key = (layout.micro_batch, layout.cp, layout.ep, mode, exchanges)
         if key not in self._one:
             links, share = Links.of(layout, self.device), self._share(layout)
-            one = self._head(layout)
+            one = self.head(layout)
             for kind, count in self.counts.items():
                 block = self.shape.blocks[kind]
                 sent = network.reduce_seconds(int(block.boundary_bytes * share), links.tensor, self.device) * 4
@@ -87,7 +87,7 @@ class StagedBounds:
 
     def bytes(self, layout: Layout, mode: str) -> int:
         """Of the first rank's peak: what lies there of its layers, and what its microbatches in flight hold."""
-        held = sum(choice.held_bytes for choice in self.shape.uniform["full" if mode == "plan" else mode])
+        held = sum(choice.held_bytes for choice in self.choices("full" if mode == "plan" else mode))
         lies = self._lying(layout)
         flight = in_flight(layout.schedule, layout.pp, layout.grad_accum)
         stages = layout.pp * (1 if layout.schedule in ("gpipe", "1f1b") else 2)
@@ -96,7 +96,7 @@ class StagedBounds:
     def _lying(self, layout: Layout) -> int:
         """Parameters of all layers, stored and gathered, whole gradients and optimizer state."""
         if layout.shard_ranks not in self._lies:
-            sharding, optimizer = self._sharding(layout), self.shape.question.step.optimizer
+            sharding, optimizer = self.sharding(layout), self.shape.question.step.optimizer
             layers = (*sharding.units, *sharding.experts.values())
             trained = [p for p in sharding.trained if p.in_layer]
             lies = sum(unit.shard for unit in layers) + optimizer_memory(trained, optimizer, foreach=False).state
@@ -132,19 +132,23 @@ class StagedBounds:
             self._again[kind, mode] = least_seconds(problem, self.device, run)[0] if run else 0.0
         return self._again[kind, mode]
 
+    def choices(self, mode: str) -> list[Choice]:
+        """Of a mode that needs no budget, one for each layer call."""
+        return self.shape.uniform[mode]
+
     def _choice(self, kind: int, mode: str) -> Choice:
-        choices = self.shape.uniform["none" if mode == "plan" else mode]
+        choices = self.choices("none" if mode == "plan" else mode)
         return next(c for call, c in zip(self.shape.base.traced.calls, choices) if call.kind == kind)
 
-    def _head(self, layout: Layout) -> float:
-        tokens = layout.micro_batch * self.shape.question.seq_len / layout.cp
-        return 6.0 * self.shape.head_weights() * tokens / self.device.matmul_flops["half"]
+    def head(self, layout: Layout) -> float:
+        """Of the head's products with one microbatch."""
+        return self.shape.head_seconds(layout.micro_batch * self.shape.question.seq_len / layout.cp)
 
-    def _once(self, layout: Layout) -> float:
-        """Gathers, reductions and the optimizer, of all stages."""
+    def once(self, layout: Layout) -> float:
+        """Of gathers, reductions and the optimizer, of all stages."""
         key = (layout.shard_ranks, layout.dp_replicate)
         if key not in self._ends:
-            sharding, links = self._sharding(layout), Links.of(layout, self.device)
+            sharding, links = self.sharding(layout), Links.of(layout, self.device)
             total = optimizer_seconds(sharding.trained, self.shape.question.step.optimizer, self.device)
             experts = set(map(id, sharding.experts.values()))
             for unit in sharding.all if sharding.on else ():
@@ -153,6 +157,7 @@ class StagedBounds:
             self._ends[key] = total
         return self._ends[key]
 
-    def _sharding(self, layout: Layout) -> Sharding:
+    def sharding(self, layout: Layout) -> Sharding:
+        """Of the whole model over the ranks that share a stage."""
         whole = replace(layout, pp=1, schedule=None, grad_accum=1, micro_batch=1)
         return self.shape.planner(whole, Variant("none", "model", "none", None)).sharding
