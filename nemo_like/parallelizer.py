@@ -59,7 +59,7 @@ from nemo_like.options import (
 )
 from nemo_like.pipelined import parallelize_pipeline
 from nemo_like.planning.first_step import watch_first_step
-from nemo_like.planning.larger_batch import warn_of_larger_batches
+from nemo_like.planning.larger_batch import size_watch, warn_of_larger_batches
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.tensor_twin import check_tensor_budget
 from nemo_like.precision import autocast_forward, check_autocast
@@ -129,6 +129,7 @@ def parallelize(
     sample_input: Any = None,
     optimizer: str | None = None,
     step: StepSpec | None = None,
+    planned_tokens: int | None = None,
     device: str | torch.device | None = None,
 ) -> Any:
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
@@ -182,6 +183,8 @@ def parallelize(
         step: what else a budget counts of the training loop (`StepSpec`: microbatches, a loss outside of the model, whether
             the output is dropped before backward); default: ``out = model(**batch); out.loss.backward()``, then one
             step of the optimizer.
+        planned_tokens: tokens of the largest microbatch of one rank that memory was planned for, as `nemo-like fit` says it
+            where there is no plan to know it: a larger batch is trained on, and a warning says so once.
         device: where the model goes; default: this rank's accelerator if there is one, else the CPU.
 
     Raises:
@@ -219,6 +222,7 @@ def parallelize(
         check_head(model)
     _check_sharded_by_caller(model, word)
     loop = StepSpec.of(step, optimizer)
+    size_watch(None, planned_tokens)
     asked_device = None if device is None else checked_device(device)
     sizes = {"dp_replicate": dp_replicate, "tp": tensor.size, "cp": context.size}
     mesh = _mesh(word, mesh, sizes, asked_device, hasattr(model, STAGE_MARK))
@@ -287,8 +291,9 @@ def parallelize(
         model = _replicate(model, mesh, cast, target, ddp)
     setattr(model, _MARK, True)
     staged = hasattr(model, STAGE_MARK)  # whose plan's peak is that of a rank, with all microbatches in flight
-    if isinstance(asked, Plan) and is_rank_zero() and not staged:
-        warn_of_larger_batches(model, asked)
+    watch = size_watch(asked if isinstance(asked, Plan) else None, planned_tokens)
+    if watch is not None and is_rank_zero() and not staged:
+        warn_of_larger_batches(model, watch)
     if isinstance(asked, Plan) and is_rank_zero() and not (staged or fsdp.cpu_offload or place.mode != "none"):
         watch_first_step(model, asked, target)
     return model

@@ -38,6 +38,7 @@ from nemo_like.options import (
     TensorParallel,
     parse_strategy,
 )
+from nemo_like.planning.larger_batch import size_watch
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import Setup
 from nemo_like.planning.split_parts import SplitParts
@@ -75,6 +76,7 @@ def parallelize_pipeline(
             "pp needs sample_input=, one microbatch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
             "shows which parameters run before and after the layers, and the shape of what stages send."
         )
+    size_watch(None, options["planned_tokens"])
     asked = read_ac(options["ac"])
     found, _ = layers_for(model, asked, options["ac_scope"], options["layers"])
     _refuse(model, found, pp, asked)
@@ -110,7 +112,7 @@ def parallelize_pipeline(
     rest = {
         name: value
         for name, value in options.items()
-        if name not in ("mesh", "loss", "sample_input", "tp", "cp", "step")
+        if name not in ("mesh", "loss", "sample_input", "tp", "cp", "step", "planned_tokens")
     }
     setup = Setup(
         shard_ranks=axis_size(mesh, "dp_shard") * context.size, step=StepSpec.of(options["step"], options["optimizer"]),
@@ -137,7 +139,11 @@ def parallelize_pipeline(
     if is_rank_zero():
         counts = [len(piece.layers) for piece in all_slices]
         logger.info(f"Pipeline of {len(counts)} stages on {pp.size} ranks ({pp.schedule}): {counts} layers each.")
-    return Pipeline(stages, parts, pp, mesh, device)
+    pipeline = Pipeline(stages, parts, pp, mesh, device)
+    watch = size_watch(rest["ac"] if isinstance(rest["ac"], Plan) else None, options["planned_tokens"])
+    if watch is not None and is_rank_zero():
+        pipeline.sees = watch.see
+    return pipeline
 
 
 def _stages(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -55,7 +57,28 @@ def _run_stages(rank, world_size, limit, pins):
     best = fit(llama(6), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, pp=2, **pins).best
     pipeline = parallelize(llama(6), device="cpu", **best.kwargs())
     ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
-    return best.call(), best.peak_bytes, pipeline_peak_bytes(pipeline, {"input_ids": ids, "labels": ids})
+    peak = pipeline_peak_bytes(pipeline, {"input_ids": ids, "labels": ids})
+    return best.call(), best.peak_bytes, peak, _train_on_more(best)
+
+
+def _train_on_more(best):
+    """Two steps on batches of more rows than were planned for; how often each said so, and the largest difference between a
+    gradient of the second and the whole model's."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("nemo_like").addHandler(handler)
+    pipeline, whole, said = parallelize(llama(6), device="cpu", **best.kwargs()), llama(6), []
+    params = dict(pipeline.named_parameters())
+    ids = torch.randint(512, (16, 64), generator=torch.Generator().manual_seed(1))
+    for rows in (8, 16, 16):
+        for param in params.values():
+            param.grad = None
+        pipeline.step(input_ids=ids[:rows], labels=ids[:rows])
+        said.append(sum("A batch is larger" in line for line in lines))
+    whole(input_ids=ids, labels=ids).loss.backward()
+    grads = {name: param.grad for name, param in whole.named_parameters()}
+    return said, max(float((grads[name] - param.grad).abs().max()) for name, param in params.items())
 
 
 @pytest.mark.parametrize(
@@ -67,8 +90,10 @@ def _run_stages(rank, world_size, limit, pins):
 )
 def test_the_best_pipeline_for_two_ranks_runs_and_peaks_as_predicted(pins):
     found = run_ranks(2, _run_stages, 3 << 20, pins, timeout=280)
-    (call, predicted, _), worst = found[0], max(measured for _, _, measured in found)
-    assert {other for other, _, _ in found} == {call} and "PipelineParallel(2" in call
+    (call, predicted, _, _), worst = found[0], max(measured for _, _, measured, _ in found)
+    assert {other for other, *_ in found} == {call} and "PipelineParallel(2" in call
+    assert [said for *_, (said, _) in found] == [[0, 1, 1], [0, 0, 0]]  # once, on rank zero
+    assert all(off < 1e-6 for *_, (_, off) in found)
     assert predicted <= 3 << 20
     assert abs(predicted - worst) <= 0.01 * worst, (call, predicted, worst)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from nemo_like.log import warn_once
 from nemo_like.planning.plan import Plan, gib
@@ -17,48 +17,79 @@ from nemo_like.tensors import describe, tensors_in
 _WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64")
 
 
-def warn_of_larger_batches(model: nn.Module, plan: Plan) -> None:
-    """Warn once, on rank zero, when `model` trains on more than the sample that `plan` was made for.
+def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
+    """What tells a batch that is larger than planned; None: nobody said what was planned for.
 
-    What is compared is the largest tensor of whole numbers (token ids, labels), or where the sample has none, the largest
-    of all. Nothing else changes: gradients do not depend on a plan.
+    Args:
+        plan: made for a sample, whose largest tensor of whole numbers (token ids, labels) counts, or where it has none, the
+            largest of all.
+        tokens: elements of that tensor; `plan` is asked first.
+
+    Raises:
+        ValueError: `tokens` is none that a batch could have.
     """
-    planned = plan.step.get("sample", "")
-    if planned and plan.peak_bytes:
-        watch = _SizeWatch(planned, plan.peak_bytes)
-        watch.handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+        raise ValueError(
+            f"planned_tokens is {tokens!r}; it must be the tokens of the largest microbatch of one rank that memory was "
+            "planned for, a whole number >= 1, or be left out."
+        )
+    sample = "" if plan is None else plan.step.get("sample", "")
+    if plan is not None and sample and plan.peak_bytes:
+        sizes = _sizes(sample)
+        whole = any(dtype in _WHOLE for dtype, _ in sizes)
+        most = max((size for dtype, size in sizes if not whole or dtype in _WHOLE), default=0)
+        return SizeWatch(sample, most, plan.peak_bytes) if most else None
+    return None if tokens is None else SizeWatch(f"{tokens} tokens", tokens)
+
+
+def most_elements(given: Iterable[torch.Tensor]) -> int:
+    """Of the largest tensor of whole numbers (token ids, labels), or where there is none, of the largest of all."""
+    sizes = [(str(t.dtype) in _WHOLE, t.numel()) for t in given]
+    whole = any(is_whole for is_whole, _ in sizes)
+    return max((size for is_whole, size in sizes if is_whole or not whole), default=0)
+
+
+def warn_of_larger_batches(model: nn.Module, watch: SizeWatch) -> None:
+    """Warn once, on rank zero, when `model` trains on more than was planned for. Nothing else changes: gradients do not
+    depend on a plan."""
+    model.register_forward_pre_hook(watch.before_forward, with_kwargs=True)
 
 
 @dataclass(eq=False)
-class _SizeWatch:
+class SizeWatch:
+    """Says once that a batch is larger than the one that memory was planned for."""
+
     planned: str
-    """`describe` of the sample's tensors."""
-    peak_bytes: int
-    handle: RemovableHandle | None = field(default=None, repr=False)
+    """What was planned for, for people."""
+    most: int
+    """See `most_elements`."""
+    peak_bytes: int = 0
+    """What was predicted; 0: only the caller knows."""
     over: bool = False
 
-    def __post_init__(self) -> None:
-        sizes = _sizes(self.planned)
-        self.whole = any(dtype in _WHOLE for dtype, _ in sizes)
-        self.most = max((size for dtype, size in sizes if not self.whole or dtype in _WHOLE), default=0)
-
-    def __deepcopy__(self, memo: Any) -> _SizeWatch:
-        return _SizeWatch(self.planned, self.peak_bytes, over=self.over)
+    def __deepcopy__(self, memo: Any) -> SizeWatch:
+        return SizeWatch(self.planned, self.most, self.peak_bytes, self.over)
 
     def __reduce__(self) -> Any:
-        return _SizeWatch, (self.planned, self.peak_bytes)
+        return SizeWatch, (self.planned, self.most, self.peak_bytes)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.over or torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+            self.see((args, kwargs))
+
+    def see(self, batch: Any, microbatches: int = 1) -> None:
+        """A batch that is trained on, as so many microbatches of equally many rows."""
+        if self.over:
             return
-        given = tuple(tensors_in((args, kwargs)))
-        found = max((t.numel() for t in given if not self.whole or str(t.dtype) in _WHOLE), default=0)
-        if found <= self.most or not self.most:
+        given = tuple(tensors_in(batch))
+        if most_elements(given) <= self.most * microbatches:
             return
-        self.over = True  # not taken out here: torch goes through the hooks just now
+        self.over = True  # the hook is not taken out here: torch goes through the hooks just now
+        peak = f"the predicted peak of {gib(self.peak_bytes)}" if self.peak_bytes else "was predicted"
+        each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
         warn_once(
-            f"A batch is larger than the one that the plan was made for ({describe(given, {})}; planned: {self.planned}). "
-            f"It is trained on as it is, and takes more than the predicted peak of {gib(self.peak_bytes)}. Plan for the "
+            f"A batch is larger than the one that the plan was made for ({describe(given, {})}; planned: "
+            f"{self.planned}{each}). It is trained on as it is, and takes more than {peak}. Plan for the "
             "largest batch: give it as sample_input=, or its length as --max-seq-len of nemo-like fit."
         )
 

@@ -24,6 +24,7 @@ from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import device_at_hand
+from nemo_like.planning.larger_batch import most_elements
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.fitted import Fitted, choose
 from nemo_like.recipes.interrupt import Interrupt
@@ -35,6 +36,7 @@ from nemo_like.recipes.run_options import RunOptions
 from nemo_like.recipes.run_state import check_same_run, gather_state
 from nemo_like.recipes.schedule import Schedule
 from nemo_like.recipes.step_flops import Speed, Utilisation
+from nemo_like.tensors import tensors_in
 
 
 class TrainingJob:
@@ -152,7 +154,10 @@ class TrainingJob:
         said = self.options.parallel_options(self.ranks.device) | more
         if self.fitted is not None and (plan := self.fitted.planned) is not None:
             said["ac"] = plan
-        return parallelize(model, sample_input=self.options.planned_input(rows, width), **said)
+        sample = self.options.planned_input(rows, width)
+        if self.fitted is not None:
+            said["planned_tokens"] = most_elements(tensors_in(sample))
+        return parallelize(model, sample_input=sample, **said)
 
     def _begin(self) -> None:
         """With everything built: go on from a checkpoint where that was asked for. A collective.

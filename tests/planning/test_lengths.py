@@ -61,12 +61,25 @@ def test_lengths_that_make_no_sense_are_refused(asked, message):
         planned_length(4096, **asked)
 
 
-def test_a_larger_batch_than_planned_is_said_once_and_trains_right(caplog):
+def _budget():
+    return {"strategy": "single", "ac": "40%", "sample_input": {"input_ids": _ids(2, 16), "labels": _ids(2, 16)}}
+
+
+def _chosen(ac):
+    asked = {"gpus": 1, "gpu": "cpu", "seq_len": 16, "micro_batch": 2, "loss": "model", "offload": "none"}
+    best = fit(_model(), ac=ac, **asked).best
+    assert f"ac={ac!r}, planned_tokens=32)" in best.call()
+    return best.kwargs()
+
+
+@pytest.mark.parametrize(
+    "options", [_budget, lambda: _chosen("full"), lambda: _chosen("selective")], ids=["budget", "full", "selective"]
+)
+def test_a_larger_batch_than_planned_is_said_once_and_trains_right(caplog, options):
     forget_announcements()
     plain = _model()
     planned = copy.deepcopy(plain)
-    sample = {"input_ids": _ids(2, 16), "labels": _ids(2, 16)}
-    planned = parallelize(planned, "single", "40%", sample_input=sample, device="cpu")
+    planned = parallelize(planned, device="cpu", **options())
     with caplog.at_level(logging.WARNING, logger="nemo_like"):
         said = []
         for rows, width in ((2, 16), (1, 16), (2, 24), (4, 24)):
@@ -78,3 +91,9 @@ def test_a_larger_batch_than_planned_is_said_once_and_trains_right(caplog):
                 assert torch.equal(own.grad, other.grad), name
             said.append(sum("A batch is larger" in record.getMessage() for record in caplog.records))
     assert said == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("tokens", [0, True, "32"])
+def test_planned_tokens_that_no_batch_could_have_are_refused(tokens):
+    with pytest.raises(ValueError, match="planned_tokens is"):
+        parallelize(_model(), "single", "full", planned_tokens=tokens, device="cpu")

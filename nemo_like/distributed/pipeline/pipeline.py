@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,8 @@ class Pipeline:
         self._schedules: dict[Any, Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
         self._verified = False
+        self.sees: Callable[[Mapping[str, Any], int], None] | None = None
+        """Called with each batch that `step` trains on, and how many microbatches it becomes."""
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,8 @@ class Pipeline:
         Raises:
             ValueError: a batch that cannot be cut.
         """
+        if self.sees is not None:
+            self.sees(batch, self.options.microbatches or 1)
         self._verify(batch)
         schedule = self._schedule(*self._cut(batch))
         numbers = torch.arange(self.options.microbatches or 1)

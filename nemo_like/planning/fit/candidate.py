@@ -10,8 +10,10 @@ from nemo_like.planning.fit.explained import Account
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.need import Need
 from nemo_like.planning.fit.seconds import StepSeconds
+from nemo_like.planning.larger_batch import most_elements
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import Plan
+from nemo_like.tensors import tensors_in
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Candidate:
             said["sample_input"] = self.sample
         if self.precision != Precision():
             said["precision"] = self.precision
+        if self.plan is None and (tokens := most_elements(tensors_in(self.sample))):
+            said["planned_tokens"] = tokens  # a plan knows them itself
         said |= {"loss": self.loss} if self.loss != "model" else {}
         return said | ({"offload": self.offload} if self.offload != "none" else {})
 
