@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.fit.candidate import Candidate
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import MOST_STAGES, Layout
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.shapes import TracedShape, Variant
+from nemo_like.planning.fit.shapes import ShapeKey, TracedShape, Variant
+from nemo_like.planning.fit.staged import StagedShape
+from nemo_like.planning.plan import gib
 
 MOST_GPUS = 1 << 17
 _GROWING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -17,6 +21,8 @@ _MEMORY = {
     "outside of layers": "head", "kept output": "head", "held activations": "activations", "running layer": "activations",
     "parameters": "parameters and optimizer", "optimizer state": "parameters and optimizer",
     "gradients": "parameters and optimizer", "optimizer step": "parameters and optimizer",
+    "microbatches in flight": "activations of microbatches in flight",
+    "receive buffers": "what stages send and receive", "sent tensors": "what stages send and receive",
 }  # fmt: skip
 _NETWORK = {
     "parameter gathers": "all-gather of parameters", "gradient reductions": "reduction of gradients",
@@ -51,17 +57,19 @@ def binds(candidate: Candidate, limit: int, gpus_per_host: int) -> str:
 
 
 def ways_out(
-    shape: TracedShape, candidate: Candidate, question: Question, at_length: Callable[[int], TracedShape]
-) -> list[str]:
-    """For a job that does not fit: single changes that make it fit, the smallest of each kind; then what lowers its peak.
+    shape: TracedShape | StagedShape, candidate: Candidate, question: Question,
+    remade: Callable[[ShapeKey, Question], TracedShape | StagedShape],
+) -> list[str]:  # fmt: skip
+    """For a job that does not fit: single changes that make it fit, the smallest of each kind; then what lowers its need.
 
     Args:
         shape, candidate: what needs least as it is.
         question: what was asked.
-        at_length: the same shape for another sequence length.
+        remade: another shape, or the same one for another question; raises ValueError where there is none.
     """
     limit, layout = question.limit, candidate.layout
     variant = Variant("full", candidate.loss, candidate.offload, candidate.reshard_after_forward)
+    key, growing = shape.key, AllocatorConfig(expandable_segments=True)
 
     now = _needs(shape, layout, variant)
     fitting: list[str] = []
@@ -69,68 +77,118 @@ def ways_out(
 
     def consider(what: str, size: int) -> None:
         if size < now:
-            (fitting if size <= limit else lowering).append(f"{what}: -{(now - size) / 2**30:.2f} GiB")
+            (fitting if size <= limit else lowering).append(f"{what}: -{gib(now - size)}")
 
     for name, changed in _variants(shape, variant):
         consider(name, _needs(shape, layout, changed))
-    if question.step.optimizer == "adamw" and not shape.key.whole:
-        eight_bit = shape.with_setup(step=replace(question.step, optimizer="adamw-8bit"))
+    if question.step.optimizer == "adamw":
+        step = replace(question.step, optimizer="adamw-8bit")
+        asked = replace(question, step=step)
+        eight_bit = shape.with_setup(step=step) if isinstance(shape, TracedShape) else remade(key, asked)
         consider("an 8-bit optimizer (optimizer='adamw-8bit')", _needs(eight_bit, layout, variant))
-    allocator = AllocatorConfig(expandable_segments=True)
-    consider(_GROWING, _needs(shape.with_setup(allocator=allocator), layout, variant))
-    one = shape.sharded() if shape.key.whole else shape
-    gpus, fewer = (_more_gpus(each, layout, variant, limit) for each in (one, one.with_setup(allocator=allocator)))
-    if gpus is not None:
-        fitting.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
-    if fewer is not None and (gpus is None or fewer < gpus):
-        fitting.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
-    length = _shorter(question, limit, layout, variant, at_length)
+    if isinstance(shape, TracedShape):
+        consider(_GROWING, _needs(shape.with_setup(allocator=growing), layout, variant))
+    rows = _fewer_rows(question, layout, variant, lambda rows: remade(replace(key, micro_batch=rows), question))
+    if rows is not None:
+        fitting.append(f"micro-batch {rows} instead of {layout.micro_batch}")
+    one = remade(replace(key, whole=False), question) if key.whole else shape
+    fitting += _with_more_gpus(one, layout, variant, question, growing)
+    length = _shorter(question, layout, variant, lambda length: remade(key, replace(question, seq_len=length)))
     if length is not None:
         fitting.append(f"sequence {length:,} instead of {question.seq_len:,}")
     return [*fitting, *(f"{words}, which is not enough alone" for words in lowering)]
 
 
-def _needs(shape: TracedShape, layout: Layout, variant: Variant) -> int:
+def _needs(shape: TracedShape | StagedShape, layout: Layout, variant: Variant) -> int:
     """Bytes under ``ac="full"``."""
-    choices = shape.uniform["full"]
+    choices: Any = shape.choices(layout, variant)
     return shape.need(layout, variant, choices, shape.peak(layout, variant, choices)).bytes
 
 
-def _variants(shape: TracedShape, variant: Variant) -> list[tuple[str, Variant]]:
+def _variants(shape: TracedShape | StagedShape, variant: Variant) -> list[tuple[str, Variant]]:
     made = []
     if variant.loss == "model" and shape.chunked is not None:
         made.append(("chunk the loss", replace(variant, loss="chunked")))
-    if variant.offload == "none":
+    if variant.offload == "none" and isinstance(shape, TracedShape):
         made.append(("layer inputs on the host (offload='boundary')", replace(variant, offload="boundary")))
     if variant.reshard is False:
         made.append(("free layers after forward (reshard_after_forward)", replace(variant, reshard=None)))
     return made
 
 
-def _more_gpus(shape: TracedShape, layout: Layout, variant: Variant, limit: int) -> int | None:
-    """The least of twice, four times ... the GPUs to shard over on which it fits; None: none up to `MOST_GPUS`."""
-    times = 2
-    while layout.gpus * times <= MOST_GPUS:
-        more = replace(layout, dp_shard=layout.dp_shard * times)
-        if _needs(shape, more, variant) <= limit:
-            return more.gpus
-        times *= 2
+def _fewer_rows(
+    question: Question, layout: Layout, variant: Variant, of_rows: Callable[[int], TracedShape | StagedShape]
+) -> int | None:
+    """The most of half, a quarter ... of a microbatch's sequences with which it fits, where fewer were not searched; None:
+    none does."""
+    if "micro_batch" not in question.pins:
+        return None
+    rows = layout.micro_batch // 2
+    while rows and (layout.micro_batch % rows == 0):
+        fewer = replace(layout, micro_batch=rows, grad_accum=layout.grad_accum * (layout.micro_batch // rows))
+        if _needs(of_rows(rows), fewer, variant) <= question.limit:
+            return rows
+        rows //= 2
+    return None
+
+
+def _with_more_gpus(
+    shape: TracedShape | StagedShape, layout: Layout, variant: Variant, question: Question, growing: AllocatorConfig
+) -> list[str]:
+    """More GPUs to shard over, or for a pipeline whose stages are too large on any number of them, more stages."""
+    limit = question.limit
+    said = []
+    gpus = _more_gpus(shape, limit, variant, _sharded_over_more(layout))
+    if gpus is not None:
+        said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
+    if isinstance(shape, StagedShape):
+        if gpus is None and (gpus := _more_gpus(shape, limit, variant, _in_more_stages(layout))) is not None:
+            said.append(
+                f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // layout.gpus} times as many stages"
+            )
+        return said
+    fewer = _more_gpus(shape.with_setup(allocator=growing), limit, variant, _sharded_over_more(layout))
+    if fewer is not None and (gpus is None or fewer < gpus):
+        said.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
+    return said
+
+
+def _sharded_over_more(layout: Layout) -> Iterator[Layout]:
+    """Over twice, four times ... the ranks."""
+    for power in range(1, MOST_GPUS.bit_length()):
+        yield replace(layout, dp_shard=layout.dp_shard << power)
+
+
+def _in_more_stages(layout: Layout) -> Iterator[Layout]:
+    """Of a pipeline, with as many microbatches more where each rank needs one."""
+    for power in range(1, MOST_STAGES.bit_length()):
+        stages = layout.pp << power
+        yield replace(layout, pp=stages, grad_accum=max(layout.grad_accum, stages))
+
+
+def _more_gpus(shape: TracedShape | StagedShape, limit: int, variant: Variant, larger: Iterator[Layout]) -> int | None:
+    """The GPUs of the first layout that fits; None: none does, up to `MOST_GPUS`."""
+    for layout in itertools.takewhile(lambda layout: layout.gpus <= MOST_GPUS, larger):
+        try:
+            if _needs(shape, layout, variant) <= limit:
+                return layout.gpus
+        except ValueError:
+            return None  # more stages than the model has layers
     return None
 
 
 def _shorter(
-    question: Question, limit: int, layout: Layout, variant: Variant, at_length: Callable[[int], TracedShape]
+    question: Question, layout: Layout, variant: Variant, at_length: Callable[[int], TracedShape | StagedShape]
 ) -> int | None:
     """The longest of seven, six ... eighths of the sequence that fits; None: not even one eighth does."""
-    low, high = 0, 8
+    low, high, limit = 0, 8, question.limit
     while high - low > 1:
         eighths = (low + high) // 2
         length = question.seq_len * eighths // 8
         try:
-            shape = at_length(length)
+            fits = (size := _needs(at_length(length), layout, variant)) <= limit
         except ValueError:
             return None
-        fits = (size := _needs(shape, layout, variant)) <= limit
         low, high = (eighths, high) if fits else (low, eighths)
         if not fits and eighths == 4 and size > 2 * limit:
             return None  # what does not depend on the sequence is too much already

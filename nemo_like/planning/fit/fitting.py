@@ -211,18 +211,20 @@ def _searched(
 def _helps(
     search: Search, nearest: Candidate, model: nn.Module, question: Question, sample: Callable[[int], Any] | None
 ) -> list[str]:
-    key = ShapeKey.of(nearest.layout)
-    shape = search.shapes[key]
-    if not isinstance(shape, TracedShape):
-        return []  # a pipeline
+    shape = search.shapes[ShapeKey.of(nearest.layout)]
+    assert not isinstance(shape, str), "what needs least was traced"
 
-    def at_length(length: int) -> TracedShape:
-        if sample is not None:
+    def remade(key: ShapeKey, asked: Question) -> Shape:
+        if sample is not None and asked.seq_len != question.seq_len:
             raise ValueError("the sample's length is the caller's")
-        return TracedShape(model, key, replace(question, seq_len=length), _tokens(model, length), Shared())
+        return _shape(model, key, asked, sample or _tokens(model, asked.seq_len), Shared())
 
     with quietly():
-        return ways_out(shape, nearest, question, at_length)
+        return ways_out(shape, nearest, question, remade)
+
+
+def _shape(model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any], shared: Shared) -> Shape:
+    return (StagedShape if key.staged else TracedShape)(model, key, question, sample, shared)
 
 
 def make_search(
@@ -235,9 +237,7 @@ def make_search(
     shared = Shared()
 
     def trace(key: ShapeKey) -> Shape:
-        if key.staged:
-            return StagedShape(model, key, question, make, shared)
-        return TracedShape(model, key, question, make, shared)
+        return _shape(model, key, question, make, shared)
 
     return Search(question, found, trace), rejected, len(found)
 

@@ -136,11 +136,6 @@ class TracedShape:
         other.planners, other.peaks, other.plans, other.least_of, other.needs = {}, {}, {}, {}, {}
         return other
 
-    def sharded(self) -> TracedShape:
-        """Of a shape on one device that keeps the model whole: that of one rank out of several."""
-        model, sample = self.given
-        return TracedShape(model, replace(self.key, whole=False), self.question, sample, Shared())
-
     # --- planners -------------------------------------------------------------------------------------------------
 
     @cached_property

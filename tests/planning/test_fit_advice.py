@@ -1,0 +1,47 @@
+"""What helps where nothing fits: each change that is named makes the job fit, with and without stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_like.planning.fit import fit
+from tests.models.fit_models import llama
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+_STAGES = {"gpus": 2, "pp": 2, "gpu": "cpu", "schedule": "1f1b", "loss": "model", "offload": "none", "seq_len": 64}
+_AXES = {"tp": 1, "cp": 1, "dp_replicate": 1, "ac": "full"}
+
+
+def _fits(asked, **changed):
+    return bool(fit(llama(6), **(asked | changed)).candidates)
+
+
+def test_what_is_named_for_a_pipeline_makes_it_fit():
+    asked = _STAGES | _AXES | {"memory": int(2.9 * 2**20), "micro_batch": 4, "global_batch": 8}
+    report = fit(llama(6), **asked)
+    assert not report.candidates and report.nearest.need.bytes > report.question.limit
+    assert report.helps[:3] == (
+        "micro-batch 2 instead of 4", "14 GPUs more (16 in all)", "sequence 40 instead of 64"
+    )  # fmt: skip
+    assert any(words.startswith("chunk the loss: -") and words.endswith("not enough alone") for words in report.helps)
+    assert _fits(asked, micro_batch=2) and _fits(asked, seq_len=40) and _fits(asked, gpus=16, global_batch=64)
+
+
+def test_a_smaller_optimizer_and_more_stages_are_named_where_they_help():
+    asked = _STAGES | _AXES | {"memory": int(1.7 * 2**20), "micro_batch": 1, "global_batch": 8}
+    report = fit(llama(6), **asked)
+    eight_bit = fit(llama(6), **asked, optimizer="adamw-8bit").best
+    saved = (report.nearest.need.bytes - eight_bit.need.bytes) / 2**20
+    assert report.helps[0] == f"an 8-bit optimizer (optimizer='adamw-8bit'): -{saved:.2f}MiB"
+    # What a stage holds gathered does not shrink on more ranks.
+    asked |= {"seq_len": 16, "global_batch": 4, "memory": int(1.2 * 2**20)}
+    report = fit(llama(12), **asked, optimizer="sgd")
+    assert report.helps[0] == "2 GPUs more (4 in all) in 2 times as many stages"
+    assert fit(llama(12), **(asked | {"gpus": 4, "pp": 4}), optimizer="sgd").candidates
+
+
+def test_a_microbatch_that_nobody_pinned_is_not_advised():
+    report = fit(llama(2), gpus=1, gpu="cpu", seq_len=64, memory=1 << 20, global_batch=2, ac="full", loss="model")
+    assert report.helps and not any("micro-batch" in words for words in report.helps)
