@@ -1,0 +1,211 @@
+"""Families under axes of parallelism: what is predicted of a step's peak, and what the worst of the ranks takes.
+
+    python -m tests_distributed.peaks rows.jsonl [FAMILY ...]
+
+runs the cells that `rows.jsonl` does not have yet and appends them, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nemo_like import parallelize
+from nemo_like.options import ContextParallel, ExpertParallel, PipelineParallel
+from nemo_like.planning import PipelinePlanner, Planner, Setup
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.fit import fit
+from nemo_like.planning.peak import Peak
+from tests_distributed.allocated import pipeline_peak_bytes, step_peak_bytes
+from tests_distributed.peak_families import FAMILIES, SEQ, WITH_EXPERTS, build, tokens
+from tests_distributed.spawn import run_ranks
+
+ONE = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1}
+ALONE: tuple[dict[str, int], ...] = (
+    {"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2}, {"pp": 2},
+)  # fmt: skip
+"""On two ranks. Experts are split over ranks that shard everything else."""
+PAIRS: tuple[dict[str, int], ...] = (
+    {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 4, "ep": 2},
+    {"dp_shard": 2, "pp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "cp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_replicate": 2, "pp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2},
+    {"cp": 2, "pp": 2}, {"dp_shard": 2, "ep": 2, "tp": 2}, {"dp_shard": 2, "ep": 2, "cp": 2},
+    {"dp_shard": 2, "ep": 2, "pp": 2},
+)  # fmt: skip
+"""On four."""
+MODES = ("none", "full", "selective", "plan")
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv", "gpipe")
+ROWS, MICROBATCHES = 2, 4
+
+
+class Cell(NamedTuple):
+    """One family on the ranks of some axes."""
+
+    family: str
+    axes: dict[str, int]
+    """Sizes of those that are not 1."""
+    ac: str
+    """A mode; ``plan``: the best one for half of what lies between the peaks of ``full`` and ``none``."""
+    schedule: str = "1f1b"
+
+    @property
+    def ranks(self) -> int:
+        return 4 if self.axes in PAIRS else 2
+
+
+class Row(NamedTuple):
+    """What became of a cell."""
+
+    cell: Cell
+    predicted: int = 0
+    measured: int = 0
+    """Bytes of the worst rank."""
+    at: str = ""
+    ac: str = ""
+    refused: str = ""
+    """Why it does not run, where it does not."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share."""
+        return self.predicted / self.measured - 1
+
+
+def cells(families: Sequence[str], axes: Sequence[dict[str, int]]) -> Iterator[Cell]:
+    """All of them; from cell to cell and family to family another mode."""
+    for family in families:
+        for place, sizes in enumerate(axes):
+            if "ep" in sizes and family not in WITH_EXPERTS:
+                continue
+            turn = list(FAMILIES).index(family) + place
+            yield Cell(family, sizes, MODES[turn % len(MODES)], SCHEDULES[turn // len(MODES) % len(SCHEDULES)])
+
+
+class _Asked(NamedTuple):
+    kwargs: dict[str, Any]
+    """Of `parallelize`."""
+    peak: Peak
+    ac: str
+
+
+def run_cells(rank: int, world_size: int, wanted: Sequence[Cell]) -> list[Row]:
+    return [run_cell(cell) for cell in wanted]
+
+
+def run_cell(cell: Cell) -> Row:
+    try:
+        asked = _by_planner(cell) if _fit_leaves_out(cell) else _by_fit(cell)
+        model = parallelize(build(cell.family), device="cpu", **asked.kwargs)
+    except ValueError as error:
+        return Row(cell, refused=str(error))
+    mine = _pipeline_peak(model) if "pp" in cell.axes else _peak(model)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    del model
+    gc.collect()
+    return Row(cell, asked.peak.total, max(every), asked.peak.at, asked.ac)
+
+
+def _by_fit(cell: Cell) -> _Asked:
+    """`nemo_like.planning.fit.fit` with all axes pinned."""
+    model = build(cell.family)
+    pins: dict[str, Any] = {**ONE, **cell.axes, "loss": "model", "offload": "none"}
+    pins |= {"micro_batch": ROWS, "grad_accum": 1}
+    if "pp" in cell.axes:
+        pins |= {"grad_accum": MICROBATCHES, "schedule": cell.schedule}
+    if "ep" in cell.axes:
+        pins["imbalance"] = 2.0
+
+    def ask(memory: int, ac: str | list[str]) -> Any:
+        return fit(model, gpus=cell.ranks, gpu="cpu", seq_len=SEQ, memory=memory, ac=ac, **pins)
+
+    plenty = 1 << 40
+    if cell.ac == "plan":
+        ends = [candidate.peak_bytes for candidate in ask(plenty, ["none", "full"]).candidates]
+        best = ask((max(ends) + min(ends)) // 2, "plan").best
+    else:
+        best = ask(plenty, cell.ac).best
+    return _Asked(best.kwargs(), best.peak, best.ac)
+
+
+def _fit_leaves_out(cell: Cell) -> bool:
+    return {"cp", "pp"} <= set(cell.axes) or {"ep", "tp"} <= set(cell.axes)
+
+
+def _by_planner(cell: Cell) -> _Asked:
+    """As ``nemo-like plan`` says, for what `fit` does not look at; a mode in the place of a plan."""
+    axes, ac = {**ONE, **cell.axes}, "selective" if cell.ac == "plan" else cell.ac
+    setup = Setup(
+        shard_ranks=axes["dp_shard"] * axes["cp"], tp=axes["tp"], ep=axes["ep"], cp=ContextParallel(axes["cp"]),
+        imbalance=2.0 if axes["ep"] > 1 else None,
+    )  # fmt: skip
+    model, batch, device = build(cell.family), _batch(ROWS), resolve_device("cpu")
+    kwargs: dict[str, Any] = {name: axes[name] for name in ("dp_replicate", "tp", "cp")} | {"ac": ac}
+    kwargs["ep"] = ExpertParallel(axes["ep"])
+    if axes["pp"] == 1:
+        with Planner(model, batch, device=device, setup=setup) as planner:
+            return _Asked(kwargs, planner.peak(planner.uniform(ac)), ac)
+    pp = PipelineParallel(axes["pp"], cell.schedule, MICROBATCHES)
+    with PipelinePlanner(model, batch, pp=pp, device=device, setup=setup) as stages:
+        worst = max(stages.peaks(stages.uniform(ac)), key=lambda peak: peak.total)
+    return _Asked(kwargs | {"pp": pp, "sample_input": batch}, worst, ac)
+
+
+def _batch(rows: int) -> dict[str, torch.Tensor]:
+    ids = tokens(rows)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _pipeline_peak(pipeline: Any) -> int:
+    return pipeline_peak_bytes(pipeline, _batch(ROWS * MICROBATCHES))
+
+
+def _peak(model: Any) -> int:
+    """Of the plainest loop; with a learning rate of 0, so that routers go on to send tokens where they did."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    batch = _batch(ROWS)
+    kept: list[Any] = []
+
+    def step() -> None:
+        out = model(**batch)
+        kept[:] = [out]
+        out.loss.backward()
+        del out
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    return step_peak_bytes(model, optimizer, step, lambda: kept)
+
+
+def read_rows(path: Path) -> list[Row]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Row(Cell(*cell), *rest) for cell, *rest in map(json.loads, lines)]
+
+
+def main(path: Path, families: Sequence[str]) -> None:
+    for axes in (ALONE, PAIRS):
+        for family in families:
+            known = [(row.cell.family, row.cell.axes) for row in read_rows(path)]
+            wanted = [cell for cell in cells([family], axes) if (cell.family, cell.axes) not in known]
+            for cell in wanted:
+                try:
+                    row = run_ranks(cell.ranks, run_cells, [cell], timeout=300)[0][0]
+                except Exception as error:  # noqa: BLE001 - the table says so
+                    row = Row(cell, refused=f"raised {type(error).__name__}: {str(error)[:300]} "+str(getattr(error,"__notes__",[""]))[-1500:])
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                said = row.refused or f"{row.error:+.2%} {row.predicted} {row.measured} {row.at}"
+                print(cell.family, cell.axes, row.ac or cell.ac, cell.schedule, said[:400], flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or list(FAMILIES))
