@@ -115,7 +115,8 @@ def parallelize_pipeline(
         if name not in ("mesh", "loss", "sample_input", "tp", "cp", "step", "planned_tokens")
     }
     setup = Setup(
-        shard_ranks=axis_size(mesh, "dp_shard") * context.size, step=StepSpec.of(options["step"], options["optimizer"]),
+        shard_ranks=axis_size(mesh, "dp_shard") * context.size, replicas=axis_size(mesh, "dp_replicate"),
+        step=StepSpec.of(options["step"], options["optimizer"]),
         precision=precision, fsdp=FSDP2(**{**vars(fsdp), "reshard_after_forward": False}) if shards else None,
         tp=tensor.size, tp_plan=tensor.plan, ep=expert.size, expert_plan=expert.plan, imbalance=expert.imbalance,
         cp=context, loss=in_chunks, offload=OffloadConfig.of(options["offload"]),

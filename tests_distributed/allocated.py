@@ -100,8 +100,20 @@ def _received(pipeline: Pipeline) -> list[torch.Tensor]:
 
 
 def pipeline_peak_bytes(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> int:
-    """The most bytes alive in a step: the least of a few, since a rank may see a buffer of gloo's thread go late."""
-    return pipeline_peak_range(pipeline, batch)[1]
+    """The most bytes alive in a step, as `step_peak_bytes` counts them; where no step's events are complete on some rank,
+    the least of all of them, which is too high by what gloo's thread drops late."""
+    step, before = _pipeline_step(pipeline, batch)
+    found, least = None, sys.maxsize
+    for _ in range(30):
+        there = before()
+        peak, left = allocator_events(step)
+        least = min(least, there + peak)
+        found = there + peak if found is None and left == 0 else found
+        ready = torch.tensor(float(found is not None))
+        dist.all_reduce(ready, dist.ReduceOp.MIN)
+        if ready:
+            break
+    return least if found is None else found
 
 
 def pipeline_peak_range(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
@@ -110,20 +122,29 @@ def pipeline_peak_range(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> t
     What gloo's thread is the last to drop is missing from the events: the running sum is too high by that from then on, and
     by all of it in the end, when nothing is left.
     """
-    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)
+    step, before = _pipeline_step(pipeline, batch)
+    lowest, highest = 0, sys.maxsize
+    for _ in range(3):
+        there = before()
+        peak, left = allocator_events(step)
+        lowest, highest = max(lowest, there + peak - max(left, 0)), min(highest, there + peak)
+    return lowest, highest
+
+
+def _pipeline_step(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> tuple[Callable[[], None], Callable[[], int]]:
+    """A step, after the first two; and the bytes alive between steps. Weights stay, so that routers choose the same."""
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.0)
 
     def step() -> None:
         pipeline.step(**batch)
         optimizer.step()
         pipeline.zero_grad()
 
-    step()
-    step()
-    lowest, highest = 0, sys.maxsize
-    for _ in range(3):
+    def before() -> int:
         gc.collect()
         state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
-        before = bytes_of([*pipeline.parameters(), *state, *_received(pipeline)])
-        peak, left = allocator_events(step)
-        lowest, highest = max(lowest, before + peak - max(left, 0)), min(highest, before + peak)
-    return lowest, highest
+        return bytes_of([*pipeline.parameters(), *state, *_received(pipeline)])
+
+    step()
+    step()
+    return step, before

@@ -95,15 +95,22 @@ class _Asked(NamedTuple):
     ac: str
 
 
-def run_cells(rank: int, world_size: int, wanted: Sequence[Cell]) -> list[Row]:
-    return [run_cell(cell) for cell in wanted]
+def run_cells(rank: int, world_size: int, wanted: Sequence[Cell], path: str | None = None) -> list[Row]:
+    """What becomes of each; rank 0 appends it to `path` at once."""
+    rows = []
+    for cell in wanted:
+        rows.append(run_cell(cell))
+        if path is not None and rank == 0:
+            with Path(path).open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    return rows
 
 
 def run_cell(cell: Cell) -> Row:
     try:
         asked = _by_planner(cell) if _fit_leaves_out(cell) else _by_fit(cell)
         model = parallelize(build(cell.family), device="cpu", **asked.kwargs)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         return Row(cell, refused=str(error))
     mine = _pipeline_peak(model) if "pp" in cell.axes else _peak(model)
     every: list[Any] = [None] * dist.get_world_size()
@@ -196,15 +203,8 @@ def main(path: Path, families: Sequence[str]) -> None:
         for family in families:
             known = [(row.cell.family, row.cell.axes) for row in read_rows(path)]
             wanted = [cell for cell in cells([family], axes) if (cell.family, cell.axes) not in known]
-            for cell in wanted:
-                try:
-                    row = run_ranks(cell.ranks, run_cells, [cell], timeout=300)[0][0]
-                except Exception as error:  # noqa: BLE001 - the table says so
-                    row = Row(cell, refused=f"raised {type(error).__name__}: {str(error)[:300]} "+str(getattr(error,"__notes__",[""]))[-1500:])
-                with path.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                said = row.refused or f"{row.error:+.2%} {row.predicted} {row.measured} {row.at}"
-                print(cell.family, cell.axes, row.ac or cell.ac, cell.schedule, said[:400], flush=True)
+            if wanted:
+                run_ranks(wanted[0].ranks, run_cells, wanted, str(path), timeout=180 * len(wanted))
 
 
 if __name__ == "__main__":

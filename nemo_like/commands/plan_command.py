@@ -141,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
         model = _frozen(source.build("meta", parse_dtype("--dtype", args.dtype)), args)
         setup = Setup(
             shard_ranks=shard_ranks,
+            replicas=args.dp_replicate,
             step=step,
             precision=_precision(args),
             # One rank keeps the model whole, whatever the strategy, and computes under autocast.

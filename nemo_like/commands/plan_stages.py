@@ -38,8 +38,8 @@ def run(args: argparse.Namespace, shard_ranks: int, precision: Precision) -> int
     sample = source.sample_input(args.batch_size, args.seq_len)
     whole = args.world_size == args.pp
     setup = Setup(
-        shard_ranks=shard_ranks, precision=precision, tp=args.tp, cp=ContextParallel(args.cp), ep=args.ep,
-        imbalance=args.imbalance,
+        shard_ranks=shard_ranks, replicas=args.dp_replicate, precision=precision, tp=args.tp,
+        cp=ContextParallel(args.cp), ep=args.ep, imbalance=args.imbalance,
         step=StepSpec.of(StepSpec(zero_grad=args.zero_grad), args.optimizer), loss=ChunkedLoss.of(args.loss),
         fsdp=None if whole else FSDP2(reshard_after_forward=False), offload=OffloadConfig.of(args.offload),
     )  # fmt: skip

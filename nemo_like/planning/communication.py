@@ -94,13 +94,13 @@ class Communication:
     def _gather(self, part: str, unit: UnitBytes) -> None:
         """One unit into its flat buffer and out of it, in forward."""
         self.walk.look("gathering", **{part.replace(" ", "_"): self._while_gathering(unit)})
-        self._keep(part, unit.gathered)
-        self.now[part] += 2 * unit.gathered  # the flat buffer, and the parameters copied out of it
+        self._keep(part, unit.flat)
+        self.now[part] += unit.flat + unit.gathered  # the flat buffer, and the parameters copied out of it
         self.walk.look("copying out", **{part.replace(" ", "_"): unit.copied})
 
     def _while_gathering(self, unit: UnitBytes) -> int:
         """The flat buffer, what it is made from, and the copy of it that gloo receives into."""
-        return unit.gathered + unit.gather_input + self._copied_by_gloo(unit, unit.gathered)
+        return unit.flat + unit.gather_input + self._copied_by_gloo(unit, unit.gathered)
 
     def _copied_by_gloo(self, unit: UnitBytes, size: int) -> int:
         return size if self.s.gloo and unit.gathered != unit.shard_gathered else 0
@@ -120,8 +120,8 @@ class Communication:
         if unit is None:
             return
         self.walk.look("gathering", gathered_layers=self._while_gathering(unit))
-        self.flat[j] = unit.gathered
-        self.now["gathered layers"] += unit.gathered
+        self.flat[j] = unit.flat
+        self.now["gathered layers"] += unit.flat
 
     def before_forward(self, i: int) -> None:
         if not self.on:
@@ -141,12 +141,9 @@ class Communication:
     def before_experts(self, unit: UnitBytes | None) -> None:
         """Experts are gathered inside the layer, when its forward comes to them; alone on their rank, copied."""
         if unit is not None:
-            flat = 0 if unit.gathered == unit.shard_gathered else unit.gathered
-            self.walk.look(
-                "gathering experts", gathered_layers=flat + unit.gather_input + self._copied_by_gloo(unit, flat)
-            )
-            self._keep("gathered layers", flat)
-            self.now["gathered layers"] += flat + unit.gathered
+            self.walk.look("gathering experts", gathered_layers=self._while_gathering(unit))
+            self._keep("gathered layers", unit.flat)
+            self.now["gathered layers"] += unit.flat + unit.gathered
 
     def after_experts(self, unit: UnitBytes | None) -> None:
         if unit is not None and unit.reshard:
@@ -199,7 +196,7 @@ class Communication:
                 self._fetch(i)
             self.walk.look("copying out", gathered_layers=unit.gathered + unit.copied)
             self.open[i] = unit.gathered
-            self.flat.pop(i)
+            self.now["gathered layers"] += unit.gathered - self.flat.pop(i)
         self._fetch_behind(i, self.s.prefetch[1])
 
     def _fetch_behind(self, i: int, count: int) -> None:

@@ -85,6 +85,8 @@ class Setup:
 
     shard_ranks: int = 1
     """Ranks that FSDP2 shards parameters over (``dp_shard`` x ``cp``); 1: none."""
+    replicas: int = 1
+    """Copies of what these share (``dp_replicate``): several reduce gradients by FSDP2 also where nothing is sharded."""
     step: StepSpec = field(default_factory=StepSpec)
     """How the loop goes through a step."""
     precision: Precision = field(default_factory=Precision)
@@ -377,7 +379,7 @@ class Planner:
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
             trained=self.trained, experts=self.experts, expert_ranks=s.shard_ranks * s.tp // s.ep,
-            gloo=self.device.kind == "cpu", alone=s.tp > 1 and s.fsdp is not None, plan=self._unit_plan(),
+            gloo=self.device.kind == "cpu", alone=s.tp * s.replicas > 1 and s.fsdp is not None, plan=self._unit_plan(),
         )  # fmt: skip
 
     def _unit_plan(self) -> UnitPlan:
@@ -780,7 +782,8 @@ def plan_for(
     asked = str(budget)
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(
-        shard_ranks=shard_ranks(mesh, world_size), step=StepSpec.of(step, optimizer), precision=Precision.of(precision),
+        shard_ranks=shard_ranks(mesh, world_size), replicas=axis(mesh, "dp_replicate"),
+        step=StepSpec.of(step, optimizer), precision=Precision.of(precision),
         fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), tp_plan=tp_plan, ep=ep, expert_plan=expert_plan, imbalance=imbalance,
         sequence_parallel=sequence_parallel, loss_parallel=loss_parallel,
         loss=ChunkedLoss.of(loss), offload=OffloadConfig.of(offload),

@@ -55,6 +55,12 @@ class UnitBytes:
     each_gathered: tuple[int, ...] = ()
     """`gathered` by parameter."""
 
+    @property
+    def flat(self) -> int:
+        """The buffer that it is gathered into and copied out of. Where one rank holds all of it, FSDP2 sends nothing, and
+        copies parameter by parameter without one."""
+        return 0 if self.gathered == self.shard_gathered else self.gathered
+
 
 @dataclass(frozen=True)
 class Sharding:

@@ -314,7 +314,7 @@ class _RankWalk:
         ]
         for unit in units:
             self.now["gathered layers"] += unit.gathered
-            self.walk.look("gathering", gathered_layers=unit.gathered + unit.copied + unit.gather_input)
+            self.walk.look("gathering", gathered_layers=unit.flat + unit.copied + unit.gather_input)
 
     def finish(self, temporaries: int) -> None:
         """Gradients are reduced, stage by stage; then the optimizer's step."""

@@ -115,7 +115,9 @@ class PipelinePlanner:
                 continue
             _ = planner.trained  # traced once for all copies
             made = copy.copy(planner)
-            made.setup = replace(planner.setup, shard_ranks=setup.shard_ranks, offload=setup.offload)
+            made.setup = replace(
+                planner.setup, shard_ranks=setup.shard_ranks, replicas=setup.replicas, offload=setup.offload
+            )
             made.__dict__.pop("sharding", None)
             other.planners[key] = made
         other.stages = other.stages_for(other.counts)

@@ -104,7 +104,7 @@ class UnitEvents:
         if unit is None or key in self.flat or key in self.open:
             return
         cast = self.e.make(unit.gather_input, GATHER)
-        self.flat[key] = self.e.make(unit.gathered, GATHER)
+        self.flat[key] = self.e.make(unit.flat, GATHER)
         self.e.drop(cast)
 
     def copy_out(self, key: Hashable, unit: UnitBytes | None, *, forward: bool) -> None:

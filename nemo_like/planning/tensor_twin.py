@@ -183,7 +183,7 @@ def _forward(
         if style.startswith("colwise") and not summed_later:
             x = _PlannedGradientSum.apply(x)
         elif style in ("rowwise_split_input", "rowwise_rep"):
-            x = x.chunk(tp, -1)[0]
+            x = _PlannedSplit.apply(x, tp)
         out = inner(x)
         if inside and style == "rowwise":
             return PlannedCutSum.apply(out, tp)
@@ -227,3 +227,16 @@ class _PlannedGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.ranks, -1)[0].contiguous(), None
+
+
+class _PlannedSplit(torch.autograd.Function):
+    """The first part of the last dimension, of its own memory, as DTensor makes it; its gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.chunk(ranks, -1)[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered(grad, ctx.ranks, -1), None

@@ -102,6 +102,7 @@ class PlannedStep:
         sharded = options.strategy == "fsdp2" and ranks.world_size > 1
         setup = Setup(
             shard_ranks=ranks.data_ranks * ranks.cp // options.dp_replicate if sharded else 1,
+            replicas=options.dp_replicate if sharded else 1,
             step=options.step_spec,
             precision=Precision(parse_dtype("--precision", options.compute)),
             fsdp=FSDP2(cpu_offload=options.cpu_offload) if sharded else None,

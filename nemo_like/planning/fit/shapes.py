@@ -157,7 +157,8 @@ class TracedShape:
             _ = base.trained  # traced once for all copies
             made = copy.copy(base)
             made.setup = replace(
-                base.setup, shard_ranks=layout.shard_ranks, step=replace(base.setup.step, microbatches=layout.grad_accum),
+                base.setup, shard_ranks=layout.shard_ranks, replicas=layout.dp_replicate,
+                step=replace(base.setup.step, microbatches=layout.grad_accum),
                 offload=OffloadConfig(variant.offload),
                 fsdp=None if base.setup.fsdp is None else FSDP2(reshard_after_forward=variant.reshard),
             )  # fmt: skip

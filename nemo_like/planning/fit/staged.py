@@ -67,8 +67,8 @@ class StagedShape:
         if key not in self._planners:
             pp = pipeline_of(layout)
             setup = replace(
-                self.setup, shard_ranks=layout.shard_ranks, offload=OffloadConfig(variant.offload),
-                loss=ChunkedLoss() if variant.loss == "chunked" else None,
+                self.setup, shard_ranks=layout.shard_ranks, replicas=layout.dp_replicate,
+                offload=OffloadConfig(variant.offload), loss=ChunkedLoss() if variant.loss == "chunked" else None,
             )  # fmt: skip
             known = self._first.get(variant.loss) or next(iter(self._first.values()), None)
             if known is None:

@@ -1,0 +1,43 @@
+"""What is predicted for families that the planner was not written with, under every axis alone and in pairs.
+
+The whole list is run by hand and stands in docs/benchmarks/peaks.md; a few of its cells run in CI.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests_distributed.peak_families import FAMILIES
+from tests_distributed.peaks import ALONE, PAIRS, Cell, cells, run_cells
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+FEW = (
+    Cell("olmo3", {"tp": 2}, "none"),  # splits the input of a linear
+    Cell("glm4", {"dp_replicate": 2}, "full"),  # nothing is sharded
+    Cell("flex_olmo", {"dp_shard": 2, "ep": 2}, "selective"),
+    Cell("cohere2", {"dp_replicate": 2, "tp": 2}, "selective"),
+    Cell("smollm3", {"dp_replicate": 2, "pp": 2}, "full"),
+)
+
+
+def _assert_close(wanted: list[Cell]) -> None:
+    found = run_ranks(wanted[0].ranks, run_cells, wanted, timeout=180 * len(wanted))[0]
+    off = [(row.cell, row.at, f"{row.error:+.2%}") for row in found if not row.refused and abs(row.error) > 0.01]
+    assert not off, off
+    assert all(row.measured or row.refused for row in found)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_peaks_of_a_few(ranks: int) -> None:
+    _assert_close([cell for cell in FEW if cell.ranks == ranks])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peaks_of_all(family: str) -> None:
+    for axes in (ALONE, PAIRS):
+        _assert_close(list(cells([family], axes)))
