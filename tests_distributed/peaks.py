@@ -1,15 +1,12 @@
 """Families under axes of parallelism: what is predicted of a step's peak, and what the worst of the ranks takes.
 
-    python -m tests_distributed.peaks rows.jsonl [FAMILY ...]
-
-runs the cells that `rows.jsonl` does not have yet and appends them, one JSON object a line.
+`rows_of` runs the cells that a file does not have yet, and appends what became of them, one JSON object a line.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +15,6 @@ import torch
 import torch.distributed as dist
 
 from nemo_like import parallelize
-from nemo_like.options import ContextParallel, ExpertParallel, PipelineParallel
-from nemo_like.planning import PipelinePlanner, Planner, Setup
-from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.peak import Peak
 from tests_distributed.allocated import pipeline_peak_bytes, step_peak_bytes
@@ -108,7 +102,7 @@ def run_cells(rank: int, world_size: int, wanted: Sequence[Cell], path: str | No
 
 def run_cell(cell: Cell) -> Row:
     try:
-        asked = _by_planner(cell) if _fit_leaves_out(cell) else _by_fit(cell)
+        asked = _by_fit(cell)
         model = parallelize(build(cell.family), device="cpu", **asked.kwargs)
     except (ValueError, NotImplementedError) as error:
         return Row(cell, refused=str(error))
@@ -140,29 +134,6 @@ def _by_fit(cell: Cell) -> _Asked:
     else:
         best = ask(plenty, cell.ac).best
     return _Asked(best.kwargs(), best.peak, best.ac)
-
-
-def _fit_leaves_out(cell: Cell) -> bool:
-    return {"cp", "pp"} <= set(cell.axes) or {"ep", "tp"} <= set(cell.axes)
-
-
-def _by_planner(cell: Cell) -> _Asked:
-    """As ``nemo-like plan`` says, for what `fit` does not look at; a mode in the place of a plan."""
-    axes, ac = {**ONE, **cell.axes}, "selective" if cell.ac == "plan" else cell.ac
-    setup = Setup(
-        shard_ranks=axes["dp_shard"] * axes["cp"], tp=axes["tp"], ep=axes["ep"], cp=ContextParallel(axes["cp"]),
-        imbalance=2.0 if axes["ep"] > 1 else None,
-    )  # fmt: skip
-    model, batch, device = build(cell.family), _batch(ROWS), resolve_device("cpu")
-    kwargs: dict[str, Any] = {name: axes[name] for name in ("dp_replicate", "tp", "cp")} | {"ac": ac}
-    kwargs["ep"] = ExpertParallel(axes["ep"])
-    if axes["pp"] == 1:
-        with Planner(model, batch, device=device, setup=setup) as planner:
-            return _Asked(kwargs, planner.peak(planner.uniform(ac)), ac)
-    pp = PipelineParallel(axes["pp"], cell.schedule, MICROBATCHES)
-    with PipelinePlanner(model, batch, pp=pp, device=device, setup=setup) as stages:
-        worst = max(stages.peaks(stages.uniform(ac)), key=lambda peak: peak.total)
-    return _Asked(kwargs | {"pp": pp, "sample_input": batch}, worst, ac)
 
 
 def _batch(rows: int) -> dict[str, torch.Tensor]:
@@ -198,14 +169,12 @@ def read_rows(path: Path) -> list[Row]:
     return [Row(Cell(*cell), *rest) for cell, *rest in map(json.loads, lines)]
 
 
-def main(path: Path, families: Sequence[str]) -> None:
+def rows_of(path: Path, families: Sequence[str]) -> list[Row]:
+    """All rows of `families`; those that `path` does not have are run, and written to it."""
     for axes in (ALONE, PAIRS):
         for family in families:
             known = [(row.cell.family, row.cell.axes) for row in read_rows(path)]
             wanted = [cell for cell in cells([family], axes) if (cell.family, cell.axes) not in known]
             if wanted:
                 run_ranks(wanted[0].ranks, run_cells, wanted, str(path), timeout=180 * len(wanted))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or list(FAMILIES))
+    return [row for row in read_rows(path) if row.cell.family in families]

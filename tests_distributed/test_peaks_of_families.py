@@ -1,6 +1,6 @@
 """What is predicted for families that the planner was not written with, under every axis alone and in pairs.
 
-The whole list is run by hand and stands in docs/benchmarks/peaks.md; a few of its cells run in CI.
+The whole list is run by hand (`-m long`), a few of its cells in CI.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ pytest.importorskip("scipy")
 
 FEW = (
     Cell("olmo3", {"tp": 2}, "none"),  # splits the input of a linear
-    Cell("glm4", {"dp_replicate": 2}, "full"),  # nothing is sharded
     Cell("flex_olmo", {"dp_shard": 2, "ep": 2}, "selective"),
     Cell("cohere2", {"dp_replicate": 2, "tp": 2}, "selective"),
     Cell("smollm3", {"dp_replicate": 2, "pp": 2}, "full"),
