@@ -36,7 +36,7 @@ from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
-from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
+from nemo_like.distributed.tensor_parallel import apply_tensor_parallel, cut_outside_of_regions
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.float8 import check_float8, float8_linears, scale_before_forward
 from nemo_like.layers import find_layers
@@ -275,6 +275,7 @@ def parallelize(
     if mesh is not None:
         reduce_idle_experts(model, expert.plan)
     apply_specs(model, specs, compile=backend is not None)
+    cut_outside_of_regions(model)
     if in_chunks is not None:
         chunk_model_loss(model, in_chunks if in_chunks.compile else replace(in_chunks, compile=backend))
     if backend is not None:

@@ -19,6 +19,7 @@ from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.torch_compat import loss_is_parallel
 
 _MARK = "_nemo_like_tensor_parallel"
+_EDGES = "_nemo_like_sequence_edges"
 # Styles whose form under sequence parallelism is known.
 _UNDERSTOOD = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
@@ -184,14 +185,37 @@ def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh) -
     Inside a layer, the modules that own cut linears (attention, MLP) see the whole sequence; all others see a part, so
     the gradients of their parameters are summed over the ranks.
     """
-    for name in places.first:
-        model.get_submodule(name).register_forward_pre_hook(on_first_tensor(_Cut(mesh)), with_kwargs=True)
-    for name in places.last:
-        model.get_submodule(name).register_forward_hook(_gather_output(mesh))
+    edges = _Edges(places, mesh)
+    edges.put(model)
+    setattr(model, _EDGES, edges)
     for name, keep in places.owners.items():
         model.get_submodule(name).register_forward_pre_hook(on_first_tensor(_Gather(mesh, keep=keep)), with_kwargs=True)
     for name in places.partial:
         SummedGradients()._apply(model.get_submodule(name), mesh)
+
+
+class _Edges:
+    """The hooks where stacks of layers begin and end."""
+
+    def __init__(self, places: SequencePlaces, mesh: DeviceMesh) -> None:
+        self.places, self.mesh = places, mesh
+        self.handles: list[Any] = []
+
+    def put(self, model: nn.Module) -> None:
+        """On what stands at these places now."""
+        for handle in self.handles:
+            handle.remove()
+        first, last = (map(model.get_submodule, names) for names in (self.places.first, self.places.last))
+        self.handles = [m.register_forward_pre_hook(on_first_tensor(_Cut(self.mesh)), with_kwargs=True) for m in first]
+        self.handles += [m.register_forward_hook(_gather_output(self.mesh)) for m in last]
+
+
+def cut_outside_of_regions(model: nn.Module) -> None:
+    """Once layers are checkpointed: move the cuts of `sequence_parallel` out of the first and last region, so that the first
+    one holds a part of the sequence alone."""
+    edges = getattr(model, _EDGES, None)
+    if edges is not None:
+        edges.put(model)
 
 
 class _Cut:
