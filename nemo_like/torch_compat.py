@@ -131,6 +131,10 @@ class WeakStorages(dict[int, Any]):
         reference = self.get(index)
         return reference is not None and getattr(reference, "cdata", reference) == tensor.untyped_storage()._cdata
 
+    def among(self, storages: set[int]) -> set[int]:
+        """The numbers of the references to one of these storages, each given as its ``_cdata``."""
+        return {index for index, reference in self.items() if getattr(reference, "cdata", reference) in storages}
+
     def __del__(self) -> None:
         for reference in self.values():
             if type(reference) is int and _give_back is not None:
@@ -244,6 +248,11 @@ def generator_id(generator: torch.Generator) -> int:
     Where torch does not tell, the object's own id.
     """
     return getattr(generator, "_cdata", id(generator))
+
+
+def generator_address(generator: torch.Generator) -> int | None:
+    """Where in memory the generator itself lies, in C++; None where torch does not tell."""
+    return getattr(generator, "_cdata", None)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -172,8 +172,10 @@ def test_weak_storages_tell_memory_apart_and_let_it_go(monkeypatch, reference):
     tensor, other = torch.ones(8), torch.ones(8)
     storages = torch_compat.WeakStorages({0: torch_compat.weak_storage(tensor.untyped_storage())})
     assert storages.is_of(0, tensor[2:]) and not storages.is_of(0, other) and not storages.is_of(1, other)
+    assert storages.among({tensor.untyped_storage()._cdata, 0}) == {0}
     alive = StorageWeakRef(tensor.untyped_storage())
     del tensor
+    assert storages.among({other.untyped_storage()._cdata}) == set()
     assert before.expired() and alive.expired()  # the memory itself has gone
     assert not any(storages.is_of(0, torch.ones(8)) for _ in range(100))
 

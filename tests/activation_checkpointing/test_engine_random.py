@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing
-from nemo_like.activation_checkpointing.engine import checkpoint_region, host_random
+from nemo_like.activation_checkpointing.engine import checkpoint_region, cpu_random, host_random
 from nemo_like.activation_checkpointing.policy import SAVE, DecisionTable, FullPolicy, SelectivePolicy
 
 np = pytest.importorskip("numpy")
@@ -112,11 +111,73 @@ def test_the_replay_draws_what_forward_drew(ac: str, source: str) -> None:
 def test_where_the_states_cannot_be_read_in_place_the_public_functions_do(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_random, "_at", lambda address: SimpleNamespace(raw=bytes(host_random._BYTES)))
+    monkeypatch.setattr(host_random, "_at", lambda kind, address: kind())  # zeros, from elsewhere
     monkeypatch.setattr(host_random, "_python", host_random._Python())
     monkeypatch.setattr(host_random, "_numpy", None)
-    assert host_random._python._memory is None
+    assert host_random._python._twister is None
     test_the_replay_draws_what_forward_drew("full", source)
+
+
+@pytest.mark.parametrize("source", ["python", "numpy"])
+def test_where_the_words_are_used_up_in_forward(source: str) -> None:
+    """New ones are made in their place: forward's are copied before, and put back."""
+    x, draws = torch.ones(3, requires_grad=True), []
+
+    def fn(t: Tensor) -> Tensor:
+        draws.append([random.random() if source == "python" else float(np.random.rand()) for _ in range(700)])
+        return t.exp().sin()
+
+    y = checkpoint_region(fn, x, policy=FullPolicy())
+    following = random.Random(), np.random.RandomState()
+    following[0].setstate(random.getstate())
+    following[1].set_state(np.random.get_state())
+    y.sum().backward()
+    assert draws[0] == draws[1]
+    assert (random.random(), np.random.rand()) == (following[0].random(), following[1].rand())
+
+
+CHANGES_OF_STATE: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "uniform": lambda: torch.rand(1),
+    "many": lambda: torch.rand(2000),
+    "normals in pairs": lambda: torch.randn(()),
+    "one in double precision": lambda: torch.randn((), dtype=torch.float64),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(3)),
+    "a permutation": lambda: torch.randperm(5),
+    "a seed": lambda: torch.manual_seed(3),
+    "the seed that it had": lambda: torch.manual_seed(torch.initial_seed()),
+    "a state": lambda: torch.set_rng_state(torch.Generator().manual_seed(7).get_state()),
+    "its own state": lambda: torch.set_rng_state(torch.get_rng_state()),
+}
+
+
+UNMARKED = [CHANGES_OF_STATE["nothing"], CHANGES_OF_STATE["the seed that it had"]]
+"""Which surely leave the mark as it was. A state that is put back may leave something else where no normal waits."""
+
+
+@pytest.mark.parametrize("before", [0, 1, 623, 624])
+def test_a_mark_tells_of_draws_as_the_state_does(before: int) -> None:
+    random_numbers = cpu_random.CpuRandom()
+    for change in CHANGES_OF_STATE.values():
+        torch.manual_seed(0)
+        torch.rand(before)
+        for _ in range(3):
+            state = random_numbers.now()
+            assert torch.equal(state[1], torch.get_rng_state()) and random_numbers.is_at(state)
+            change()
+            same = torch.equal(state[1], torch.get_rng_state())
+            assert same if random_numbers.is_at(state) else not same or change not in UNMARKED
+
+
+@pytest.mark.parametrize("missing", ["address", "layout"])
+def test_where_no_mark_can_be_read_the_states_are_compared(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_random._offset() is not None
+    if missing == "address":
+        monkeypatch.setattr(cpu_random, "generator_address", lambda generator: None)
+    else:
+        monkeypatch.setattr(cpu_random, "_SEARCHED", 0)
+    assert cpu_random._offset() is None
+    test_a_mark_tells_of_draws_as_the_state_does(0)
 
 
 def test_numpy_with_a_bit_generator_of_another_kind() -> None:

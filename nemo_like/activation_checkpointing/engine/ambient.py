@@ -9,7 +9,6 @@ back end, a replaced `F.scaled_dot_product_attention`, function modes (a context
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from nemo_like.activation_checkpointing.engine.context_variables import ContextVariables
+from nemo_like.activation_checkpointing.engine.cpu_random import CpuRandom, State
 from nemo_like.activation_checkpointing.engine.flags import put_back, switches_for
 from nemo_like.activation_checkpointing.engine.generators import Generators
 from nemo_like.activation_checkpointing.engine.host_random import HostRandom
@@ -100,9 +100,7 @@ def rng_state(generator: torch.Generator | None = None) -> RngState:
     return torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state() if device else None
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
-    """The bytes of a state in host memory: compared in a third of the time of `torch.equal`, in every region."""
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+_cpu_random = functools.cache(CpuRandom)
 
 
 def set_rng_state(state: RngState) -> None:
@@ -134,7 +132,7 @@ class Ambient:
         self._state = _state(device)
         self.variables = ContextVariables()
         self._extras = [restore for capture in _registered.values() if (restore := capture()) is not None]
-        self._cpu_rng: torch.Tensor | None = torch.get_rng_state() if preserve_rng_state else None
+        self._cpu_rng: State | None = _cpu_random().now() if preserve_rng_state else None
         self._device_rng = torch.get_device_module(device).get_rng_state() if preserve_rng_state and device else None
         self._host_random: HostRandom | None = HostRandom() if preserve_rng_state else None
         self.generators: Generators | None = Generators() if preserve_rng_state else None
@@ -142,7 +140,7 @@ class Ambient:
 
     def forget_unused_rng(self) -> None:
         """Call at the end of forward: drops the random-number state if no number was drawn meanwhile."""
-        if self._cpu_rng is not None and _bytes_of(self._cpu_rng) == _bytes_of(torch.get_rng_state()):
+        if self._cpu_rng is not None and _cpu_random().is_at(self._cpu_rng):
             self._cpu_rng = None
         if self._device_rng is not None:
             now = torch.get_device_module(self._device).get_rng_state()
@@ -175,7 +173,7 @@ class Ambient:
             self.generators.restore(stack)  # before torch's own, one of which may be among them, noted later than entry
         if self._cpu_rng is not None:
             stack.callback(torch.set_rng_state, torch.get_rng_state())
-            torch.set_rng_state(self._cpu_rng)
+            torch.set_rng_state(self._cpu_rng[1])
         if self._device_rng is not None:
             module = torch.get_device_module(self._device)
             stack.callback(module.set_rng_state, module.get_rng_state())

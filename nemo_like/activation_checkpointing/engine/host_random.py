@@ -1,8 +1,8 @@
 """Python's and NumPy's global random numbers: the state at a region's entry, where its forward drew from them.
 
 Both keep 2,500 bytes, and asking for them takes 14 µs in Python and 50 µs in NumPy: too dear for every region of every
-step, when next to none draws. Both are a Mersenne Twister in C, so those bytes are read where they lie (half a
-microsecond), after a check that they are there; where they are not, the public functions are asked.
+step, when next to none draws. Both are a Mersenne Twister in C, so those bytes are read where they lie, after a check
+that they are there; where they are not, the public functions are asked.
 """
 
 from __future__ import annotations
@@ -18,22 +18,48 @@ from typing import Any
 from nemo_like.activation_checkpointing.engine.generators import same_state
 
 _WORDS = 624
-_BYTES = 4 * (_WORDS + 1)
-_PYTHON_LAYOUT, _NUMPY_LAYOUT = f"=i{_WORDS}I", f"={_WORDS}Ii"
+_HEAD = 64
+"""Bytes by which a set of words is known again."""
 
 
-def _at(address: int) -> Any:
-    """The bytes there, as the attribute ``raw``."""
-    return (ctypes.c_char * _BYTES).from_address(address)
+def _at(kind: Any, address: int) -> Any:
+    """What lies there, as an object of ctypes."""
+    return kind.from_address(address)
 
 
-def _python_memory(generator: random.Random) -> Any:
-    """The state of `generator` as CPython lays it out; None on an interpreter that does otherwise."""
+class _Twister:
+    """The words and the position of a generator in C; where its words lie, and behind or before them its position."""
+
+    __slots__ = ("_head", "_known", "_known_head", "_position", "_words")
+
+    def __init__(self, words: int, position: int) -> None:
+        self._words = _at(ctypes.c_char * (4 * _WORDS), words)
+        self._head = _at(ctypes.c_char * _HEAD, words)
+        self._position = _at(ctypes.c_int, position)
+        self._known_head, self._known = b"", b""
+
+    def now(self) -> tuple[bytes, int]:
+        """All words, and how many of them are used. New words come for every 624 numbers, and all of them at once: so
+        they are copied only where the first ones are others, which leaves the processor's cache to those who compute."""
+        head = self._head.raw
+        if head != self._known_head:
+            self._known_head, self._known = head, self._words.raw
+        return self._known, self._position.value
+
+
+def words_of(state: tuple[bytes, int]) -> tuple[int, ...]:
+    """The words of what `_Twister.now` returned."""
+    return struct.unpack(f"={_WORDS}I", state[0])
+
+
+def _python_twister(generator: random.Random) -> _Twister | None:
+    """The state of `generator` as CPython lays it out, position first; None on an interpreter that does otherwise."""
     if sys.implementation.name != "cpython":
         return None
-    memory = _at(id(generator) + object.__basicsize__)
-    words = generator.getstate()[1]
-    return memory if struct.unpack(_PYTHON_LAYOUT, memory.raw) == (words[-1], *words[:-1]) else None
+    position = id(generator) + object.__basicsize__
+    twister = _Twister(position + 4, position)
+    words, now = generator.getstate()[1], twister.now()
+    return twister if (*words_of(now), now[1]) == words else None
 
 
 class _Python:
@@ -41,17 +67,16 @@ class _Python:
 
     def __init__(self) -> None:
         self._generator: random.Random = random.random.__self__  # type: ignore[attr-defined]
-        self._memory = _python_memory(self._generator) if type(self._generator) is random.Random else None
+        self._twister = _python_twister(self._generator) if type(self._generator) is random.Random else None
 
     def now(self) -> Any:
-        if self._memory is None:
+        if self._twister is None:
             return self._generator.getstate()
-        return self._memory.raw, self._generator.gauss_next  # type: ignore[attr-defined]
+        return self._twister.now(), self._generator.gauss_next  # type: ignore[attr-defined]
 
     def put(self, state: Any) -> None:
-        if self._memory is not None:
-            index, *words = struct.unpack(_PYTHON_LAYOUT, state[0])
-            state = (3, (*words, index), state[1])
+        if self._twister is not None:
+            state = (3, (*words_of(state[0]), state[0][1]), state[1])
         self._generator.setstate(state)
 
 
@@ -61,21 +86,21 @@ class _NumPy:
     def __init__(self, numpy_random: Any) -> None:
         self._random = numpy_random
         self._bits: Any = None
-        self._memory: Any = None
+        self._twister: _Twister | None = None
         self._generator: Callable[[], Any] = getattr(
             numpy_random, "get_bit_generator", lambda: None
         )  # since NumPy 1.24
-        self._last: tuple[bytes, Any] | None = None
+        self._last: tuple[tuple[bytes, int], Any] | None = None
 
     def now(self) -> Any:
         """Something to compare and to hand to `put`."""
         generator = self._generator()
         if generator is not self._bits:
             self._bits, self._last = generator, None
-            self._memory = _numpy_memory(generator) if type(generator).__name__ == "MT19937" else None
-        if self._memory is None:
+            self._twister = _numpy_twister(generator) if type(generator).__name__ == "MT19937" else None
+        if self._twister is None:
             return _NumPyState(self._random.get_state(legacy=False))
-        bits = self._memory.raw
+        bits = self._twister.now()
         # The bytes don't hold the second number of a pair of normals; while one waits they alone tell too little.
         if self._last is None or self._last[0] != bits or self._last[1]["has_gauss"]:
             self._last = bits, self._random.get_state(legacy=False)
@@ -86,9 +111,8 @@ class _NumPy:
         if isinstance(state, _NumPyState):
             self._random.set_state(state.value)
             return
-        *key, position = struct.unpack(_NUMPY_LAYOUT, state[0])
         waiting, gauss = state[1] is not None, state[1] or 0.0
-        self._random.set_state(("MT19937", key, position, int(waiting), gauss))
+        self._random.set_state(("MT19937", words_of(state[0]), state[0][1], int(waiting), gauss))
 
 
 class _NumPyState:
@@ -103,10 +127,11 @@ class _NumPyState:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _numpy_memory(generator: Any) -> Any:
-    memory = _at(generator.ctypes.state_address)
-    state = generator.state["state"]
-    return memory if struct.unpack(_NUMPY_LAYOUT, memory.raw) == (*state["key"].tolist(), state["pos"]) else None
+def _numpy_twister(generator: Any) -> _Twister | None:
+    words = generator.ctypes.state_address
+    twister = _Twister(words, words + 4 * _WORDS)
+    state, now = generator.state["state"], twister.now()
+    return twister if (*words_of(now), now[1]) == (*state["key"].tolist(), state["pos"]) else None
 
 
 _python = _Python()

@@ -144,7 +144,7 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_all", "_empty", "_every", "_filled", "_keys", "_lengths", "_modules", "_others", "_owns", "_tables", "_values",
+        "_empty", "_filled", "_keys", "_lengths", "_modules", "_others", "_owns", "_tables", "_values",
         "_whole", "counted", "parameters", "taken",
     )  # fmt: skip
 
@@ -158,8 +158,6 @@ class Snapshot:
         self._filled, self._empty = [t for t in self._tables if t], [t for t in self._tables if not t]
         self._keys = list(chain.from_iterable(self._filled))
         self._values = _values_of(self._whole), self._others_now(), _values_of(self._filled)
-        self._every = self._whole + self._filled
-        self._all = _values_of(self._every)
         self.taken = [part.take() for part in parts]
         present = {id(t): t for state in self.taken for t in state.parameters.values() if t is not None}
         self.parameters = [tensor for tensor in present.values() if tensor.is_leaf]
@@ -174,7 +172,7 @@ class Snapshot:
 
     def has_same_attributes(self) -> bool:
         """Whether the parts have the same attributes, as far as these are watched, and as many."""
-        if list(map(len, self._owns)) != self._lengths or _values_of(self._whole) != self._values[0]:
+        if list(map(len, self._owns)) != self._lengths or not self._has_same_values():
             return False
         try:
             return not self._others or self._others_now() == self._values[1]
@@ -182,16 +180,21 @@ class Snapshot:
             return False
 
     def is_untouched(self) -> bool:
-        """Whether all is the very same, attributes and tables too: the quick way to say that the snapshot holds."""
-        if self._others or any(self._empty):
-            return False
-        values = _values_of(self._every)
-        same = len(values) == len(self._all) and all(map(is_, values, self._all))
-        return same and list(chain.from_iterable(self._filled)) == self._keys
+        """Whether all is the same, and there is nothing but what is watched: the quick way to say that it holds."""
+        return not self._others and not any(self._empty) and self._has_same_values() and self._has_same_entries()
 
     def is_current(self) -> bool:
         """`has_same_attributes`, and the very same parameters, buffers, modules and hooks."""
-        if any(self._empty) or list(chain.from_iterable(self._filled)) != self._keys or not self.has_same_attributes():
+        return not any(self._empty) and self.has_same_attributes() and self._has_same_entries()
+
+    def _has_same_values(self) -> bool:
+        try:
+            return _values_of(self._whole) == self._values[0]
+        except RuntimeError:  # a table was exchanged, and the tensors in both are compared
+            return False
+
+    def _has_same_entries(self) -> bool:
+        if list(chain.from_iterable(self._filled)) != self._keys:
             return False
         return all(map(is_, _values_of(self._filled), self._values[2]))
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.kept import storages
 from nemo_like.activation_checkpointing.engine.module_parts import (
     HOOKS,
     PLAIN_TENSORS,
@@ -79,6 +80,16 @@ class ModuleWorld:
                     f"backward (version {version}, now {tensor._version}), so replay would compute with other values. "
                     "Change it after backward, or run forward again after the change."
                 )
+
+    @property
+    def counted(self) -> list[Tensor]:
+        """The parameters and buffers that `check` looks at."""
+        return self._snapshot.counted
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has the memory of one of `counted`."""
+        memory = storages(tensor)
+        return any(storages(other) & memory for other in self.counted)
 
     def _places(self, tensor: Tensor) -> Iterator[tuple[dict[str, Any], str, str]]:
         for state in self._snapshot.taken:

@@ -1,4 +1,4 @@
-"""Which of the tensors that autograd saves in a module's forward come from outside: learned from its first replay.
+"""Which of the tensors that autograd saves in a module's forward come from elsewhere: learned from its first replay.
 
 Of those a region keeps a weak reference to the memory, to notice a change in place before backward (see
 `Region.check_same_version`). For the many that the forward makes itself that would take time and tell nothing.
@@ -28,7 +28,8 @@ class Outside:
         if used is not None and used is self.indices and count != self._count:
             self.indices = None
 
-    def learn(self, count: int, made_inside: set[int]) -> None:
-        """After a replay of a forward that saved `count` tensors, of which `made_inside` were new ones in the replay."""
+    def learn(self, count: int, known: set[int]) -> None:
+        """After a replay of a forward that saved `count` tensors, of which those `known` were made in it, or are watched
+        by others: parameters and buffers by `ModuleWorld`, arguments by `SavedInputs`."""
         self._count = count
-        self.indices = frozenset(range(count)) - made_inside
+        self.indices = frozenset(range(count)) - known

@@ -27,6 +27,7 @@ from nemo_like.activation_checkpointing.engine.kept import (
     map_tensors,
     on_host,
     private_copy,
+    storages,
     versions,
 )
 from nemo_like.activation_checkpointing.engine.module_parts import PLAIN_TENSORS
@@ -288,7 +289,9 @@ class Region:
             if self.verification is not None:
                 self.verification.compare()
             if self.made_inside is not None and self.world is not None:
-                self.world.outside.learn(len(self.handles), self.made_inside)
+                others = [*self.world.counted, *tensors_in([args, kwargs])]
+                watched = self.storages.among({key for tensor in others for key in storages(tensor)})
+                self.world.outside.learn(len(self.handles), self.made_inside | watched)
         except BaseException as error:
             self.drop()
             error.add_note(f"(raised in the replay of checkpointed region {self.name!r}, in backward)")
@@ -436,7 +439,9 @@ class Region:
     def check_same_version(self, index: int, tensor: Tensor) -> None:
         """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
         # By storage and not by address, which another tensor may have been given since.
-        if type(tensor) in PLAIN_TENSORS and self.storages.is_of(index, tensor):
+        if type(tensor) in PLAIN_TENSORS and (
+            self.storages.is_of(index, tensor) or (self.world is not None and self.world.holds(tensor))
+        ):
             shape, _, version = self.saved[index]
             raise RegionError(
                 f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(shape)}, was changed "
