@@ -1,4 +1,4 @@
-"""What was found of blocks by running them on fake tensors, for the planners of several stages that have the same ones."""
+"""What was found of blocks by running them on fake tensors, for planners of several stages or shapes that have the same."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class KnownBlocks:
     def __init__(self) -> None:
         self.whole: dict[tuple[int, Choice, bool], BlockMemory] = {}
         self.halves: dict[tuple[int, Choice, bool, bool], HalvesMemory] = {}
+        self.trained: dict[Any, frozenset[str]] = {}
+        """Of a model, by the names of its parameters and which of them require gradients: those that get one in a step."""
         self._numbers: dict[Any, int] = {}
 
     def number(self, index: int, kind: Kind, outer: OuterMemory) -> int:

@@ -206,6 +206,7 @@ class Planner:
         self.outers: dict[tuple[bool, bool], OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
         self._unit_plans: dict[bool, UnitPlan] = {}
+        self._optimizers: dict[tuple[int, str], tuple[Sharding, int, int]] = {}
 
     @property
     def takes_budget(self) -> bool:
@@ -404,15 +405,21 @@ class Planner:
     @cached_property
     def trained(self) -> frozenset[int]:
         """Ids of the model's parameters that get a gradient in a step: others have no optimizer state."""
-        ids = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
-        found = {ids[name] for name in self.outer().param_grads if name in ids}
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        key = tuple((name, p.requires_grad) for name, p in named.items())
+        if key not in self.known.trained:
+            self.known.trained[key] = self._names_of_trained()
+        return frozenset(id(named[name]) for name in self.known.trained[key])
+
+    def _names_of_trained(self) -> frozenset[str]:
+        ids = {id(module): name for name, module in self.model.named_modules()}
+        found = set(self.outer().param_grads)
         for i, call in enumerate(self.traced.calls):
-            if i in self.outer().idle:
-                continue
-            own = dict(call.module.named_parameters(remove_duplicate=False))
-            memory = self.memory(call.kind, self.problems[call.kind].none())
-            found |= {id(own[name]) for name in memory.trained if name in own}
-        return frozenset(found)
+            if i not in self.outer().idle:
+                memory = self.memory(call.kind, self.problems[call.kind].none())
+                found |= {f"{ids[id(call.module)]}.{name}" for name in memory.trained}
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        return frozenset(name for name in found if name in named)
 
     def peak(self, choices: Sequence[Choice]) -> Peak:
         """Predicted peak per rank of a whole step with these choices."""
@@ -540,17 +547,25 @@ class Planner:
         full = self.problems[kind].full()
         return self.memory(kind, full).held if full.decisions else 0
 
+    @cached_property
+    def _names_of_parameters(self) -> dict[str, int]:
+        """Ids of the model's parameters."""
+        return {name: id(p) for name, p in self.model.named_parameters()}
+
     def outer_grads(self, micro: Microbatch) -> tuple[int, int]:
         """Whole gradients of the root's parameters and of the tail's that a backward makes, bytes."""
-        names = {name: id(p) for name, p in self.model.named_parameters()}
+        names = self._names_of_parameters
         grads = {} if micro.accumulates else self.outer().param_grads
         tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
         return sum(grads.values()) - tail, tail
 
     def optimizer_bytes(self) -> tuple[int, int]:
         """Of the optimizer's state, and of its step's temporaries."""
-        memory = optimizer_memory(self.sharding.trained, self.setup.step.optimizer, foreach=self.foreach)
-        return memory.state, memory.step
+        key = (id(self.sharding), self.setup.step.optimizer)
+        if key not in self._optimizers:
+            memory = optimizer_memory(self.sharding.trained, self.setup.step.optimizer, foreach=self.foreach)
+            self._optimizers[key] = self.sharding, memory.state, memory.step  # told apart by id, so it must live
+        return self._optimizers[key][1:]
 
     # --- plans ----------------------------------------------------------------------------------------------------
 

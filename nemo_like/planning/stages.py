@@ -53,7 +53,7 @@ class PipelinePlanner:
 
     def __init__(
         self, model: nn.Module, microbatch: Any, *, pp: PipelineParallel, device: Device, setup: Setup, layers: Any = None,
-        parts: StageParts | None = None, **more: Any,
+        parts: StageParts | None = None, known: KnownBlocks | None = None, **more: Any,
     ) -> None:  # fmt: skip
         """Cut and trace `model`, which is not changed.
 
@@ -61,7 +61,7 @@ class PipelinePlanner:
             model: bare; on any device, `meta` included.
             microbatch: what the model is called with for one microbatch on one rank.
             pp: the cut and the schedule.
-            device, layers, more: as for `Planner`.
+            device, layers, known, more: as for `Planner`.
             setup: of the ranks that share a stage.
             parts: of `model`, as `parts_of` found them for any number of sequences; None: they are looked for.
 
@@ -75,7 +75,7 @@ class PipelinePlanner:
         self._more, self.planners = more, dict[Any, Planner]()
         self.memories: dict[Any, StageMemory] = {}
         self._alike, self._numbers = dict[str, int](), dict[Any, int]()
-        self._known = KnownBlocks()
+        self._known = KnownBlocks() if known is None else known
         try:
             self.scheduled_as(pp)
         except BaseException:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_like.options import Precision
+from nemo_like.options import Precision, StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.fit.fitting import make_search
+from nemo_like.planning.fit.fitting import Traces, make_search
 from nemo_like.planning.fit.question import Question, read_pins
+from nemo_like.planning.fit.shapes import Variant
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -88,3 +89,27 @@ def test_where_nothing_fits_the_pipeline_that_needs_least_is_found():
     again.question = replace(again.question, limit=int(1.2 * min(bounds)))
     found = again.run()
     assert not found.best and found.nearest.peak_bytes == min(peaks) and found.nearest.layout.pp == 2
+
+
+def test_questions_that_differ_in_the_optimizer_trace_a_shape_once():
+    traces, model = Traces(), _dense()
+    device = resolve_device("h100-80gb")
+    asked = {
+        "gpus": 2,
+        "device": device,
+        "seq_len": 64,
+        "limit": 1 << 40,
+        "pins": read_pins({"micro_batch": 1, "tp": 1}),
+    }
+    shapes = []
+    for name in ("adamw", "adamw-8bit"):
+        question = Question(step=StepSpec(optimizer=name), **asked)
+        search, _, _ = make_search(model, question, None, traces)
+        key, layouts = next(iter(search.by_shape.items()))
+        layout = next(one for one in layouts if one.dp_shard == 2)
+        shapes.append((search._traced(key), make_search(model, question)[0]._traced(key), layout))
+    assert shapes[0][0].base.traced is shapes[1][0].base.traced
+    for shared, alone, layout in shapes:
+        variant = Variant("full", "model", "none", None)
+        peaks = [shape.peak(layout, variant, shape.choices(layout, variant)) for shape in (shared, alone)]
+        assert peaks[0] == peaks[1]

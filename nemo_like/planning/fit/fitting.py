@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +32,14 @@ from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.plan import gib
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.tensor_twin import has_known_rules, local_twin
+
+
+@dataclass
+class Traces:
+    """What was traced of one model for one question, and is the same for another optimizer's."""
+
+    shared: Shared = field(default_factory=Shared)
+    shapes: dict[ShapeKey, TracedShape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,9 +155,26 @@ def fit(
         )
         for cast, name in itertools.product(_casts(device, precision), _several("optimizer", optimizer))
     ]  # fmt: skip
-    return same_on_all_ranks(
-        lambda: _best_of([_searched(model, each, dtype, sample, count) for each in questions], count)
-    )
+
+    def search() -> FitReport:
+        with frozen_garbage():
+            return _best_of(_searched(model, questions, dtype, sample, count), count)
+
+    return same_on_all_ranks(search)
+
+
+@contextmanager
+def frozen_garbage() -> Iterator[None]:
+    """The collector leaves alone what is there already: tracing makes many objects, and each full collection would go
+    through all of torch's and transformers' modules, a sixth of a search's time."""
+    if gc.get_freeze_count():  # somebody else's, who would not want them thawed
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _several(name: str, given: Any) -> list[Any]:
@@ -189,13 +216,22 @@ def _limit(device: Device, memory: int | str | None) -> int:
 
 
 def _searched(
-    model: nn.Module | str, question: Question, dtype: Any, sample: Callable[[int], Any] | None, count: int
+    model: nn.Module | str, questions: Sequence[Question], dtype: Any, sample: Callable[[int], Any] | None, count: int
+) -> list[FitReport]:
+    """A report for each of the questions, which are of one model; those of one precision trace it once."""
+    name = model if isinstance(model, str) else type(model).__name__
+    built = resolve_model(model).build("meta", dtype) if isinstance(model, str) else model
+    traces: dict[Precision, Traces] = {}
+    return [
+        _answer(name, built, each, sample, count, traces.setdefault(each.precision, Traces())) for each in questions
+    ]
+
+
+def _answer(
+    name: str, model: nn.Module, question: Question, sample: Callable[[int], Any] | None, count: int, traces: Traces
 ) -> FitReport:
     start = time.perf_counter()
-    name = model if isinstance(model, str) else type(model).__name__
-    if isinstance(model, str):
-        model = resolve_model(model).build("meta", dtype)
-    search, rejected, spread = make_search(model, question, sample)
+    search, rejected, spread = make_search(model, question, sample, traces)
     found = search.run(count)
     helps = [] if found.best or found.nearest is None else _helps(search, found.nearest, model, question, sample)
     return FitReport(
@@ -228,16 +264,19 @@ def _shape(model: nn.Module, key: ShapeKey, question: Question, sample: Callable
 
 
 def make_search(
-    model: nn.Module, question: Question, sample: Callable[[int], Any] | None = None
+    model: nn.Module, question: Question, sample: Callable[[int], Any] | None = None, traces: Traces | None = None
 ) -> tuple[Search, Counter[str], int]:
     """The search, combinations that are out before it begins, and how many layouts there are."""
-    make = sample or _tokens(model, question.seq_len)
+    make, known = sample or _tokens(model, question.seq_len), traces or Traces()
     found, rejected = layouts(_room(model, question))
 
-    shared = Shared()
-
     def trace(key: ShapeKey) -> Shape:
-        return _shape(model, key, question, make, shared)
+        if key in known.shapes:
+            return known.shapes[key].asked(question)
+        made = _shape(model, key, question, make, known.shared)
+        if isinstance(made, TracedShape):
+            known.shapes[key] = made
+        return made
 
     return Search(question, found, trace), rejected, len(found)
 

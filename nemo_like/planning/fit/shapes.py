@@ -21,6 +21,7 @@ from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.need import Need, most_allocated, need_of, reserved_within
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
+from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
@@ -91,8 +92,14 @@ class Shared:
     shardings: dict[Any, Sharding] = field(default_factory=dict)
     outers: dict[Any, dict[tuple[bool, bool], OuterMemory]] = field(default_factory=dict)
     """What is around the layers, which is the same however experts inside them are split."""
+    blocks: dict[Any, KnownBlocks] = field(default_factory=dict)
+    """By what changes a block whose parameters and inputs are alike."""
     parts: StageParts | str | None = None
     """What stands before, in and after the layers; why the model cannot be cut."""
+
+    def known(self, key: ShapeKey) -> KnownBlocks:
+        """Of the blocks of shapes that `key` is like."""
+        return self.blocks.setdefault((key.tp, key.cp, key.whole), KnownBlocks())
 
 
 class TracedShape:
@@ -111,7 +118,8 @@ class TracedShape:
             fsdp=None if key.whole else FSDP2(), tp=key.tp, ep=key.ep, imbalance=question.imbalance,
             cp=ContextParallel(key.cp),
         )  # fmt: skip
-        self.base = Planner(own, self.sample, device=question.device, setup=setup)
+        known = shared.known(key)
+        self.base = Planner(own, self.sample, device=question.device, setup=setup, known=known)
         self.base.outers = self._outers("model")
         self.blocks = [BlockSeconds.of(problem, question.device) for problem in self.base.problems]
         self._least: dict[int, tuple[float, float]] = {}
@@ -134,6 +142,12 @@ class TracedShape:
             other.__dict__["chunked"] = copy.copy(self.chunked)
             other.__dict__["chunked"].setup = replace(other.__dict__["chunked"].setup, **changed)
         other.planners, other.peaks, other.plans, other.least_of, other.needs = {}, {}, {}, {}, {}
+        return other
+
+    def asked(self, question: Question) -> TracedShape:
+        """The same shape, and nothing traced again, for a question that differs in the optimizer."""
+        other = self.with_setup(step=question.step)
+        other.question = question
         return other
 
     # --- planners -------------------------------------------------------------------------------------------------

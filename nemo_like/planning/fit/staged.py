@@ -73,7 +73,13 @@ class StagedShape:
             known = self._first.get(variant.loss) or next(iter(self._first.values()), None)
             if known is None:
                 made = PipelinePlanner(
-                    self.model, self.sample, pp=pp, device=self.question.device, setup=setup, parts=self._parts()
+                    self.model,
+                    self.sample,
+                    pp=pp,
+                    device=self.question.device,
+                    setup=setup,
+                    parts=self._parts(),
+                    known=self.shared.known(self.key),
                 )
             else:
                 made = known.with_setup(setup).scheduled(pp)
