@@ -114,7 +114,10 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
         said["--loss"] = candidate.loss
     if candidate.offload != "none":
         said["--offload"] = candidate.offload
+    if candidate.reshard_after_forward is not None:
+        said["--reshard-after-forward"] = "yes" if candidate.reshard_after_forward else "no"
     hosts = -(-layout.gpus // report.question.device.gpus_per_host)
     start = f"torchrun --nnodes {hosts} --nproc-per-node {min(layout.gpus, report.question.device.gpus_per_host)} -m "
     begin = "python -m " if layout.gpus == 1 else start
-    return begin + "nemo_like.recipes.pretrain " + " ".join(f"{name} {value}" for name, value in said.items())
+    note = "" if candidate.optimizer == "adamw" else f"  # it trains with AdamW, not {candidate.optimizer}"
+    return begin + "nemo_like.recipes.pretrain " + " ".join(f"{name} {value}" for name, value in said.items()) + note
