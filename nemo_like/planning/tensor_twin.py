@@ -21,6 +21,10 @@ _CUT = {
     "rowwise": 1, "rowwise_split_input": 1, "rowwise_rep": 1, "embedding_colwise": 1,
 }  # fmt: skip
 """By style: the dimension of a weight (out, in), or of an embedding (vocabulary, width), that is cut."""
+_EXPERTS = {"packed_colwise": -2, "rowwise": -1}
+"""The same of experts' fused weights, (experts, out, in)."""
+_EXPERTS_CALL, _LATENT = "moe_tp_experts", "mla_kv_a_proj"
+"""What transformers calls the styles of a module of such experts, and of a projection to latent keys and values."""
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 """Styles that leave weights whole. What the second one sends are gradients of norms, which are small."""
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
@@ -104,19 +108,25 @@ def tensor_twin(
         UnknownStyleError: (a ValueError) a style whose bytes are not known, such as those of packed or expert weights.
         ValueError: as `nemo_like.distributed.apply_tensor_parallel`.
     """
-    rules = known_rules(model, tp, plan, whole)
-    cut = {id(rule.module): rule for rule in rules}
+    rules = known_rules(model, tp, plan, whole, exact=False)
+    cut = {(id(rule.module), rule.parameter): rule for rule in rules}
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for module in model.modules():  # a tied weight has the same rule in both places, see `resolve_plan`
-        for parameter in module._parameters.values():
-            if parameter is not None and (id(parameter) not in memo or id(module) in cut):
-                memo[id(parameter)] = _part(parameter, cut.get(id(module)), tp)
+        for name, parameter in module._parameters.items():
+            rule = cut.get((id(module), name)) or cut.get((id(module), None))
+            if parameter is not None and (id(parameter) not in memo or rule is not None):
+                memo[id(parameter)] = _part(parameter, rule, tp)
     twin = copy.deepcopy(model, memo)
     every = resolve_plan(model, plan, tp, whole) if sequence_parallel or loss_parallel else []
     places = sequence_places(model, every) if sequence_parallel else None
     head = cut_head(model, every).fqn if loss_parallel else None
     for rule in rules:
+        if rule.parameter is not None or rule.style_name == _EXPERTS_CALL:
+            continue  # sums over ranks, in place
         module = twin.get_submodule(rule.fqn)
+        if rule.style_name == _LATENT:
+            module.register_forward_hook(lambda _module, _args, out: out.clone())
+            continue
         module.forward = _forward(module, "colwise" if rule.fqn == head else rule.style_name, tp, places, rule.fqn)
     if places is not None:
         cut_sequences(twin, places, tp)
@@ -146,9 +156,10 @@ def has_known_rules(
 
 
 def known_rules(
-    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = ()
+    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = (), *, exact: bool = True
 ) -> list[Rule]:
-    """The rules by which `model` is cut; raises UnknownStyleError for one of which the bytes of a rank are not known."""
+    """The rules by which `model` is cut; raises UnknownStyleError for one of which the bytes of a rank are not known, or
+    with `exact` the operators: no plan is made then."""
     # Without those that have no weight: another stage of a pipeline holds it, see `nemo_like.distributed.pipeline.cut`.
     rules = [
         r for r in resolve_plan(model, plan, tp, whole) if any(p is not None for p in r.module._parameters.values())
@@ -156,20 +167,35 @@ def known_rules(
     rules = [rule for rule in rules if rule.style_name not in _WHOLE]
     for rule in rules:
         known = rule.style_name in _CUT and rule.parameter is None and type(rule.module) in (nn.Linear, nn.Embedding)
-        if not known:
+        if not known and (exact or not _is_known_to_transformers(rule)):
+            lacking = "no plan is made" if _is_known_to_transformers(rule) else "the bytes of one rank are not known"
             raise UnknownStyleError(
                 f"tp={tp}: the plan of {type(model).__name__} gives {rule.fqn!r} the style {rule.style_name!r}, of which "
-                "the bytes of one rank are not known."
+                f"{lacking}."
             )
     return rules
 
 
+def _is_known_to_transformers(rule: Rule) -> bool:
+    """Whether its bytes are known, but not all operators that it runs: its sums over ranks are in place."""
+    if rule.parameter is not None:
+        weight = rule.module._parameters[rule.parameter]
+        return rule.style_name in _EXPERTS and weight is not None and weight.dim() == 3
+    return rule.style_name == _EXPERTS_CALL or (rule.style_name == _LATENT and type(rule.module) is nn.Linear)
+
+
 def _part(parameter: nn.Parameter, rule: Rule | None, tp: int) -> nn.Parameter:
     shape = list(parameter.shape)
-    at = None if rule is None else _CUT[rule.style_name]
+    at = None if rule is None else _cut_at(rule, len(shape))
     if at is not None and at < len(shape):  # the bias of a rowwise linear stays whole
         shape[at] = -(-shape[at] // tp)  # the first rank has what is left over
     return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+
+
+def _cut_at(rule: Rule, dims: int) -> int | None:
+    if rule.parameter is not None:
+        return _EXPERTS[rule.style_name] + dims
+    return _CUT.get(rule.style_name)
 
 
 def _forward(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nemo_like.options import FSDP2, StepSpec
+from nemo_like.options import FSDP2, StepSpec, TensorParallel
 from nemo_like.planning import Planner, Setup
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.tensor_twin import tensor_twin
+from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules, tensor_twin
 
 pytest.importorskip("transformers")
 
@@ -67,3 +67,17 @@ def test_an_input_that_is_split_has_memory_of_its_own_and_a_whole_gradient() -> 
         kept = [t for t in saved if t is not layer.weight and t.untyped_storage().nbytes() == x.numel() * 2]
         assert len(kept) == 1, [t.shape for t in saved]
         assert torch.autograd.grad(out.sum(), x)[0].shape == shape
+
+
+def test_experts_that_tensor_parallelism_splits_have_their_share_and_no_plan() -> None:
+    """Each expert's weights are cut inside; no plan is made, as transformers' sums over ranks are no traced operators."""
+    model = _model("GraniteMoe", num_local_experts=4, num_experts_per_tok=2)
+    twin = tensor_twin(model, 2)
+    shapes = {name: tuple(p.shape) for name, p in model.model.layers[0].named_parameters() if p.dim() == 3}
+    local = {name: tuple(p.shape) for name, p in twin.model.layers[0].named_parameters() if p.dim() == 3}
+    assert len(shapes) == 2, shapes
+    for name, (count, out, width) in shapes.items():
+        assert local[name] == ((count, out // 2, width) if "gate_up" in name else (count, out, width // 2))
+    assert not has_known_rules(model, 2)
+    with pytest.raises(ValueError, match=r"no plan is made\. Use a mode"):
+        check_tensor_budget(model, 2, TensorParallel(2), "50%")
