@@ -26,6 +26,8 @@ from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.sharding import Sharding, joined
+from nemo_like.planning.stage_reserved import replay_rank
+from nemo_like.planning.stages import PipelinePlanner
 from nemo_like.planning.step_events import LayerEvents
 
 ALLOCATOR = AllocatorConfig(expandable_segments=True)
@@ -69,6 +71,16 @@ def reserved(planner: Planner, choices: Sequence[Choice], *, eager_selective: bo
             for events, call in zip(planner.layer_events(choices, accumulates), planner.traced.calls)
         ]
     return replay(own, choices, ALLOCATOR)
+
+
+def reserved_on_rank(
+    planner: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], kept_outputs: Sequence[int]
+) -> Reserved:
+    """The same of a rank of a pipeline. `kept_outputs`: bytes of what each stage returns for a microbatch, which PyTorch kept of
+    all stages and microbatches until the step ends (``output_chunks``, until May 2025)."""
+    found = replay_rank(planner, rank, choices, ALLOCATOR, kept_outputs=kept_outputs)
+    assert found is not None, "their schedules run backward in one piece"
+    return found
 
 
 def _with(layer: LayerEvents, size: int) -> LayerEvents:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.allocator_model import CachingAllocator
 from nemo_like.planning.block import Choice
-from nemo_like.planning.optimizers import optimizer_memory
+from nemo_like.planning.optimizers import OptimizerMemory, optimizer_memory
 from nemo_like.planning.step_events import Events, Pass, StepEvents
 
 if TYPE_CHECKING:
@@ -56,31 +56,55 @@ def replay(
     Raises:
         DeviceMemoryError: `memory` does not suffice.
     """
-    allocator = CachingAllocator(config, memory)
-    live: dict[int, MemoryBlock] = {}
+    replayed = Replayed(config, memory, planner.device.cuda)
     steps = _Steps(planner, choices)
-    sizes: dict[int, int] = {}
-    tensors = now = 0
-    workspaces = _workspaces(planner.device.cuda)
-    for size in workspaces:
-        allocator.allocate(size)
     for number in range(MOST_STEPS):
-        before, retries = allocator.reserved, allocator.retries
+        before = replayed.allocator.reserved
         steps.step(first=number == 0)
-        for storage, size, stream in steps.events.log:
-            if size:
-                live[storage] = allocator.allocate(size, stream)
-                sizes[storage] = size
-                now += size
-                tensors = max(tensors, now)
-            else:
-                allocator.free(live.pop(storage))
-                now -= sizes.pop(storage)
-        steps.events.log.clear()
-        if number > 1 and allocator.reserved == before and memory is None:
+        replayed.play(steps.events)
+        if number > 1 and replayed.allocator.reserved == before and memory is None:
             break
-    given_back = allocator.retries - retries
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, tensors, sum(workspaces), given_back)
+    return replayed.found()
+
+
+class Replayed:
+    """An allocator through which steps go, one after the other.
+
+    Args:
+        config, memory: as for `CachingAllocator`.
+        capability: of the device, by which libraries take workspaces.
+    """
+
+    def __init__(self, config: AllocatorConfig | None, memory: int | None, capability: tuple[int, int] | None) -> None:
+        self.allocator = CachingAllocator(config, memory)
+        self._live: dict[int, MemoryBlock] = {}
+        self._sizes: dict[int, int] = {}
+        self._tensors = self._now = self._given_back = 0
+        self._workspaces = _workspaces(capability)
+        for size in self._workspaces:
+            self.allocator.allocate(size)
+
+    def play(self, events: Events) -> None:
+        """A step's events, which are forgotten then."""
+        retries = self.allocator.retries
+        for storage, size, stream in events.log:
+            if size:
+                self._live[storage] = self.allocator.allocate(size, stream)
+                self._sizes[storage] = size
+                self._now += size
+                self._tensors = max(self._tensors, self._now)
+            else:
+                self.allocator.free(self._live.pop(storage))
+                self._now -= self._sizes.pop(storage)
+        events.log.clear()
+        self._given_back = self.allocator.retries - retries
+
+    def found(self) -> Reserved:
+        """Of all steps so far; `Reserved.given_back` of the last."""
+        allocator = self.allocator
+        return Reserved(
+            allocator.peak_reserved, allocator.peak_allocated, self._tensors, sum(self._workspaces), self._given_back
+        )
 
 
 class _Steps:
@@ -97,48 +121,16 @@ class _Steps:
         self.passes = {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=True))}
         self.passes |= {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=False))}
         self.optimizer = optimizer_memory(sharding.trained, setup.step.optimizer, foreach=planner.foreach)
-        for unit in sharding.all:
-            for size in unit.each_shard:
-                self.events.make(size)
-        self.events.make(sharding.replicated)
-        if setup.step.ema:
-            for unit in sharding.all:
-                for size in unit.each_shard:
-                    self.events.make(size)
-            self.events.make(sharding.replicated)
-        self.events.make(planner.traced.run.tables.bytes)
-        if setup.ddp:
-            for unit in sharding.all:
-                self.events.make(unit.grad)
+        make_state(self.events, planner)
 
     def step(self, *, first: bool) -> None:
         """All microbatches, and the optimizer."""
         writer, planner = self.writer, self.planner
         for turn in self._turns(first=first):
             writer.run(turn, self.passes[turn], planner.outer(turn.accumulates, self.choices).events)
-        if first:
-            for sizes in self.optimizer.states:
-                for size in sizes:
-                    self.events.make(size)
-        self._temporaries()
+        optimizer_passes(self.events, self.optimizer, first=first)
         if planner.setup.step.zero_grad == "free":
             writer.zero_grad()
-
-    def _temporaries(self) -> None:
-        events = self.events
-        for each in self.optimizer.passes:
-            before = 0
-            for sizes in each.alone:
-                made = [events.make(sizes[0])]
-                if each.hands_over:
-                    events.drop(before)
-                made += map(events.make, sizes[1:])
-                if not each.hands_over:
-                    events.drop(before)
-                events.drop_all(made[:-1])
-                before = made[-1]
-            events.drop(before)
-            events.drop_all([events.make(size) for size in each.together])
 
     def _turns(self, *, first: bool) -> list[Pass]:
         """The microbatches of a step. After the third they repeat."""
@@ -166,3 +158,38 @@ def _workspaces(capability: tuple[int, int] | None) -> tuple[int, int]:
     """
     size = 32 << 20 if capability == (9, 0) else (8 << 20) + (128 << 10)
     return size, size
+
+
+def make_state(events: Events, planner: Planner) -> None:
+    """What is there before the first step: parameters, their running mean, DDP's buckets, remembered tables."""
+    sharding = planner.sharding
+    for _ in range(2 if planner.setup.step.ema else 1):
+        for unit in sharding.all:
+            for size in unit.each_shard:
+                events.make(size)
+        events.make(sharding.replicated)
+    events.make(planner.traced.run.tables.bytes)
+    if planner.setup.ddp:
+        for unit in sharding.all:
+            events.make(unit.grad)
+
+
+def optimizer_passes(events: Events, optimizer: OptimizerMemory, *, first: bool) -> None:
+    """The optimizer's step; the `first` one makes its state."""
+    if first:
+        for sizes in optimizer.states:
+            for size in sizes:
+                events.make(size)
+    for each in optimizer.passes:
+        before = 0
+        for sizes in each.alone:
+            made = [events.make(sizes[0])]
+            if each.hands_over:
+                events.drop(before)
+            made += map(events.make, sizes[1:])
+            if not each.hands_over:
+                events.drop(before)
+            events.drop_all(made[:-1])
+            before = made[-1]
+        events.drop(before)
+        events.drop_all([events.make(size) for size in each.together])

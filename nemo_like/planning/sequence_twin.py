@@ -26,7 +26,7 @@ def cut_sequences(twin: nn.Module, places: SequencePlaces, tp: int) -> None:
     for name in places.first:
         model.before(twin.get_submodule(name), on_first_tensor(lambda x: _PlannedCut.apply(x, tp)))
     for name in places.last:
-        model.after(twin.get_submodule(name), lambda x: _PlannedWhole.apply(x, tp, False))
+        model.after(twin.get_submodule(name), lambda x: PlannedWhole.apply(x, tp, False))
     for name, keep in places.owners.items():
         twin.get_submodule(name).register_forward_pre_hook(
             on_first_tensor(functools.partial(_whole, ranks=tp, terms=keep)), with_kwargs=True
@@ -34,7 +34,7 @@ def cut_sequences(twin: nn.Module, places: SequencePlaces, tp: int) -> None:
 
 
 def _whole(x: Tensor, ranks: int, terms: bool) -> Tensor:
-    return _PlannedWhole.apply(x, ranks, terms)
+    return PlannedWhole.apply(x, ranks, terms)
 
 
 class _LayersInModel:
@@ -82,7 +82,7 @@ class _PlannedCut(torch.autograd.Function):
         return gathered(grad, ctx.ranks, _SEQUENCE), None
 
 
-class _PlannedWhole(torch.autograd.Function):
+class PlannedWhole(torch.autograd.Function):
     """(B, S / ranks, D) of each rank, to (B, S, D) on all. `terms`: each rank's gradient is one of a sum; else all have the
     same."""
 

@@ -53,7 +53,7 @@ class PipelinePlanner:
 
     def __init__(
         self, model: nn.Module, microbatch: Any, *, pp: PipelineParallel, device: Device, setup: Setup, layers: Any = None,
-        parts: StageParts | None = None, known: KnownBlocks | None = None, **more: Any,
+        parts: StageParts | None = None, parts_sent: int = 1, known: KnownBlocks | None = None, **more: Any,
     ) -> None:  # fmt: skip
         """Cut and trace `model`, which is not changed.
 
@@ -63,6 +63,7 @@ class PipelinePlanner:
             pp: the cut and the schedule.
             device, layers, known, more: as for `Planner`.
             setup: of the ranks that share a stage.
+            parts_sent: ranks of ``tp`` each of which sends its part of the sequence to the next stage.
             parts: of `model`, as `parts_of` found them for any number of sequences; None: they are looked for.
 
         Raises:

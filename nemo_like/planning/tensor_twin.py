@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,14 +109,7 @@ def tensor_twin(
         ValueError: as `nemo_like.distributed.apply_tensor_parallel`.
     """
     rules = known_rules(model, tp, plan, whole, exact=False)
-    cut = {(id(rule.module), rule.parameter): rule for rule in rules}
-    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    for module in model.modules():  # a tied weight has the same rule in both places, see `resolve_plan`
-        for name, parameter in module._parameters.items():
-            rule = cut.get((id(module), name)) or cut.get((id(module), None))
-            if parameter is not None and (id(parameter) not in memo or rule is not None):
-                memo[id(parameter)] = _part(parameter, rule, tp)
-    twin = copy.deepcopy(model, memo)
+    twin = with_parts(model, rules, tp)
     every = resolve_plan(model, plan, tp, whole) if sequence_parallel or loss_parallel else []
     places = sequence_places(model, every) if sequence_parallel else None
     head = cut_head(model, every).fqn if loss_parallel else None
@@ -131,6 +124,18 @@ def tensor_twin(
     if places is not None:
         cut_sequences(twin, places, tp)
     return twin
+
+
+def with_parts(model: nn.Module, rules: Sequence[Rule], tp: int) -> nn.Module:
+    """A twin of `model` on the meta device with one rank's part of the weights that `rules` cut, and nothing sent."""
+    cut = {(id(rule.module), rule.parameter): rule for rule in rules}
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for module in model.modules():  # a tied weight has the same rule in both places, see `resolve_plan`
+        for name, parameter in module._parameters.items():
+            rule = cut.get((id(module), name)) or cut.get((id(module), None))
+            if parameter is not None and (id(parameter) not in memo or rule is not None):
+                memo[id(parameter)] = _part(parameter, rule, tp)
+    return copy.deepcopy(model, memo)
 
 
 def check_tensor_budget(

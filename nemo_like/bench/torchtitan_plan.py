@@ -1,0 +1,232 @@
+"""One published step of torchtitan, planned: bytes and seconds of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_like.bench import torchtitan_step
+from nemo_like.bench.torchtitan_model import tensor_parallel_rank
+from nemo_like.bench.torchtitan_seconds import HowRun, LayerSeconds, layer_seconds
+from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.models import resolve_model
+from nemo_like.options import FSDP2, PipelineParallel, Precision
+from nemo_like.planning.block import Choice
+from nemo_like.planning.devices import Device
+from nemo_like.planning.fit import network
+from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.seconds import Links, unit_seconds
+from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER
+from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.reserved import Reserved
+from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
+from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.step_time import optimizer_seconds
+from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
+
+
+@dataclass(frozen=True)
+class PublishedStep:
+    """What a row says of the job."""
+
+    model: str
+    gpus: int
+    dp_shard: int
+    tp: int
+    cp: int
+    pp: int
+    schedule: str
+    local_batch: int
+    seq_len: int
+    ac: str
+    compiled: bool
+    fp8: bool
+    async_tp: bool
+
+    @classmethod
+    def of(cls, row: dict[str, str]) -> PublishedStep:
+        """Of a line of the table."""
+        numbers = ("gpus", "dp_shard", "tp", "cp", "pp", "local_batch", "seq_len")
+        return cls(
+            model=row["model"], schedule=row["schedule"], ac=row["ac"], compiled=row["compile"] == "yes",
+            fp8=row["precision"] == "fp8", async_tp=row["async_tp"] == "yes", **{name: int(row[name]) for name in numbers},
+        )  # fmt: skip
+
+    @property
+    def microbatches(self) -> int:
+        """As many as ranks of the pipeline (``build_pipeline_schedule`` until January 2025)."""
+        return self.pp
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(
+            1, self.dp_shard, self.tp, self.cp, pp=self.pp, schedule=self.schedule or None,
+            micro_batch=self.local_batch // self.microbatches, grad_accum=self.microbatches,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What is predicted for it."""
+
+    parts: dict[str, float]
+    """Seconds of the step by what takes them."""
+    memory: Reserved
+    """Of the rank that reserves most."""
+    rank: int = 0
+    """Which that is, of the pipeline."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def plan_step(step: PublishedStep, device: Device) -> PlannedStep:
+    """Bytes and seconds of `step` on `device`; nothing runs."""
+    with VocabularyParallelLoss() if step.tp > 1 else nullcontext():
+        return _Stages(step, device).planned() if step.pp > 1 else _Whole(step, device).planned()
+
+
+class _Step:
+    def __init__(self, step: PublishedStep, device: Device) -> None:
+        self.step, self.device, self.links = step, device, Links.of(step.layout, device)
+        self.model = tensor_parallel_rank(resolve_model(step.model).build("meta"), step.tp)
+        # Twice the products per second in 8 bits (data sheet: 1,979 and 989.4 TFLOPS).
+        rate = 2 * device.matmul_flops["half"] if step.fp8 else 0.0
+        self.how = HowRun(step.compiled, rate, step.async_tp, step.tp, step.cp)
+        self.setup = Setup(
+            shard_ranks=step.layout.shard_ranks, step=torchtitan_step.STEP, precision=Precision("bf16"),
+            fsdp=FSDP2(reshard_after_forward=False if step.pp > 1 else None),
+        )  # fmt: skip
+
+    def sample(self) -> dict[str, torch.Tensor]:
+        """One microbatch of one rank: of a sequence that several share, its part."""
+        ids = torch.zeros(self.step.layout.micro_batch, self.step.seq_len // self.step.cp, dtype=torch.long)
+        return {"input_ids": ids}
+
+    def layers(self, planner: Planner, choices: Sequence[Choice]) -> list[LayerSeconds]:
+        """Of each call."""
+        known: dict[Any, LayerSeconds] = {}
+        made = []
+        for call, choice in zip(planner.traced.calls, choices):
+            if (call.kind, choice) not in known:
+                known[call.kind, choice] = layer_seconds(planner.problems[call.kind], choice, self.how, self.links)
+            made.append(known[call.kind, choice])
+        return made
+
+    def optimizer(self, planner: Planner) -> float:
+        trained = planner.sharding.trained
+        loop = len(trained) * KERNELS_PER_PARAMETER * self.device.launch_seconds
+        return max(loop, optimizer_seconds(trained, planner.setup.step.optimizer, self.device))
+
+
+class _Whole(_Step):
+    """Without stages."""
+
+    def planned(self) -> PlannedStep:
+        planner = Planner(self.model, self.sample(), device=self.device, setup=self.setup)
+        choices = planner.uniform(self.step.ac)
+        eager = self.step.ac == "selective" and not self.step.compiled
+        memory = torchtitan_step.reserved(planner, choices, eager_selective=eager)
+        layers, sharding = self.layers(planner, choices), torchtitan_step.one_root(planner.sharding)
+        parts = _sum_of(layers) | {"head and embedding": planner.outer().seconds}
+        gathers = reductions = 0.0
+        for layer, unit in zip(layers, sharding.units):
+            gather, reduce = unit_seconds(unit, self.links.shards, self.links)
+            gathers += max(0.0, gather - layer.whole_forward)
+            left = layer.whole_backward
+            if unit.reshard:
+                gathers, left = gathers + max(0.0, gather - left), max(0.0, left - gather)
+            reductions += max(0.0, reduce - left)
+        gather, reduce = unit_seconds(sharding.root, self.links.shards, self.links)
+        parts |= {"parameter gathers": gathers + gather, "gradient reductions": reductions + reduce}
+        return PlannedStep(parts | {"optimizer": self.optimizer(planner)}, memory)
+
+
+class _Stages(_Step):
+    """A pipeline: the first and the last stage have a layer less than the others, as far as these go round."""
+
+    def planned(self) -> PlannedStep:
+        step = self.step
+        stages = step.pp * (1 if step.schedule == "1f1b" else 2)
+        pp = PipelineParallel(step.pp, step.schedule, step.microbatches, balance=_dealt(len(self._layers()), stages))
+        sample = self.sample() | {"labels": self.sample()["input_ids"]}
+        planner = PipelinePlanner(self.model, sample, pp=pp, device=self.device, setup=self.setup, parts_sent=step.tp)
+        choices = planner.uniform(step.ac)
+        ranked = [self._memory(planner, rank, choices) for rank in range(step.pp)]
+        rank = max(range(step.pp), key=lambda r: ranked[r].reserved)
+        return PlannedStep(self._seconds(planner, choices), ranked[rank], rank)
+
+    def _layers(self) -> Any:
+        return self.model.get_submodule("model.layers")
+
+    def _memory(self, planner: PipelinePlanner, rank: int, choices: Any) -> Reserved:
+        head: Any = self.model.get_submodule("lm_head")
+        rows = self.step.layout.micro_batch * self.step.seq_len // self.step.cp
+        kept = [planner.hidden_bytes] * len(planner.stages)
+        kept[-1] = rows * head.weight.shape[0] * torch.bfloat16.itemsize
+        return torchtitan_step.reserved_on_rank(planner, rank, choices, kept)
+
+    def _seconds(self, planner: PipelinePlanner, choices: Any) -> dict[str, float]:
+        layers = [self.layers(stage.planner, own) for stage, own in zip(planner.stages, choices)]
+        seconds = action_seconds(
+            (
+                StageSeconds(
+                    sum(layer.whole_forward for layer in own), sum(layer.whole_backward for layer in own), 0.0,
+                    stage.planner.outer().seconds,
+                )
+                for own, stage in zip(layers, planner.stages)
+            ),
+            "once",
+        )  # fmt: skip
+        actions, count, step = actions_of(planner.pp), len(planner.stages), self.step
+        same_host = self.device.gpus_per_host > step.gpus // step.pp
+        handed = network.send_seconds(planner.hidden_bytes, same_host, self.device)
+        ranks = [planner.of_rank(rank) for rank in range(step.pp)]
+        busiest = max(
+            ranks, key=lambda own: sum(sum(l.whole_forward + l.whole_backward for l in layers[i]) for i in own)
+        )
+        parts = {
+            name: value * step.microbatches
+            for name, value in _sum_of([layer for index in busiest for layer in layers[index]]).items()
+        }
+        parts["head and embedding"] = step.microbatches * sum(
+            planner.stages[i].planner.outer().seconds for i in busiest
+        )
+        computing = timeline(actions, seconds, count).seconds
+        parts["pipeline bubble"] = max(0.0, computing - sum(parts.values()))
+        parts["pipeline sends"] = max(0.0, timeline(actions, seconds, count, handed).seconds - computing)
+        units = [
+            [
+                unit_seconds(unit, self.links.shards, self.links)
+                for i in own
+                for unit in planner.stages[i].planner.sharding.all
+            ]
+            for own in ranks
+        ]
+        parts["parameter gathers"] = max(sum(gather for gather, _ in own) for own in units)
+        parts["gradient reductions"] = max(sum(reduce for _, reduce in own) for own in units)
+        parts["optimizer"] = max(sum(self.optimizer(planner.stages[i].planner) for i in own) for own in ranks)
+        return parts
+
+
+def _sum_of(layers: Sequence[LayerSeconds]) -> dict[str, float]:
+    return {
+        "forward": sum(layer.forward for layer in layers), "backward": sum(layer.backward for layer in layers),
+        "replay": sum(layer.replay for layer in layers),
+        "tensor-parallel sums": sum(layer.sums_forward + layer.sums_backward for layer in layers),
+        "ring": sum(layer.ring_forward + layer.ring_backward for layer in layers),
+    }  # fmt: skip
+
+
+def _dealt(layers: int, stages: int) -> tuple[int, ...]:
+    """``generate_split_points``: what does not divide goes to the stages behind the first one, one layer each."""
+    each, more = divmod(layers, stages)
+    return tuple(each + (0 < index <= more) for index in range(stages))
+
+
+__all__ = ["PlannedStep", "PublishedStep", "plan_step"]
