@@ -1,7 +1,7 @@
 """Suite ``published``: what others measured on GPUs beside what is predicted for the same job, row by row.
 
-The rows are torchtitan's (``published_h100.csv``, with its source in the first line). One set of device constants serves
-all of them; none is fitted to a row.
+The tables are package data (``published_*.csv``, each with its source in its first line). One set of device constants serves
+all rows of a GPU; none is fitted to a row.
 """
 
 from __future__ import annotations
@@ -13,22 +13,17 @@ from typing import Any
 
 import torch
 
-from nemo_like.bench import torchtitan_step
 from nemo_like.bench.bench_report import Column, Table, surroundings
 from nemo_like.bench.suite_options import BenchOptions
-from nemo_like.models import resolve_model
-from nemo_like.options import Precision
+from nemo_like.bench.torchtitan_plan import PublishedStep, plan_step
 from nemo_like.planning.devices import Device, resolve_device
-from nemo_like.planning.fit.layouts import Layout
-from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.seconds import BlockSeconds
-from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape, Variant
 
-HELP = "predict the published steps of Llama 3 on 8 to 512 H100, and print prediction and publication side by side"
+HELP = "predict published steps of Llama 3 on 8 to 512 H100, and print prediction and publication side by side"
 
 COLUMNS = (
     Column("model", "model"),
     Column("gpus", "GPUs"),
+    Column("gpu", "GPU"),
     Column("axes", "axes"),
     Column("step", "sequences x tokens"),
     Column("how", "how"),
@@ -39,12 +34,12 @@ COLUMNS = (
     Column("published_reserved_gib", "published", "{:.1f}"),
     Column("memory_off", "off", "{:+.0%}"),
     Column("peak_gib", "peak GiB", "{:.1f}"),
-    Column("left_out", "not predicted because of"),
+    Column("left_out", "not modelled"),
 )
 
 
 def published_device() -> Device:
-    """The H100 of these tables: 96 GB of HBM2e at 2.4 TB/s and 500 W, as their page says.
+    """The H100 of torchtitan's tables: 96 GB of HBM2e at 2.4 TB/s and 500 W, as their page says.
 
     Everything else is the table's H100 with 80 GB and 700 W. Its reachable FLOP/s are lowered with the power: an assumption,
     not a measurement, and the one constant that was chosen with these rows in sight (see docs/benchmarks/published.md).
@@ -58,79 +53,48 @@ def published_device() -> Device:
     )  # fmt: skip
 
 
-def published_rows() -> list[dict[str, str]]:
-    """The rows of the table as they were published."""
-    text = resources.files("nemo_like.bench").joinpath("published_h100.csv").read_text(encoding="utf-8")
+def published_rows(gpu: str = "h100") -> list[dict[str, str]]:
+    """The rows of the table for ``h100`` or ``h200`` as they were published."""
+    text = resources.files("nemo_like.bench").joinpath(f"published_{gpu}.csv").read_text(encoding="utf-8")
     return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
 
 def run(options: BenchOptions) -> Table:
     """Predict every row (or those of `options.model`, if it is one of their models)."""
-    rows = published_rows()
-    if options.model in {row["model"] for row in rows}:
-        rows = [row for row in rows if row["model"] == options.model]
-    made = [predicted(row) for row in rows]
-    about = {"gpu": published_device().name, "source": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"}
+    rows = [(row, gpu) for gpu in ("h100", "h200") for row in published_rows(gpu)]
+    if options.model in {row["model"] for row, _ in rows}:
+        rows = [(row, gpu) for row, gpu in rows if row["model"] == options.model]
+    made = [predicted(row, gpu) for row, gpu in rows]
+    about = {"source": "torchtitan, benchmarks/: first line of nemo_like/bench/published_*.csv"}
     notes = [
         "One set of device constants for all rows; what was left out of a prediction is in its last column.",
-        "reserved: of our model of CUDA's caching allocator; where it has none, none is printed.",
+        "reserved: of our model of CUDA's caching allocator; of a pipeline, on the rank that has most.",
     ]
     return Table("Published steps", COLUMNS, made, about | surroundings(torch.device("cpu")), notes)
 
 
-def predicted(row: dict[str, str]) -> dict[str, Any]:
-    """One row: prediction and publication."""
-    sizes = {name: int(row[name]) for name in ("gpus", "dp_shard", "tp", "cp", "pp", "local_batch", "seq_len")}
-    said: dict[str, Any] = {
-        "model": row["model"], "gpus": sizes["gpus"],
-        "axes": ", ".join(f"{name} {sizes[name]}" for name in ("dp_shard", "tp", "cp", "pp") if sizes[name] > 1),
-        "step": f"{sizes['local_batch']} x {sizes['seq_len']}",
-        "how": ", ".join(_how(row)), "published_tokens_per_second": float(row["tokens_per_second_per_gpu"]),
+def predicted(row: dict[str, str], gpu: str = "h100") -> dict[str, Any]:
+    """One row of the table for `gpu`: prediction and publication."""
+    step = PublishedStep.of(row, compiled_loss=gpu == "h200" and row["compile"] == "yes")
+    planned = plan_step(step, published_device() if gpu == "h100" else resolve_device(gpu))
+    speed = step.layout.sequences * step.seq_len / step.gpus / planned.seconds
+    reserved = planned.memory.reserved / 2**30
+    theirs = {
+        "published_tokens_per_second": float(row["tokens_per_second_per_gpu"]),
         "published_reserved_gib": float(row["reserved_gib"]),
+    }
+    left = ["fp8's memory"] * step.fp8 + ["compiled layers' memory"] * step.compiled
+    return theirs | {
+        "model": row["model"], "gpus": step.gpus, "gpu": gpu,
+        "axes": ", ".join(f"{name} {size}" for name in ("dp_shard", "tp", "cp", "pp") if (size := getattr(step, name)) > 1),
+        "step": f"{step.local_batch} x {step.seq_len}", "how": ", ".join(_how(row)),
+        "tokens_per_second": speed, "speed_off": speed / theirs["published_tokens_per_second"] - 1,
+        "reserved_gib": reserved, "memory_off": reserved / theirs["published_reserved_gib"] - 1,
+        "peak_gib": planned.memory.tensors / 2**30,
+        "left_out": ", ".join(left + ["the ring's memory"] * (step.cp > 1)) or None,
     }  # fmt: skip
-    if sizes["pp"] > 1:
-        return said | {"left_out": "pp"}
-    shape, layout, variant = _shape(row, sizes)
-    choices = shape.uniform[row["ac"]]
-    seconds = shape.seconds(layout, variant, choices).total
-    speed = layout.sequences * sizes["seq_len"] / layout.gpus / seconds
-    said |= {"tokens_per_second": speed, "speed_off": speed / said["published_tokens_per_second"] - 1}
-    peak = shape.peak(layout, variant, choices).total
-    said["peak_gib"] = peak / 2**30
-    left = ["async_tp"] * (row["async_tp"] == "yes") + ["memory of fp8"] * (row["precision"] == "fp8")
-    left += ["memory of compiled layers"] * (row["compile"] == "yes")
-    if sizes["tp"] > 1:
-        return said | {"left_out": ", ".join([*left, "sequence parallel, split logits"])}
-    eager_selective = row["ac"] == "selective" and row["compile"] == "no"
-    found = torchtitan_step.reserved(shape.planner(layout, variant), choices, eager_selective=eager_selective)
-    said["peak_gib"], said["reserved_gib"] = found.tensors / 2**30, found.reserved / 2**30
-    said["memory_off"] = said["reserved_gib"] / said["published_reserved_gib"] - 1
-    return said | {"left_out": ", ".join(left) or None}
 
 
 def _how(row: dict[str, str]) -> list[str]:
-    words = [row["ac"], row["precision"]]
+    words = [row["ac"], row["precision"]] + [row["schedule"]] * bool(row["schedule"])
     return words + ["compiled"] * (row["compile"] == "yes") + ["async tp"] * (row["async_tp"] == "yes")
-
-
-def _shape(row: dict[str, str], sizes: dict[str, int]) -> tuple[TracedShape, Layout, Variant]:
-    """The local shape, with its blocks timed as the row runs them."""
-    device = published_device()
-    layout = Layout(1, sizes["dp_shard"], sizes["tp"], sizes["cp"], micro_batch=sizes["local_batch"])
-    question = Question(
-        gpus=sizes["gpus"], device=device, seq_len=sizes["seq_len"], limit=device.memory_bytes,
-        precision=Precision("bf16"), step=torchtitan_step.STEP,
-    )  # fmt: skip
-    model = resolve_model(row["model"]).build("meta")
-
-    def sample(batch: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.zeros(batch, sizes["seq_len"], dtype=torch.long)}
-
-    shape = TracedShape(model, ShapeKey.of(layout), question, sample, Shared())
-    compiled, fp8 = row["compile"] == "yes", row["precision"] == "fp8"
-    # Twice the products per second: the H100's data sheet (1,979 TFLOPS in 8 bits, 989.4 in 16).
-    rate = 2 * device.matmul_flops["half"] if fp8 else 0.0
-    shape.blocks = [
-        BlockSeconds.of(problem, device, compiled=compiled, fp8_flops=rate) for problem in shape.base.problems
-    ]
-    return shape, layout, Variant(row["ac"], "model", "none", None)

@@ -1,7 +1,7 @@
 """A Llama as one of torchtitan's tensor-parallel ranks has it, on the meta device.
 
-``apply_tp`` of its ``parallelize_llama.py``: the embedding's sum goes out cut along the sequence, residuals and norms stay cut
-down to the last norm, attention, MLP and head gather what they read, and the logits stay cut by vocabulary.
+After ``apply_tp`` of its ``parallelize_llama.py``: the sum of the embedding goes out cut along the sequence; residuals and
+norms stay so, down to the last norm; attention, MLP and head gather what they read; the logits stay cut by vocabulary.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER
 from nemo_like.planning.planner import Planner, Setup
 from nemo_like.planning.reserved import Reserved
 from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
-from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.stages import PipelinePlanner, parts_of
 from nemo_like.planning.step_time import optimizer_seconds
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 
@@ -46,14 +46,16 @@ class PublishedStep:
     compiled: bool
     fp8: bool
     async_tp: bool
+    compiled_loss: bool = False
 
     @classmethod
-    def of(cls, row: dict[str, str]) -> PublishedStep:
-        """Of a line of the table."""
+    def of(cls, row: dict[str, str], *, compiled_loss: bool = False) -> PublishedStep:
+        """Of a line of a table, in which the loss may be compiled, too."""
         numbers = ("gpus", "dp_shard", "tp", "cp", "pp", "local_batch", "seq_len")
         return cls(
             model=row["model"], schedule=row["schedule"], ac=row["ac"], compiled=row["compile"] == "yes",
-            fp8=row["precision"] == "fp8", async_tp=row["async_tp"] == "yes", **{name: int(row[name]) for name in numbers},
+            fp8=row["precision"] == "fp8", async_tp=row["async_tp"] == "yes",
+            compiled_loss=compiled_loss, **{name: int(row[name]) for name in numbers},
         )  # fmt: skip
 
     @property
@@ -70,7 +72,7 @@ class PublishedStep:
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class StepPrediction:
     """What is predicted for it."""
 
     parts: dict[str, float]
@@ -85,7 +87,7 @@ class PlannedStep:
         return sum(self.parts.values())
 
 
-def plan_step(step: PublishedStep, device: Device) -> PlannedStep:
+def plan_step(step: PublishedStep, device: Device) -> StepPrediction:
     """Bytes and seconds of `step` on `device`; nothing runs."""
     with VocabularyParallelLoss() if step.tp > 1 else nullcontext():
         return _Stages(step, device).planned() if step.pp > 1 else _Whole(step, device).planned()
@@ -94,12 +96,16 @@ def plan_step(step: PublishedStep, device: Device) -> PlannedStep:
 class _Step:
     def __init__(self, step: PublishedStep, device: Device) -> None:
         self.step, self.device, self.links = step, device, Links.of(step.layout, device)
-        self.model = tensor_parallel_rank(resolve_model(step.model).build("meta"), step.tp)
+        self.whole = resolve_model(step.model).build("meta")
+        self.model = tensor_parallel_rank(self.whole, step.tp)
         # Twice the products per second in 8 bits (data sheet: 1,979 and 989.4 TFLOPS).
         rate = 2 * device.matmul_flops["half"] if step.fp8 else 0.0
         self.how = HowRun(step.compiled, rate, step.async_tp, step.tp, step.cp)
+        loop = torchtitan_step.STEP
+        if step.compiled_loss:
+            loop = replace(loop, loss_fn=torchtitan_step.compiled_loss)
         self.setup = Setup(
-            shard_ranks=step.layout.shard_ranks, step=torchtitan_step.STEP, precision=Precision("bf16"),
+            shard_ranks=step.layout.shard_ranks, step=loop, precision=Precision("bf16"),
             fsdp=FSDP2(reshard_after_forward=False if step.pp > 1 else None),
         )  # fmt: skip
 
@@ -127,7 +133,7 @@ class _Step:
 class _Whole(_Step):
     """Without stages."""
 
-    def planned(self) -> PlannedStep:
+    def planned(self) -> StepPrediction:
         planner = Planner(self.model, self.sample(), device=self.device, setup=self.setup)
         choices = planner.uniform(self.step.ac)
         eager = self.step.ac == "selective" and not self.step.compiled
@@ -144,22 +150,25 @@ class _Whole(_Step):
             reductions += max(0.0, reduce - left)
         gather, reduce = unit_seconds(sharding.root, self.links.shards, self.links)
         parts |= {"parameter gathers": gathers + gather, "gradient reductions": reductions + reduce}
-        return PlannedStep(parts | {"optimizer": self.optimizer(planner)}, memory)
+        return StepPrediction(parts | {"optimizer": self.optimizer(planner)}, memory)
 
 
 class _Stages(_Step):
-    """A pipeline: the first and the last stage have a layer less than the others, as far as these go round."""
+    """A pipeline, cut as theirs."""
 
-    def planned(self) -> PlannedStep:
+    def planned(self) -> StepPrediction:
         step = self.step
         stages = step.pp * (1 if step.schedule == "1f1b" else 2)
         pp = PipelineParallel(step.pp, step.schedule, step.microbatches, balance=_dealt(len(self._layers()), stages))
         sample = self.sample() | {"labels": self.sample()["input_ids"]}
-        planner = PipelinePlanner(self.model, sample, pp=pp, device=self.device, setup=self.setup, parts_sent=step.tp)
+        planner = PipelinePlanner(
+            self.model, sample, pp=pp, device=self.device, setup=self.setup, parts_sent=step.tp,
+            parts=parts_of(self.whole, sample, self.setup),
+        )  # fmt: skip
         choices = planner.uniform(step.ac)
         ranked = [self._memory(planner, rank, choices) for rank in range(step.pp)]
         rank = max(range(step.pp), key=lambda r: ranked[r].reserved)
-        return PlannedStep(self._seconds(planner, choices), ranked[rank], rank)
+        return StepPrediction(self._seconds(planner, choices), ranked[rank], rank)
 
     def _layers(self) -> Any:
         return self.model.get_submodule("model.layers")
@@ -188,7 +197,7 @@ class _Stages(_Step):
         handed = network.send_seconds(planner.hidden_bytes, same_host, self.device)
         ranks = [planner.of_rank(rank) for rank in range(step.pp)]
         busiest = max(
-            ranks, key=lambda own: sum(sum(l.whole_forward + l.whole_backward for l in layers[i]) for i in own)
+            ranks, key=lambda own: sum(each.whole_forward + each.whole_backward for i in own for each in layers[i])
         )
         parts = {
             name: value * step.microbatches
@@ -229,4 +238,4 @@ def _dealt(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (0 < index <= more) for index in range(stages))
 
 
-__all__ = ["PlannedStep", "PublishedStep", "plan_step"]
+__all__ = ["PublishedStep", "StepPrediction", "plan_step"]

@@ -2,13 +2,13 @@
 
 What differs from `nemo_like.planning.fit.seconds`, after its files and PyTorch's:
 
-- ``Float8ColwiseParallel`` and ``PrepareFloat8ModuleInput`` of torchao cast before they gather: gathers send one byte for each
-  value, also those of gradients behind a rowwise product, and a rank casts its own part. What is summed stays in 16 bits.
+- ``Float8ColwiseParallel`` and ``PrepareFloat8ModuleInput`` of torchao cast before they gather: gathers send one byte for
+  each value, also of gradients behind a rowwise product, and a rank casts its own part. What is summed stays in 16 bits.
 - With asynchronous tensor parallelism each gather and each sum runs beside the product that it belongs to, in as many pieces
   as there are ranks: what shows is the longer of the two and a piece of the shorter.
 - Context parallelism (``torch.distributed.tensor.experimental``) deals two chunks of the sequence to each rank, so that all
-  have the same share of a causal mask; keys and values, repeated for all heads before, arrive while a rank attends to its own,
-  and in backward their gradients go round in float32.
+  have the same share of a causal mask. Keys and values, repeated for all heads before, arrive while a rank attends to its
+  own; in backward their gradients go round in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from nemo_like.planning.block_trace import OpRecord
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.seconds import BACKWARD_TIMES, BlockSeconds, Links, fused
-
 
 _SENT = "_c10d_functional"
 _GATHER = "all_gather_into_tensor"

@@ -41,6 +41,24 @@ def loop_loss(output: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
 
 
+class _CompiledCrossEntropy(torch.autograd.Function):
+    """Softmax and loss of 16-bit logits in one kernel: what is kept are the logits, and a number for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits, logits.new_empty(logits.shape[:-1], dtype=torch.float32))
+        return logits.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+def compiled_loss(output: Any) -> torch.Tensor:
+    """The same where ``torch.compile`` takes it: ``build_cross_entropy_loss``, in 2025."""
+    return _CompiledCrossEntropy.apply(output.logits)
+
+
 STEP = StepSpec(keeps_output=False, optimizer="adamw", loss_fn=loop_loss)
 
 
@@ -76,8 +94,8 @@ def reserved(planner: Planner, choices: Sequence[Choice], *, eager_selective: bo
 def reserved_on_rank(
     planner: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], kept_outputs: Sequence[int]
 ) -> Reserved:
-    """The same of a rank of a pipeline. `kept_outputs`: bytes of what each stage returns for a microbatch, which PyTorch kept of
-    all stages and microbatches until the step ends (``output_chunks``, until May 2025)."""
+    """The same of a rank of a pipeline. `kept_outputs`: bytes of what each stage returns for a microbatch, which PyTorch
+    kept of all stages and microbatches until the step ends (``output_chunks``, until May 2025)."""
     found = replay_rank(planner, rank, choices, ALLOCATOR, kept_outputs=kept_outputs)
     assert found is not None, "their schedules run backward in one piece"
     return found

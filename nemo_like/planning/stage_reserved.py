@@ -72,7 +72,7 @@ class _HeldUnits(UnitEvents):
         super().finish()
 
 
-class _Stage:
+class _ReplayedStage:
     def __init__(
         self, planner: PipelinePlanner, stage: PlannedStage, choices: Sequence[Choice], events: Events
     ) -> None:
@@ -139,7 +139,7 @@ class _Rank:
         self.events, self.kept_outputs, self.count = Events(), kept_outputs, planner.count
         # What 1F1B has sent it lets go of; schedules with several stages on a rank do when the step ends.
         self.holds_sent = planner.pp.schedule != "1f1b"
-        self.stages = {s.slice.index: _Stage(planner, s, choices[s.slice.index], self.events) for s in stages}
+        self.stages = {s.slice.index: _ReplayedStage(planner, s, choices[s.slice.index], self.events) for s in stages}
         for stage in self.stages.values():
             make_state(self.events, stage.planner)
             for _ in range(self.count * ((not stage.is_first) + (not stage.is_last))):
@@ -170,7 +170,7 @@ class _Rank:
             if setup.step.zero_grad == "free":
                 stage.writer.zero_grad()
 
-    def _sends(self, stage: _Stage) -> int:
+    def _sends(self, stage: _ReplayedStage) -> int:
         """Tensors of a microbatch that go to other ranks: its output, and the gradient of its input."""
         on = not stage.is_last and stage.index + 1 not in self.stages
         back = not stage.is_first and stage.index - 1 not in self.stages

@@ -72,7 +72,7 @@ class PipelinePlanner:
         self.setup, self.device, self.whole = setup, device, model
         self.parts = parts_of(model, microbatch, setup, layers) if parts is None else parts
         self.batch = _by_name(model, microbatch)
-        self.hidden = hidden_of(model, microbatch, self.parts, setup.cp.size)
+        self.hidden = hidden_of(model, microbatch, self.parts, setup.cp.size * parts_sent)
         self._more, self.planners = more, dict[Any, Planner]()
         self.memories: dict[Any, StageMemory] = {}
         self._alike, self._numbers = dict[str, int](), dict[Any, int]()

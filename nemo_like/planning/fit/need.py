@@ -19,8 +19,8 @@ from nemo_like.planning.planner import Planner
 from nemo_like.planning.reserved import replay
 
 OVERHEAD = 0.21
-"""Of what tensors take, the share that is reserved beyond it where that is not predicted: the most that our model of the
-allocator gives for the steps of docs/benchmarks/published.md (15 to 21 %)."""
+"""Of what tensors take, the share that is reserved beyond it where that is not predicted: about the most that our model of
+the allocator gives for the steps of docs/benchmarks/published.md (9 to 22 %)."""
 RESERVED, ALLOCATED, WITH_OVERHEAD = "reserved", "allocated", f"allocated + {OVERHEAD:.0%}"
 
 
