@@ -158,6 +158,33 @@ def test_one_device():
     _check(_cases(0, 1, "single", ["default", "dropped", "accumulated"], ("none",)))
 
 
+class _Evaluating(Loop):
+    """Clips as torch does, and evaluates on the same batch after each step."""
+
+    def step(self) -> None:
+        self._loss().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.eval()
+        with torch.no_grad():
+            self.model(**self.batch)
+        self.model.train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_evaluation_between_steps_and_parameters_that_are_stored_in_bfloat16(dtype):
+    """Gradients and states are then of the parameters' dtype; whole logits of an evaluation take no more than a step's."""
+    torch.manual_seed(0)
+    model, ids = _model(3).to(dtype), torch.randint(VOCAB, (4, 64))
+    batch = {"input_ids": ids, "labels": ids}
+    planner = Planner(model, batch, device=resolve_device("cpu"), setup=Setup(fsdp=None))
+    predicted = planner.peak(planner.uniform("full")).total
+    loop = _Evaluating(parallelize(model, "single", "full", device="cpu"), StepSpec(), batch, False)
+    measured = loop.peak()
+    assert abs(predicted - measured) <= 0.01 * measured, (predicted, measured)
+
+
 @pytest.mark.long
 def test_one_device_without_checkpointing():
     _check(_cases(0, 1, "single", list(SPECS), ("none",)))
