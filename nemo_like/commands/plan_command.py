@@ -32,6 +32,7 @@ from nemo_like.options import (
 from nemo_like.options.allocator import AllocatorConfig
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
+    from nemo_like.planning.devices import Device
     from nemo_like.planning.model_inputs import ModelInput
     from nemo_like.planning.plan_report import PlanReport
     from nemo_like.planning.planner import Planner
@@ -94,6 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--four-bit", action="store_true", help="frozen linear layers in 4 bits with their scales, as QLoRA has them")
     add("--ema", action="store_true", help="the loop keeps a copy of the weights that it averages")
     add("--zero-grad", default=StepSpec.zero_grad, help="gradients between steps: free | zero (default: %(default)s)")
+    add(
+        "--cpu-offload",
+        action="store_true",
+        help="parameter shards, gradients and optimizer state in host memory, up to --host-memory",
+    )
     add("--no-reshard", action="store_true", help="keep layers gathered after forward")
     add("--prefetch", type=int, default=1, help="layers gathered ahead (default: %(default)s)")
     add(
@@ -108,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--host-memory",
         default="64GiB",
-        help="host memory of one rank for that, or for --offload (default: %(default)s)",
+        help="host memory of one rank for that, for --offload or for --cpu-offload (default: %(default)s)",
     )
     add("--offload", help="none | boundary | saved | all: what waits in host memory, as parallelize(offload=) moves it")
     add(
@@ -129,12 +135,16 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.planner import Planner, Setup
 
     shard_ranks = _shard_ranks(args)
+    if args.cpu_offload and args.pp > 1:
+        raise ValueError("--cpu-offload beside --pp is not planned. Leave one of the two out.")
     if args.pp > 1:
         return plan_stages.run(args, shard_ranks, _precision(args))
     loop = StepSpec(args.microbatches, args.sync, not args.drop_output, args.zero_grad, ema=args.ema)
     step = StepSpec.of(loop, args.optimizer)
     device = calibrated(resolve_device(args.gpu))
     reshard = False if args.no_reshard else None
+    if args.cpu_offload:
+        _check_cpu_offload(args, device)
     start = time.perf_counter()
     with _progress(f"Planning {args.model} ..."):
         source = resolve_model(args.model)
@@ -145,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
             step=step,
             precision=_precision(args),
             # One rank keeps the model whole, whatever the strategy, and computes under autocast.
-            fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch),
+            fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch, args.cpu_offload),
             tp=args.tp,
             cp=ContextParallel(args.cp),
             ep=args.ep,
@@ -238,6 +248,14 @@ def _say(
             "  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json"
         )
     print(f"\nPlanned in {seconds:.1f} s.")
+
+
+def _check_cpu_offload(args: argparse.Namespace, device: Device) -> None:
+    if args.world_size == 1:
+        raise ValueError(
+            "--cpu-offload is FSDP2's, and one rank keeps the model whole. Use more ranks (--world-size), or --host."
+        )
+    device.check_host_rates("--cpu-offload")
 
 
 def _frozen(model: torch.nn.Module, args: argparse.Namespace) -> torch.nn.Module:

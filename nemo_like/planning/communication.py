@@ -231,7 +231,8 @@ class Communication:
         self.now["running layer"] = max(0, running - grads)
 
     def _cast(self, unit: UnitBytes) -> int:
-        return unit.grad if unit.grad != unit.reduce_output else 0
+        made = unit.grad or unit.host_grad
+        return made if made != unit.reduce_output else 0
 
     def finish(self, root_grads: int) -> None:
         if not self.on:

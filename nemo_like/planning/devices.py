@@ -54,8 +54,18 @@ class Device:
     """Where its speeds come from: the table, or the file of a calibration."""
     known_as: str = ""
     """The table's name of it, where it has another one of its own."""
+    host_bandwidth: float = 0.0
+    """Bytes per second between the host's memory and its processors, one device's share of a full host; 0: not known."""
     processors: int = 0
     """Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted."""
+
+    def check_host_rates(self, asked: str) -> None:
+        """Raise ValueError where `asked`, which has the optimizer step on the host, takes seconds that nobody knows."""
+        if self.kind != "cpu" and not self.host_bandwidth:
+            raise ValueError(
+                f"{asked} runs the optimizer in host memory, and the bandwidth of that beside {self.name} is not known. "
+                "Give a device file with 'host_memory_gbps', one device's share of it in GB/s; or leave it out."
+            )
 
     @property
     def cuda(self) -> tuple[int, int] | None:
@@ -193,6 +203,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
 _OPTIONAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "nvlink": ("nvlink_gbps", lambda value: value * 1e9),
     "network": ("network_gbps", lambda value: value * 1e9),
+    "host_bandwidth": ("host_memory_gbps", lambda value: value * 1e9),
     "gpus_per_host": ("gpus_per_host", int),
     "hop_seconds": ("hop_us", lambda value: value * 1e-6),
     "launch_seconds": ("launch_us", lambda value: value * 1e-6),

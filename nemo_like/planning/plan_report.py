@@ -42,11 +42,13 @@ class PlanRow:
     plan: Plan
     fits: bool
     """On the device; and what it keeps in host memory, there."""
+    state_on_host: int = 0
+    """Bytes of parameters, gradients and optimizer state of one rank in host memory."""
 
     @property
     def host_bytes(self) -> int:
-        """What one rank keeps in host memory."""
-        return sum(layer.host_bytes for layer in self.plan.layers)
+        """What one rank keeps in host memory, activations among it."""
+        return sum(layer.host_bytes for layer in self.plan.layers) + self.state_on_host
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,12 @@ def make_report(
     limit = (
         int(planner.device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0)) if limit is None else limit
     )
-    rows = [_row(mode, planner.describe(planner.uniform(mode), mode), limit, planner.host_memory) for mode in MODES]
+    rows = [_row(mode, planner.describe(planner.uniform(mode), mode), limit, planner) for mode in MODES]
     unmet: list[str] = []
     asked = [*budgets] or [f"{share:g}%" for share in (100 * f for f in FRACTIONS)]
     for text in asked:
         try:
-            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit, planner.host_memory))
+            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit, planner))
         except BudgetError as error:
             if budgets:
                 unmet.append(str(error))
@@ -151,7 +153,7 @@ def make_report(
     try:
         text = _gib(limit)  # rounded down, so that whoever writes it stays within the limit
         if text not in asked:
-            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit, planner.host_memory))
+            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit, planner))
     except BudgetError as error:
         problem = str(error)
     fitting = [row for row in rows if row.fits and (planner.takes_budget or row.name in MODES)]
@@ -256,9 +258,9 @@ def _precision(precision: Precision) -> str | None:
     return f"Precision({', '.join(f'{name}={dtype!r}' for name, dtype in dtypes.items() if dtype is not None)})"
 
 
-def _row(name: str, plan: Plan, limit: int, host_memory: int) -> PlanRow:
-    row = PlanRow(name, plan, plan.peak_bytes <= limit)
-    return row if row.host_bytes <= host_memory else replace(row, fits=False)
+def _row(name: str, plan: Plan, limit: int, planner: Planner) -> PlanRow:
+    row = PlanRow(name, plan, plan.peak_bytes <= limit, planner.state_on_host)
+    return row if row.host_bytes <= planner.host_memory else replace(row, fits=False)
 
 
 def _gib(size: int) -> str:

@@ -68,7 +68,7 @@ from nemo_like.planning.sharding import (
 )
 from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_events import LayerEvents
-from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
+from nemo_like.planning.step_time import exposed_seconds, update_seconds
 from nemo_like.planning.tensor_twin import has_known_rules, rank_twin
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 from nemo_like.tensors import describe, tensors_in
@@ -377,10 +377,13 @@ class Planner:
         """Its FSDP2 units on one rank."""
         s = self.setup
         precision = Precision() if s.fsdp is None else s.precision
+        several = s.shard_ranks * s.tp * s.replicas > 1
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
             trained=self.trained, experts=self.experts, expert_ranks=s.shard_ranks * s.tp // s.ep,
             gloo=self.device.kind == "cpu", alone=s.tp * s.replicas > 1 and s.fsdp is not None, plan=self._unit_plan(),
+            # Of a CPU, host memory is its own.
+            host=s.fsdp is not None and s.fsdp.cpu_offload and several and self.device.kind != "cpu",
         )  # fmt: skip
 
     def _unit_plan(self) -> UnitPlan:
@@ -471,9 +474,23 @@ class Planner:
         layers = sum(p.forward_seconds * (3 if p.trace.saves_something else 1) for p in calls)
         extra = sum(c.replay_seconds for c in choices) + sum(self._exposed(choices)) + self.outer().seconds
         step = self.setup.step
-        return step.microbatches * (layers + extra) + optimizer_seconds(
-            self.sharding.trained, step.optimizer, self.device
+        return step.microbatches * (layers + extra + self._weight_copies()) + update_seconds(
+            self.sharding, step.optimizer, self.device
         )
+
+    def _weight_copies(self) -> float:
+        """Seconds in which a microbatch waits for parameters from host memory and for gradients on their way there: each
+        layer's are copied beside the computing of the one before it, of tail and root nothing hides them."""
+        units, link = dict(zip(self.sharding.modules, self.sharding.units)), self.device.host_link
+        waits = 0.0
+        for call in self.traced.calls:
+            unit, forward = units.get(id(call.module)), self.problems[call.kind].forward_seconds
+            own = [each for each in (unit, self.sharding.experts.get(id(call.module))) if each is not None]
+            fetch, again = (sum(each.host_shard for each in own if each.reshard or always) for always in (True, False))
+            waits += max(0.0, fetch / link - forward) + max(0.0, again / link - 2 * forward)
+            waits += max(0.0, sum(each.host_grad for each in own) / link - 2 * forward)
+        around = [unit for unit in (self.sharding.tail, self.sharding.root) if unit is not None]
+        return waits + sum(unit.host_shard + unit.host_grad for unit in around) / link
 
     def _exposed(self, choices: Sequence[Choice]) -> list[float]:
         """Of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""
@@ -484,8 +501,9 @@ class Planner:
 
     def reserved(self, choices: Sequence[Choice]) -> Reserved | None:
         """What CUDA's caching allocator reserves for such steps; None: another one runs (the CPU's), or it is not known
-        when what waits in host memory is there (``offload=``, ``host=``)."""
+        when what waits in host memory is there (``offload=``, ``host=``, ``cpu_offload=``)."""
         elsewhere = self.setup.offload.mode != "none" or any(choice.host_bytes for choice in choices)
+        elsewhere |= bool(self.sharding.trained_on_host)
         return None if self.device.cuda is None or elsewhere else replay(self, choices, self.setup.allocator)
 
     @property
@@ -558,6 +576,14 @@ class Planner:
         grads = {} if micro.accumulates else self.outer().param_grads
         tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
         return sum(grads.values()) - tail, tail
+
+    @property
+    def state_on_host(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and averaged weights that one rank has in host memory."""
+        sharding, step = self.sharding, self.setup.step
+        shards = sum(unit.host_shard for unit in sharding.all)
+        state = optimizer_memory(sharding.trained_on_host, step.optimizer, foreach=False).state
+        return shards * (2 if step.ema else 1) + sum(unit.host_grad for unit in sharding.all) + state
 
     def optimizer_bytes(self) -> tuple[int, int]:
         """Of the optimizer's state, and of its step's temporaries."""

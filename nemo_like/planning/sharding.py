@@ -30,7 +30,7 @@ class UnitBytes:
     kind: str
     """``layer`` | ``tail`` | ``root`` | ``dtype``."""
     shard: int
-    """Its parameters as stored."""
+    """Its parameters as stored on the device."""
     gathered: int
     """Its parameters gathered, in the dtype of forward; also the flat buffer of the gather."""
     gather_input: int
@@ -54,6 +54,10 @@ class UnitBytes:
     """`shard` by parameter."""
     each_gathered: tuple[int, ...] = ()
     """`gathered` by parameter."""
+    host_shard: int = 0
+    """Its parameters, where they are stored in host memory instead."""
+    host_grad: int = 0
+    """Its gradients once reduced, where they go to host memory: not in `grad` then."""
 
     @property
     def flat(self) -> int:
@@ -89,7 +93,10 @@ class Sharding:
     alone: bool = False
     """FSDP2 is there for one rank too, as beside tensor parallelism: it gathers and reduces all the same."""
     trained: tuple[TrainedParameter, ...] = ()
-    """This rank's share of each parameter that trains, in the order of ``model.parameters()``."""
+    """This rank's share of each parameter that trains, in the order of ``model.parameters()``; of those that are on the
+    device."""
+    trained_on_host: tuple[TrainedParameter, ...] = ()
+    """Those that are in host memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state."""
 
     @property
     def on(self) -> bool:
@@ -110,7 +117,7 @@ class Sharding:
 def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
     trained: frozenset[int] | None = None, experts: Sequence[Experts] = (), expert_ranks: int = 1,
-    gloo: bool = False, alone: bool = False, plan: UnitPlan | None = None,
+    gloo: bool = False, alone: bool = False, plan: UnitPlan | None = None, host: bool = False,
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
@@ -118,6 +125,7 @@ def sharding_of(
     rank, units of their own that the `expert_ranks` ranks with the same experts shard. `gloo`: it does the collectives.
     `alone`: FSDP2 is there, whatever the number of ranks.
     `plan`: what `units_for` returned for the same model, layers and experts; None: it is asked.
+    `host`: shards, gradients and optimizer state lie in host memory, which the device does not share.
     """
     plan = plan or units_for(model, layers, whole=shard_ranks == 1, experts=experts)
     own = [weight for each in experts for weight in each.weights]
@@ -132,7 +140,9 @@ def sharding_of(
         )
         key = (kind, alike, ranks, reshard)
         if key not in known:
-            known[key] = _unit(kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained)
+            known[key] = _unit(
+                kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained, host
+            )
         return known[key]
 
     def unit(source: Any) -> UnitBytes:
@@ -153,6 +163,11 @@ def sharding_of(
     in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
     sharded = [p for source in plan.units for p in source.params]
     padded = _Padded()
+    trains = tuple(
+        TrainedParameter(tuple(p.shape), padded(p, ranks) // ranks, p.element_size(), id(p) in in_layers)
+        for p, ranks in ((p, expert_ranks if id(p) in theirs else shard_ranks) for p in model.parameters())
+        if p.requires_grad and (trained is None or id(p) in trained)
+    )
     root = unit(plan.root)
     for extra in plan.by_dtype:
         root = joined(root, unit(extra))
@@ -170,11 +185,8 @@ def sharding_of(
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
         padding=sum((padded(p, shard_ranks) - p.numel()) * p.element_size() for p in sharded) // shard_ranks,
-        trained=tuple(
-            TrainedParameter(tuple(p.shape), padded(p, ranks) // ranks, p.element_size(), id(p) in in_layers)
-            for p, ranks in ((p, expert_ranks if id(p) in theirs else shard_ranks) for p in model.parameters())
-            if p.requires_grad and (trained is None or id(p) in trained)
-        ),
+        trained=() if host else trains,
+        trained_on_host=trains if host else (),
     )
 
 
@@ -187,7 +199,7 @@ def units_for(model: nn.Module, layers: Sequence[Any], *, whole: bool, experts: 
 
 def _unit(
     kind: str, params: Sequence[nn.Parameter], ranks: int, param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None, reshard: bool, trains: frozenset[int] | None,
+    reduce_dtype: torch.dtype | None, reshard: bool, trains: frozenset[int] | None, host: bool,
 ) -> UnitBytes:  # fmt: skip
     shards = [(_padded(p, ranks) // ranks, p) for p in params]
     trained = [(n, p) for n, p in shards if p.requires_grad and (trains is None or id(p) in trains)]
@@ -195,15 +207,18 @@ def _unit(
     reduce = [(n, (reduce_dtype or param_dtype or p.dtype).itemsize) for n, p in trained]
     cut = [p for p in params if shard_dim(p, ranks)]
     stored = [n * p.element_size() for n, p in shards]
-    cast = param_dtype is not None
+    grads = sum(n * p.element_size() for n, p in trained)
     return UnitBytes(
         kind=kind,
-        shard=sum(stored),
+        shard=0 if host else sum(stored),
+        host_shard=sum(stored) if host else 0,
         gathered=sum(n * size for n, size in compute) * ranks,
-        gather_input=sum(n * size for n, size in compute) if cast else 0,
+        # What is gathered from host memory is copied to the device first.
+        gather_input=sum(n * size for n, size in compute) if host or param_dtype is not None else 0,
         reduce_input=sum(n * size for n, size in reduce) * ranks,
         reduce_output=sum(n * size for n, size in reduce),
-        grad=sum(n * p.element_size() for n, p in trained),
+        grad=0 if host else grads,
+        host_grad=grads if host else 0,
         copied=sum(p.numel() * (param_dtype or p.dtype).itemsize for p in cut),
         held_in_reduce=next(
             (p.numel() * (param_dtype or p.dtype).itemsize for p in reversed(cut) if p.requires_grad), 0

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_like.activation_checkpointing import ops
+from nemo_like.log import say_once
 from nemo_like.planning.devices import Device
 from nemo_like.planning.optimizers import TrainedParameter
+from nemo_like.planning.sharding import Sharding
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode
 
@@ -69,6 +71,26 @@ def optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: De
         device: whose bandwidth counts.
     """
     return sum(param.size for param in trained) * _PASSES.get(name, 7.0) / device.bandwidth
+
+
+_HOST_PASSES = {"adamw": 20.0, "adamw-loop": 20.0, "adamw-foreach": 20.0}
+"""The same on the host, where AdamW runs one kernel after the other: weight decay 2, first moment 3, second 2 and 3, root 2,
+division 2, epsilon 2, update 4 (``_single_tensor_adam`` of ``torch/optim/adam.py``, torch 2.13)."""
+
+
+def update_seconds(sharding: Sharding, name: str, device: Device) -> float:
+    """An optimizer step on one rank, on the device or, of what lies in host memory, at this rank's share of the bandwidth
+    there; where that is not known, at the rate of the bus to it, which it is not below, and that is said once."""
+    here = optimizer_seconds(sharding.trained, name, device)
+    if not sharding.trained_on_host:
+        return here
+    rate = device.host_bandwidth
+    if not rate:
+        rate = device.host_link
+        say_once(f"The bandwidth of host memory beside {device.name} is not known: the optimizer's step there is taken to "
+                 f"go at the rate of the bus, {rate / 1e9:g} GB/s.")  # fmt: skip
+    size = sum(param.size for param in sharding.trained_on_host)
+    return here + size * _HOST_PASSES.get(name, _PASSES.get(name, 7.0)) / rate
 
 
 def exposed_seconds(moved: int, forward_seconds: float, device: Device) -> float:
