@@ -125,6 +125,7 @@ def _calibrate() -> None:
 
 def _say(found: Any, explain: int | None) -> None:
     from nemo_like.planning.fit import report
+    from nemo_like.planning.fit.fitting import CHECKED
 
     question = found.question
     batch = "" if question.global_batch is None else f", {question.global_batch} sequences per step"
@@ -149,4 +150,8 @@ def _say(found: Any, explain: int | None) -> None:
         f"{found.searched['seconds']:.1f} s, {found.searched['shapes']:.0f} shapes traced. Others: {reasons or 'none'}."
     )
     print(f"Planned for {question.planned_for}. Seconds go by the rates of {question.device.rates}.")
-    print("Bytes are predicted ones. No GPU was compared.")
+    print(
+        "All of it is predicted. Checked were peaks against "
+        f"{CHECKED['peak_bytes']}, reserved bytes and seconds against {CHECKED['reserved_bytes']}; "
+        "no GPU at hand was compared."
+    )

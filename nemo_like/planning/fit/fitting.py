@@ -42,6 +42,14 @@ class Traces:
     shapes: dict[ShapeKey, TracedShape] = field(default_factory=dict)
 
 
+CHECKED = {
+    "peak_bytes": "the CPU allocator's bytes of real steps on 1, 2 and 4 ranks (docs/memory-planning.md)",
+    "reserved_bytes": "published steps of Llama 3 on H100 (docs/benchmarks/published.md)",
+    "step_seconds": "published steps of Llama 3 on H100 (docs/benchmarks/published.md)",
+}
+"""What predictions were compared with; a GPU at hand is not among it."""
+
+
 @dataclass(frozen=True)
 class FitReport:
     """The best configurations, and what became of the others."""
@@ -103,7 +111,7 @@ class FitReport:
             "rates": question.device.rates, "global_batch": question.global_batch, "limit_bytes": question.limit,
             "candidates": [candidate.as_json() for candidate in self.candidates],
             "rejected": dict(self.rejected), "problem": self.problem or None,
-            "binds": self.binds, "helps": list(self.helps),
+            "binds": self.binds, "helps": list(self.helps), "checked_against": CHECKED,
             "nearest": None if self.nearest is None else self.nearest.as_json(), "searched": dict(self.searched),
         }  # fmt: skip
 
