@@ -19,6 +19,7 @@ from nemo_like.planning.planner import Setup
 from nemo_like.planning.schedule_time import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.stage_balance import balanced
+from nemo_like.planning.stage_reserved import replay_rank
 from nemo_like.planning.stages import Choices, PipelinePlanner
 
 
@@ -206,5 +207,15 @@ def describe(planner: PipelinePlanner, choices: Choices, asked: str) -> Plan:
     return replace(
         plans[0], model=type(planner.whole).__name__, layers=tuple(layers), step_seconds=times(planner, choices).seconds,
         peak=peaks[rank].parts, peak_at=f"{peaks[rank].at}, on rank {rank}", step=dict(plans[0].step) | pipeline,
-        reserved_bytes=None, **sums,  # not known with several microbatches in flight
+        reserved_bytes=_reserved(planner, rank, choices), **sums,
     )  # fmt: skip
+
+
+def _reserved(planner: PipelinePlanner, rank: int, choices: Choices) -> int | None:
+    """What CUDA's caching allocator reserves on `rank`; None: not known, as for `nemo_like.planning.Planner.reserved`, or
+    where the schedule cuts backward in two."""
+    elsewhere = planner.setup.offload.mode != "none" or any(choice.host_bytes for own in choices for choice in own)
+    if planner.device.cuda is None or elsewhere:
+        return None
+    found = replay_rank(planner, rank, choices, planner.setup.allocator)
+    return None if found is None else found.reserved

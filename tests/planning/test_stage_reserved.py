@@ -10,6 +10,7 @@ import torch
 from nemo_like.options import FSDP2, PipelineParallel, Precision, StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Setup
+from nemo_like.planning.stage_plans import describe
 from nemo_like.planning.stage_reserved import replay_rank
 from nemo_like.planning.stages import PipelinePlanner
 
@@ -49,5 +50,8 @@ def test_outputs_that_stay_are_counted_and_cut_backwards_are_not_modelled() -> N
     plain, kept = (replay_rank(planner, 1, choices, kept_outputs=more) for more in ((), (0, 1 << 20)))
     assert plain is not None and kept is not None
     assert 3 << 20 <= kept.tensors - plain.tensors <= 4 << 20
+    plan = describe(planner, choices, "full")
+    highest = max(range(2), key=lambda rank: planner.rank_peak(rank, choices).total)
+    assert plan.reserved_bytes == getattr(replay_rank(planner, highest, choices), "reserved", None) is not None
     zbv = _planner("zbv")
     assert replay_rank(zbv, 0, zbv.uniform("full")) is None
