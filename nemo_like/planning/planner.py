@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -51,6 +50,7 @@ from nemo_like.planning.devices import Device, calibrated, device_at_hand, resol
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
+from nemo_like.planning.last_within import last_within
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
 from nemo_like.planning.optimizers import optimizer_memory
@@ -624,8 +624,8 @@ class Planner:
         bytes_of = self._held_of if budget.fraction is not None else self._peak_of
 
         def last_that_fits(among: Stack, mixes: Sequence[solver.Mix]) -> int:
-            """By bisection: both what is held and the peak grow from mix to mix. -1: none does."""
-            return bisect_right(mixes, limit, key=lambda mix: bytes_of(among, mix)) - 1
+            """Both what is held and the peak grow from mix to mix. -1: none does."""
+            return last_within(limit, lambda at: bytes_of(among, mixes[at]), [mix.bytes for mix in mixes])
 
         mixes = stack.mixes
         best = len(mixes) - 1 if bytes_of(stack, mixes[-1]) <= limit else last_that_fits(stack, mixes[:-1])

@@ -22,6 +22,7 @@ from nemo_like.planning.fit.need import Need, most_allocated, need_of, reserved_
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
 from nemo_like.planning.known_blocks import KnownBlocks
+from nemo_like.planning.last_within import last_within
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
@@ -255,7 +256,7 @@ class TracedShape:
             def peak_of(mix: solver.Mix) -> Peak:
                 return planner.peak(planner.proved_all(self.stack.assignment(mix)))
 
-            fits = bisect_right(mixes, limit, key=lambda mix: peak_of(mix).total) - 1
+            fits = last_within(limit, lambda at: peak_of(mixes[at]).total, [mix.bytes for mix in mixes])
             if fits < 0:
                 self.plans[key] = None
             else:
