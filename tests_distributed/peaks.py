@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nemo_like import parallelize
 from nemo_like.planning.fit import fit
 from nemo_like.planning.peak import Peak
-from tests_distributed.allocated import pipeline_peak_bytes, step_peak_bytes
+from tests_distributed.allocated import pipeline_peak_range, step_peak_bytes
 from tests_distributed.peak_families import FAMILIES, SEQ, WITH_EXPERTS, build, tokens
 from tests_distributed.spawn import run_ranks
 
@@ -50,6 +50,10 @@ class Cell(NamedTuple):
     schedule: str = "1f1b"
 
     @property
+    def label(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.axes.items())
+
+    @property
     def ranks(self) -> int:
         return 4 if self.axes in PAIRS else 2
 
@@ -60,11 +64,13 @@ class Row(NamedTuple):
     cell: Cell
     predicted: int = 0
     measured: int = 0
-    """Bytes of the worst rank."""
+    """Bytes of the worst rank; of what lies within `spread`, the nearest to what was predicted."""
     at: str = ""
     ac: str = ""
     refused: str = ""
     """Why it does not run, where it does not."""
+    spread: int = 0
+    """Bytes between the least and the most that it can have been, where no step's events were complete."""
 
     @property
     def error(self) -> float:
@@ -106,12 +112,14 @@ def run_cell(cell: Cell) -> Row:
         model = parallelize(build(cell.family), device="cpu", **asked.kwargs)
     except (ValueError, NotImplementedError) as error:
         return Row(cell, refused=str(error))
-    mine = _pipeline_peak(model) if "pp" in cell.axes else _peak(model)
+    mine = _pipeline_peak(model) if "pp" in cell.axes else (_peak(model),) * 2
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     del model
     gc.collect()
-    return Row(cell, asked.peak.total, max(every), asked.peak.at, asked.ac)
+    least, most = (max(ends) for ends in zip(*every))
+    measured = min(max(asked.peak.total, least), most)
+    return Row(cell, asked.peak.total, measured, asked.peak.at, asked.ac, spread=most - least)
 
 
 def _by_fit(cell: Cell) -> _Asked:
@@ -141,8 +149,8 @@ def _batch(rows: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _pipeline_peak(pipeline: Any) -> int:
-    return pipeline_peak_bytes(pipeline, _batch(ROWS * MICROBATCHES))
+def _pipeline_peak(pipeline: Any) -> tuple[int, int]:
+    return pipeline_peak_range(pipeline, _batch(ROWS * MICROBATCHES), 20)
 
 
 def _peak(model: Any) -> int:
@@ -178,3 +186,20 @@ def rows_of(path: Path, families: Sequence[str]) -> list[Row]:
             if wanted:
                 run_ranks(wanted[0].ranks, run_cells, wanted, str(path), timeout=180 * len(wanted))
     return [row for row in read_rows(path) if row.cell.family in families]
+
+
+def table(rows: Sequence[Row], axes: Sequence[dict[str, int]]) -> str:
+    """Markdown: a line per family, a column per combination of `axes`; what was not run is empty."""
+    found = {(row.cell.family, row.cell.label): row for row in rows}
+    labels = [Cell("", sizes, "").label for sizes in axes]
+    lines = ["| family | " + " | ".join(labels) + " |", "|---" * (len(labels) + 1) + "|"]
+    for family in dict.fromkeys(row.cell.family for row in rows):
+        row_of = [found.get((family, label)) for label in labels]
+        lines.append(f"| {family} | " + " | ".join("" if row is None else _said(row) for row in row_of) + " |")
+    return "\n".join(lines)
+
+
+def _said(row: Row) -> str:
+    schedule = f" {row.cell.schedule}" if "pp" in row.cell.axes else ""
+    within = "~" if row.spread > 0.01 * max(1, row.measured) else ""
+    return f"{row.cell.ac}{schedule}: " + ("refused" if row.refused else f"{within}{100 * row.error:+.2f}")
