@@ -35,8 +35,13 @@ def _refused(rank: int, world_size: int) -> None:
     for arguments, message in (
         (dict(tp=3), "not divisible"),
         (
-            dict(tp=TensorParallel(2, loss_parallel=True), ac="50%", sample_input={"input_ids": batch(2)}),
-            "no plan is made",
+            dict(
+                tp=TensorParallel(2, loss_parallel=True),
+                ac="50%",
+                loss="chunked",
+                sample_input={"input_ids": batch(2), "labels": batch(2)},
+            ),
+            "loss_parallel",
         ),
         (dict(tp=TensorParallel(1, sequence_parallel=True)), "there is one"),
     ):
