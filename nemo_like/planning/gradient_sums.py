@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +49,7 @@ class SumsInPlace(TorchDispatchMode):
         in_place = _IN_PLACE.get(func)
         if in_place is not None and self.counts is not None and _by_the_engine(inspect.currentframe()):
             into = args[0]
-            alone = (use_count(into), storage_use_count(into)) == self.counts
+            alone = _holders(into) == self.counts
             if alone and into.is_contiguous() and (func is not _ADD or _like(into, args[1])):
                 return in_place(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -58,6 +59,16 @@ def _by_the_engine(frame: Any) -> bool:
     """Whether the engine called the function that `frame` belongs to."""
     caller = None if frame is None else frame.f_back
     return caller is not None and not torch.is_grad_enabled() and caller.f_globals.get("__name__") == _ENGINE
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """How often it, its storage and its Python object are referenced; None where this torch does not tell.
+
+    All that Python holds of a tensor (what a hook was given and keeps) is one reference to the tensor. In a real step only
+    such a tensor has a Python object; in a fake one each does.
+    """
+    counts = use_count(tensor), storage_use_count(tensor)
+    return None if counts[0] is None or counts[1] is None else (counts[0], counts[1], sys.getrefcount(tensor))
 
 
 def _like(into: Any, other: Any) -> bool:
@@ -70,7 +81,7 @@ def _like(into: Any, other: Any) -> bool:
 class _CountHolders(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.counts: tuple[int, int] | None = None
+        self.counts: tuple[int, int, int] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -79,14 +90,13 @@ class _CountHolders(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is _ADD and _by_the_engine(inspect.currentframe()):
             into = args[0]
-            counts = use_count(into), storage_use_count(into)
-            self.counts = None if None in counts else counts  # type: ignore[assignment]
+            self.counts = _holders(into)
         return func(*args, **(kwargs or {}))
 
 
 @functools.cache
-def _counts_of_the_last_holder() -> tuple[int, int] | None:
-    """How often a tensor and its storage are referenced in a sum of gradients that nobody else looks at.
+def _counts_of_the_last_holder() -> tuple[int, int, int] | None:
+    """How often a tensor, its storage and its Python object are referenced in a sum of gradients that nobody else looks at.
 
     Measured once, as the dispatch itself takes references, and how many is torch's own affair.
     """

@@ -74,6 +74,26 @@ def test_a_gradient_that_somebody_holds_is_not_summed_into() -> None:
     assert torch.equal(held[0], torch.full((3,), 3.0)) and torch.equal(x.grad, torch.full((3,), -1.0))
 
 
+def test_a_gradient_that_a_hook_of_a_node_keeps_is_not_summed_into() -> None:
+    """As between the halves of a pipeline's backward, which keep what the parameters' gradients are made of."""
+
+    def left() -> tuple[int, torch.Tensor]:
+        x, kept = torch.empty(1024, requires_grad=True), list[torch.Tensor]()
+        meter = LiveBytes([x])
+        with meter, SumsInPlace():
+            y = x * 1
+            z = y.sin()
+            z.grad_fn.register_prehook(lambda grads: kept.extend(grads))  # type: ignore[union-attr]
+            ((y + z) * 3).backward(torch.ones(1024))
+        del y, z
+        return meter.live, kept[0]
+
+    size, kept = left()
+    assert torch.equal(kept, torch.full((1024,), 3.0)), "and not the sum"
+    with FakeRun():
+        assert left()[0] == size == 2 * 4096
+
+
 def test_a_mask_that_is_known_selects_a_known_number() -> None:
     mask = torch.tensor([True, False, True])
     with FakeRun() as run:
