@@ -20,6 +20,7 @@ from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import LayerMemory, Peak, held_bytes, walk_backward, walk_forward
 from nemo_like.planning.sharding import Sharding, UnitBytes
+from nemo_like.planning.tied_stages import HeldOnce
 
 Log = list[tuple[Action, int, int]]
 """Per action: the most bytes alive while it runs, and those alive when it ends."""
@@ -108,8 +109,8 @@ class _Running:
 
 def rank_peak(
     stages: Sequence[StageMemory], actions: Sequence[Action], *, microbatches: int, optimizer: tuple[int, int],
-    holds_sent: bool, stay: bool = False, averages: bool = False, log: Log | None = None,
-    points: list[StepPoint] | None = None,
+    holds_sent: bool, stay: bool = False, averages: bool = False, once: HeldOnce = HeldOnce(),  # noqa: B008 - frozen
+    log: Log | None = None, points: list[StepPoint] | None = None,
 ) -> Peak:  # fmt: skip
     """The highest point of a step on one rank.
 
@@ -121,14 +122,15 @@ def rank_peak(
         holds_sent: the schedule holds what it has sent until the step ends; 1F1B does not.
         stay: gradients stay between steps, zeroed.
         averages: the loop keeps a running mean of the parameters.
+        once: what the first and the last stage both count, and have in common.
         log: gets, for each action, the most bytes alive while it runs, and those alive when it ends.
         points: gets every stretch of the step, in order.
     """
     warmup = next((i for i, action in enumerate(actions) if action.kind != FORWARD), 0)
-    rank = _RankWalk(stages, microbatches, holds_sent, stay, warmup)
+    rank = _RankWalk(stages, microbatches, holds_sent, stay, warmup, once)
     now = rank.walk.now
     rank.walk.log, rank.walk.in_flight = points, rank.waiting
-    now["optimizer state"], now["averaged weights"] = optimizer[0], now["parameters"] if averages else 0
+    now["optimizer state"], now["averaged weights"] = optimizer[0] - once.state, now["parameters"] if averages else 0
     for action in actions:
         most = rank.run(action)
         if log is not None:
@@ -150,12 +152,15 @@ def with_inputs_counted_once(parts: Mapping[str, int]) -> dict[str, int]:
 
 class _RankWalk:
     def __init__(
-        self, stages: Sequence[StageMemory], microbatches: int, holds_sent: bool, stay: bool, warmup: int
-    ) -> None:
+        self, stages: Sequence[StageMemory], microbatches: int, holds_sent: bool, stay: bool, warmup: int, once: HeldOnce
+    ) -> None:  # fmt: skip
         self.walk, self.holds_sent, self.done = StepWalk(), holds_sent, 0
         self.now = self.walk.now
         self.first_sent = warmup - 1
         """Of 1F1B: how many backwards until the output is done with that the last send of its warm-up holds on to."""
+        self.once = once
+        self.now["parameters"] -= once.params
+        self.now["gradients"] -= once.grads if stay else 0
         here = {stage.slice.index for stage in stages}
         self.stages = {}
         for stage in stages:
@@ -251,7 +256,8 @@ class _RankWalk:
 
     def _first_gradients(self, stage: _Running, more: int) -> None:
         if not stage.first_done:
-            self.now["gradients"] += more
+            again = stage.memory.slice.is_first  # the last stage, which comes before, has made those of what both have
+            self.now["gradients"] += more - (self.once.grads if again else 0)
         stage.first_done = True
 
     def _inputs(self, stage: _Running, key: tuple[int, int]) -> None:

@@ -32,6 +32,7 @@ from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner, Setup
 from nemo_like.planning.stage_parts import stage_parts
 from nemo_like.planning.stage_walk import Log, StageMemory, StageRound, rank_peak
+from nemo_like.planning.tied_stages import HeldOnce, held_once
 from nemo_like.tensors import split_sample
 
 Choices = Sequence[Sequence[Choice]]
@@ -212,8 +213,16 @@ class PipelinePlanner:
             [self.stage_memory(index, choices[index]) for index in own], self.actions[rank], microbatches=self.count,
             optimizer=(sum(state for state, _ in states), max(peak for _, peak in states)),
             holds_sent=self.pp.schedule != "1f1b", stay=self.setup.step.zero_grad == "zero",
-            averages=self.setup.step.ema, log=log, points=points,
+            averages=self.setup.step.ema, once=self._held_once(rank), log=log, points=points,
         )  # fmt: skip
+
+    def _held_once(self, rank: int) -> HeldOnce:
+        ends = [self.stages[index] for index in self.of_rank(rank)]
+        ends = [stage for stage in ends if stage.slice.is_first or stage.slice.is_last]
+        if len(ends) < 2 or ends[0].planner.sharding.on:
+            return HeldOnce()
+        named, planner = dict(self.whole.named_parameters()), ends[0].planner
+        return held_once((named[name] for name in self.parts.tied), self.setup.step.optimizer, foreach=planner.foreach)
 
     def peaks(self, choices: Choices) -> list[Peak]:
         """Of every rank of the pipeline."""

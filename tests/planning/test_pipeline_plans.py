@@ -159,3 +159,26 @@ def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -
     assert grads[0] < grads[1]  # the inputs of matmuls are kept for their weights' gradients alone
     numbers = [stage.planner.block_number(0) for stage in planner.stages]
     assert numbers == [0, 0, 1, 1]
+
+
+def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64, use_cache=False, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config).train()
+    pp = PipelineParallel(2, schedule="zbv", microbatches=4)
+    planner = PipelinePlanner(
+        model, SAMPLE, pp=pp, device=resolve_device("cpu"), setup=Setup(step=StepSpec(), fsdp=None)
+    )
+    assert planner.of_rank(0) == [0, 3]
+    return dict(planner.rank_peak(0, planner.uniform("none")).parts)
+
+
+def test_a_tied_embedding_is_there_once_where_the_first_and_the_last_stage_share_a_rank() -> None:
+    embedding = 96 * 32 * 4
+    two, one, materialized = _of_rank_0(False, "cpu"), _of_rank_0(True, "cpu"), _of_rank_0(True, "meta")
+    assert two["parameters"] - one["parameters"] == two["gradients"] - one["gradients"] == embedding
+    assert two["optimizer state"] - one["optimizer state"] == 2 * embedding
+    assert materialized == two  # stage by stage, a copy for each

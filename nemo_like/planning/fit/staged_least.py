@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, Action, actions_of
-from nemo_like.distributed.pipeline.schedules import stages_of
+from nemo_like.distributed.pipeline.schedules import rank_of, stages_of
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
@@ -95,7 +95,9 @@ class StagedLeast:
     def _lying(self, layout: Layout, stages: Sequence[StageSlice]) -> list[tuple[int, int]]:
         """Of each stage, parameters, stored and gathered, and optimizer state; and whole gradients, which come with its
         first backward."""
-        key = (layout.shard_ranks, len(stages))
+        pp = pipeline_of(layout)
+        together = rank_of(pp, 0) == rank_of(pp, len(stages) - 1)
+        key = (layout.shard_ranks, len(stages), together)
         if key not in self._lies:
             base, sharding = self.whole.base, self.bounds.sharding(layout)
             dtypes, ranks = base.setup.precision.dtypes, layout.shard_ranks
@@ -113,7 +115,8 @@ class StagedLeast:
                     stays += param.numel() * (dtypes["param_dtype"] or param.dtype).itemsize
                     reduced = dtypes["reduce_dtype"] or dtypes["param_dtype"] or param.dtype
                     gradient = param.numel() * reduced.itemsize if trains else 0
-                for n in where(name):
+                # Of a tied parameter, stages of one rank have one copy, unless FSDP2 gives each its own.
+                for n in where(name)[: 1 if together and not sharding.on else None]:
                     found[n][0] += stays
                     found[n][1] += gradient
             self._lies[key] = [(stays, gradients) for stays, gradients in found]
