@@ -31,7 +31,15 @@ ONE = [
     {"ac": "selective", "loss": "model", "micro_batch": 4, "precision": "bf16", "offload": "boundary"},
 ]
 TWO = [
-    {"ac": "full", "loss": "model", "micro_batch": 2, "reshard_after_forward": False, "tp": 1, "cp": 1},
+    {
+        "ac": "full",
+        "loss": "model",
+        "micro_batch": 2,
+        "reshard_after_forward": False,
+        "tp": 1,
+        "cp": 1,
+        "cpu_offload": True,
+    },
     {"ac": "selective", "loss": "chunked", "micro_batch": 4, "tp": 2, "cp": 1},
     {"ac": "full", "loss": "model", "micro_batch": 2, "pp": 2, "schedule": "1f1b"},
 ]
@@ -60,7 +68,7 @@ def _run(rank, world_size, config, data, asked):
 def _check(command, pasted, losses, asked):
     assert len(losses) == 2 and all(0 < loss < 10 for loss in [pasted, *losses]), (command, pasted, losses)
     if "reshard_after_forward" in asked:
-        assert "--reshard-after-forward no" in command
+        assert "--reshard-after-forward no" in command and command.endswith("--cpu-offload")
     if "plan" in asked.values():
         assert re.search(r"--ac [\d.]+[MG]iB", command)
 
@@ -80,7 +88,7 @@ def test_both_lines_run_on_one_device(tmp_path):
 @pytest.mark.parametrize(
     "asked",
     [
-        pytest.param(TWO[0], id="kept gathered"),
+        pytest.param(TWO[0], id="kept gathered, on the host"),
         pytest.param(TWO[1], id="tp", marks=pytest.mark.long),
         pytest.param(TWO[2], id="stages"),
     ],

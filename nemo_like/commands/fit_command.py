@@ -50,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--loss", nargs="+", help="pinned: model | chunked")
     add("--offload", nargs="+", help="pinned: none | boundary")
     add("--reshard-after-forward", choices=("yes", "no"), help="pinned: free gathered layers after forward")
+    add("--cpu-offload", action=argparse.BooleanOptionalAction,
+        help="pinned: weights, gradients and optimizer state in host memory")  # fmt: skip
+    add("--host-memory", default="64GiB",
+        help="host memory of one rank, for --offload and --cpu-offload (default: %(default)s)")  # fmt: skip
     add("--explain", type=int, metavar="N", help="say where each GiB and each millisecond of the N-th comes from")
     add("--calibrate", action="store_true",
         help="first measure what the device at hand reaches, and keep it for later plans; alone: nothing else")  # fmt: skip
@@ -81,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             raise ValueError(f"--{name} is needed: nemo-like fit --model llama3-8b --gpus 8; or --calibrate alone.")
     pins: dict[str, Any] = {name: getattr(args, name) for name in (*_SIZES, "schedule", "ac", "loss", "offload")}
+    pins["cpu_offload"] = args.cpu_offload
     if args.reshard_after_forward:
         pins["reshard_after_forward"] = args.reshard_after_forward == "yes"
     if args.count < 1:
@@ -89,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
     found = fit(
         args.model, gpus=args.gpus, gpu=args.gpu, seq_len=args.seq_len, global_batch=args.global_batch, memory=args.memory,
+        host_memory=args.host_memory,
         precision=args.precision, optimizer=args.optimizer, imbalance=args.imbalance,
         dtype=parse_dtype("--dtype", args.dtype), count=args.count, max_seq_len=args.max_seq_len, p99=args.p99,
         lengths=None if args.lengths is None else read_histogram(args.lengths), **pins,

@@ -82,15 +82,19 @@ def update_seconds(sharding: Sharding, name: str, device: Device) -> float:
     """An optimizer step on one rank, on the device or, of what lies in host memory, at this rank's share of the bandwidth
     there; where that is not known, at the rate of the bus to it, which it is not below, and that is said once."""
     here = optimizer_seconds(sharding.trained, name, device)
-    if not sharding.trained_on_host:
-        return here
+    return here + host_optimizer_seconds(sharding.trained_on_host, name, device)
+
+
+def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:
+    """The part of `update_seconds` that goes over parameters in host memory."""
+    if not trained:
+        return 0.0
     rate = device.host_bandwidth
     if not rate:
         rate = device.host_link
         say_once(f"The bandwidth of host memory beside {device.name} is not known: the optimizer's step there is taken to "
                  f"go at the rate of the bus, {rate / 1e9:g} GB/s.")  # fmt: skip
-    size = sum(param.size for param in sharding.trained_on_host)
-    return here + size * _HOST_PASSES.get(name, _PASSES.get(name, 7.0)) / rate
+    return sum(param.size for param in trained) * _HOST_PASSES.get(name, _PASSES.get(name, 7.0)) / rate
 
 
 def exposed_seconds(moved: int, forward_seconds: float, device: Device) -> float:

@@ -161,7 +161,7 @@ def _pins(options: RunOptions, ranks: Ranks) -> tuple[dict[str, Any], int | str 
     """What is decided, by the names of `fit`, and the memory that a step may take."""
     pins: dict[str, Any] = {name: getattr(options, name, 1) for name in _AXES if name not in options.free}
     memory: int | str | None = options.fit_memory
-    pins["pp"] = ranks.pp
+    pins["pp"], pins["cpu_offload"] = ranks.pp, False
     if ranks.pp > 1 and "pp_schedule" not in options.free:
         pins["schedule"] = getattr(options, "pp_schedule")  # noqa: B009 - only jobs with pipelines have it
     for name in ("dp_replicate", "grad_accum", "offload", "reshard_after_forward"):

@@ -30,8 +30,8 @@ pytest.importorskip("scipy")
 
 KEYS = {
     "dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "schedule", "micro_batch", "grad_accum", "ac", "loss", "offload",
-    "precision", "optimizer", "peak_bytes", "reserved_bytes", "parts", "step_seconds", "tokens_per_second_per_gpu", "mfu",
-    "fits", "call",
+    "cpu_offload", "precision", "optimizer", "peak_bytes", "reserved_bytes", "parts", "step_seconds",
+    "tokens_per_second_per_gpu", "mfu", "fits", "call",
 }  # fmt: skip
 
 

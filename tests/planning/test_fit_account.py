@@ -27,6 +27,9 @@ CASES = {
     "one device, nothing kept": (_ONE, {"ac": "full", "loss": "model", "offload": "none"}),
     "one device, in chunks": (_ONE, {"ac": "none", "loss": "chunked", "offload": "none"}),
     "layer inputs on the host": (_TWO, {"ac": "full", "loss": "model", "offload": "boundary"}),
+    "weights on the host, too": (
+        _TWO | {"grad_accum": 3}, {"ac": "full", "loss": "model", "offload": "boundary", "cpu_offload": True}
+    ),
     "two ranks, selective": (_TWO, {"ac": "selective", "loss": "model", "offload": "none"}),
     "stages": (_STAGES, {"ac": "selective", "schedule": "1f1b"}),
     "stages of sharded ranks": ({**_STAGES, "gpus": 4}, {"ac": "full", "schedule": "1f1b", "tp": 1, "cp": 1}),

@@ -31,7 +31,7 @@ from nemo_like.planning.optimizers import TrainedParameter
 from nemo_like.planning.plan import gib
 from nemo_like.planning.stage_walk import with_inputs_counted_once
 from nemo_like.planning.stages import Choices, PipelinePlanner
-from nemo_like.planning.step_time import optimizer_seconds
+from nemo_like.planning.step_time import host_optimizer_seconds, optimizer_seconds
 
 _NOTHING = 1e-12
 """A share of a step that rounding may leave over."""
@@ -47,7 +47,8 @@ def account_of(
     links, took = Links.of(layout, device), seconds.parts.get("optimizer", 0.0)
     runs = shape.layer_runs(layout, variant, choices)
     finer = second_rows(runs, shape.units_outside(planner), planner, links, layout)
-    finer["optimizer"] = [Row("optimizer", _optimizer(planner.sharding.trained, name, device), took)]
+    sharding = planner.sharding
+    finer["optimizer"] = [Row("optimizer", _optimizer(sharding.trained, name, device, sharding.trained_on_host), took)]
     points = planner.points(choices)
     return Account(
         byte_rows(planner, choices, highest(points)), rows_of(seconds.parts, finer, seconds.total * _NOTHING),
@@ -126,9 +127,13 @@ def _sends(planner: PipelinePlanner, rank: int) -> int:
     return sum(other not in own for _, other in edges)
 
 
-def _optimizer(trained: Sequence[TrainedParameter], name: str, device: Device) -> str:
-    """What the optimizer's step waits for."""
-    kernels = len(trained) * KERNELS_PER_PARAMETER
-    if kernels * device.launch_seconds > optimizer_seconds(trained, name, device):
-        return f"{name}: launches of {kernels} kernels"
-    return f"{name}: passes over {gib(sum(param.size for param in trained))} of parameters, gradients and states"
+def _optimizer(
+    trained: Sequence[TrainedParameter], name: str, device: Device, on_host: Sequence[TrainedParameter] = ()
+) -> str:
+    """What the optimizer's step waits for; `on_host`: trained parameters in host memory, where none is elsewhere."""
+    kernels, where = len([*trained, *on_host]) * KERNELS_PER_PARAMETER, " in host memory" if on_host else ""
+    passes = optimizer_seconds(trained, name, device) + host_optimizer_seconds(on_host, name, device)
+    if kernels * device.launch_seconds > passes:
+        return f"{name}{where}: launches of {kernels} kernels"
+    size = gib(sum(param.size for param in [*trained, *on_host]))
+    return f"{name}{where}: passes over {size} of parameters, gradients and states"

@@ -68,7 +68,7 @@ def ways_out(
         remade: another shape, or the same one for another question; raises ValueError where there is none.
     """
     limit, layout = question.limit, candidate.layout
-    variant = Variant("full", candidate.loss, candidate.offload, candidate.reshard_after_forward)
+    variant = Variant("full", candidate.loss, candidate.offload, candidate.reshard_after_forward, candidate.cpu_offload)
     key, growing = shape.key, AllocatorConfig(expandable_segments=True)
 
     now = _needs(shape, layout, variant)
@@ -81,6 +81,8 @@ def ways_out(
 
     for name, changed in _variants(shape, variant):
         consider(name, _needs(shape, layout, changed))
+    if (on_host := _on_the_host(shape, layout, variant, question)) is not None:
+        consider(*on_host)
     if question.step.optimizer == "adamw":
         step = replace(question.step, optimizer="adamw-8bit")
         asked = replace(question, step=step)
@@ -114,6 +116,23 @@ def _variants(shape: TracedShape | StagedShape, variant: Variant) -> list[tuple[
     if variant.reshard is False:
         made.append(("free layers after forward (reshard_after_forward)", replace(variant, reshard=None)))
     return made
+
+
+def _on_the_host(
+    shape: TracedShape | StagedShape, layout: Layout, variant: Variant, question: Question
+) -> tuple[str, int] | None:
+    """Parameters, gradients and optimizer state in host memory, and the bytes that it then needs; None: it cannot be."""
+    device = question.device
+    known = isinstance(shape, TracedShape) and question.gpus > 1 and device.kind != "cpu" and device.host_bandwidth
+    if not known or variant.cpu_offload:
+        return None
+    assert isinstance(shape, TracedShape)
+    there = replace(variant, cpu_offload=True)
+    words = "weights, gradients and optimizer state on the host (cpu_offload=True)"
+    size = shape.host_bytes(layout, there, shape.choices(layout, there))
+    if size > question.host_memory:
+        words = f"{words} with {gib(size)} of host memory per rank (--host-memory)"
+    return words, _needs(shape, layout, there)
 
 
 def _fewer_rows(

@@ -27,6 +27,8 @@ class Candidate:
     offload: str
     reshard_after_forward: bool | None
     """None: FSDP2's default, layers but the last are freed after forward."""
+    cpu_offload: bool
+    """Parameters, gradients and optimizer state lie in host memory."""
     precision: Precision
     optimizer: str
     peak: Peak
@@ -40,6 +42,8 @@ class Candidate:
     """Of one step on one GPU, without what is computed again."""
     peak_flops: float
     fits: bool
+    host_bytes: int = 0
+    """What one rank has in host memory."""
     plan: Plan | None = field(default=None, compare=False, repr=False)
     """What each layer keeps, where `ac` is a peak."""
     account: Account | None = field(default=None, compare=False, repr=False)
@@ -71,8 +75,14 @@ class Candidate:
 
     @property
     def strategy(self) -> str | FSDP2:
-        default = self.reshard_after_forward is None
-        return "fsdp2" if default else FSDP2(reshard_after_forward=self.reshard_after_forward)
+        said = self._strategy
+        return FSDP2(**said) if said else "fsdp2"
+
+    @property
+    def _strategy(self) -> dict[str, Any]:
+        """What it says of FSDP2 that is not FSDP2's default."""
+        said = {"reshard_after_forward": self.reshard_after_forward, "cpu_offload": self.cpu_offload or None}
+        return {name: value for name, value in said.items() if value is not None}
 
     def kwargs(self) -> dict[str, Any]:
         """What to call `nemo_like.parallelize` with, beside the model; a plan as a `Plan`, which needs no sample."""
@@ -96,7 +106,7 @@ class Candidate:
         said = {k: repr(v) for k, v in self.kwargs().items()}
         said["ac"] = repr(self.ac)
         if isinstance(self.strategy, FSDP2):
-            said["strategy"] = f"FSDP2(reshard_after_forward={self.reshard_after_forward})"
+            said["strategy"] = f"FSDP2({', '.join(f'{name}={value}' for name, value in self._strategy.items())})"
         if self.layout.pp > 1:
             said["pp"] = (
                 f"PipelineParallel({self.layout.pp}, {self.layout.schedule!r}, microbatches={self.layout.grad_accum})"
@@ -116,10 +126,10 @@ class Candidate:
         return {
             **vars(self.layout),
             "ac": self.ac, "loss": self.loss, "offload": self.offload,
-            "reshard_after_forward": self.reshard_after_forward,
+            "reshard_after_forward": self.reshard_after_forward, "cpu_offload": self.cpu_offload,
             "precision": precision_word(self.precision), "optimizer": self.optimizer,
             "peak_bytes": self.peak_bytes, "peak_at": self.peak.at, "reserved_bytes": self.reserved,
-            "needed_bytes": self.need.bytes, "judged_by": self.need.by,
+            "needed_bytes": self.need.bytes, "judged_by": self.need.by, "host_bytes": self.host_bytes,
             "parts": dict(self.peak.parts), "step_seconds": self.step_seconds, "seconds": dict(self.seconds.parts),
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu, "mfu": self.mfu, "fits": self.fits,
             "call": self.call(), "explained": None if self.account is None else self.account.as_json(),

@@ -15,6 +15,9 @@ from nemo_like.planning.fit.seconds import (
     BlockSeconds,
     LayerRun,
     Links,
+    Waits,
+    copy_seconds,
+    host_sum_seconds,
     inside_seconds,
     unit_seconds,
     waits_of,
@@ -23,6 +26,7 @@ from nemo_like.planning.planner import Planner
 from nemo_like.planning.sharding import UnitBytes
 
 Rows = dict[str, list[Row]]
+_SUMS = "gradient sums on the host"
 
 
 def kernel_rows(block: BlockSeconds, choice: Choice, reachable: int, count: float, where: str) -> Rows:
@@ -54,8 +58,9 @@ def second_rows(
         runs, outside, links, layout: what `nemo_like.planning.fit.seconds.step_seconds` was called with.
         planner: of the traced layers that `runs` are calls of.
     """
-    turns = layout.grad_accum
-    reduced = turns if planner.setup.step.sync == "every" else 1
+    turns, step = layout.grad_accum, planner.setup.step
+    reduced = turns if step.sync == "every" else 1
+    summed = reduced - (0 if step.zero_grad == "zero" else 1)
     all_rows: list[Rows] = []
     for run in runs:
         assert run.choice is not None
@@ -63,9 +68,9 @@ def second_rows(
         all_rows.append(kernel_rows(run.block, run.choice, reachable, run.count * turns, ""))
         all_rows.append(inside_rows(run, links, run.count * turns))
         if run.unit is not None:
-            all_rows.append(_unit_rows(run, links, run.count * turns, run.count * reduced))
+            all_rows.append(_unit_rows(run, links, run.count * turns, run.count * reduced, run.count * summed))
     for unit in outside:
-        all_rows.append(_outside_rows(unit, links, reduced))
+        all_rows.append(_outside_rows(unit, links, turns, reduced, summed))
     all_rows.append({"head and embedding": outer_rows(planner.outer().kinds, turns, "")})
     return merged(all_rows)
 
@@ -106,8 +111,9 @@ def inside_rows(run: LayerRun, links: Links, count: int) -> Rows:
     return made
 
 
-def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int) -> Rows:
-    """What FSDP2 gathers and reduces for layers, and what of it their computing hides."""
+def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Rows:
+    """What FSDP2 gathers and reduces for layers, and what of it their computing hides; `summed`: of the reductions, those
+    whose gradients are added to others in host memory, for which the host waits."""
     assert run.unit is not None
     waits = waits_of(run, links)
     over = ranks("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
@@ -123,24 +129,48 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int) -> Rows
     # The replicas' sum comes after the reduce-scatter, so what is hidden is that one first.
     late = min(replicas, waits.reduction)
     first = waits.reduction - late
+    beside = reductions - (summed if waits.summing else 0)
     scatter = f"reduce-scatter of layers' gradients ({over})"
     total = f"all-reduce of layers' gradients ({ranks('dp_replicate', links.replicas)})"
     return {
         "parameter gathers": gathers,
         "gradient reductions": [
-            Row("gradient reductions", scatter, reductions * first, reductions * (waits.reduce - replicas - first)),
-            Row("gradient reductions", total, reductions * late, reductions * (replicas - late)),
+            Row("gradient reductions", scatter, reductions * first, beside * (waits.reduce - replicas - first)),
+            Row("gradient reductions", total, reductions * late, beside * (replicas - late)),
         ],
+    } | _host_rows(waits, run.unit.reshard, count, reductions, summed)
+
+
+def _host_rows(waits: Waits, reshard: bool, count: int, reductions: int, summed: int) -> Rows:
+    """Of layers whose parameters and gradients lie in host memory."""
+    fetch, store = waits.copies
+    beside = reductions - (summed if waits.summing else 0)
+    copies = [Row("host copies", "layers' parameters from host memory, forward", count * waits.fetch_forward,
+                  count * (fetch - waits.fetch_forward))]  # fmt: skip
+    if reshard:
+        copies.append(Row("host copies", "layers' parameters from host memory, backward", count * waits.fetch_backward,
+                          count * (fetch - waits.fetch_backward)))  # fmt: skip
+    copies.append(Row("host copies", "layers' gradients to host memory", reductions * waits.store,
+                      beside * (store - waits.store)))  # fmt: skip
+    return {
+        "host copies": copies,
+        _SUMS: [Row(_SUMS, "of layers, with their reductions and copies", summed * waits.summing)],
     }
 
 
-def _outside_rows(unit: UnitBytes, links: Links, reductions: int) -> Rows:
+def _outside_rows(unit: UnitBytes, links: Links, gathers: int, reductions: int, summed: int) -> Rows:
     gather, reduce = unit_seconds(unit, links.shards, links)
     replicas = network.reduce_seconds(unit.reduce_output, links.replicas, links.device)
     name = "head" if unit.kind == "tail" else "embedding and what else is around the layers"
     over = ranks("dp_shard", links.shards)
+    fetch, store = copy_seconds((unit,), links.device)
     return {
-        "parameter gathers": [Row("parameter gathers", f"all-gather of {name} ({over})", gather)],
+        "parameter gathers": [Row("parameter gathers", f"all-gather of {name} ({over})", gathers * gather)],
+        "host copies": [
+            Row("host copies", f"parameters of {name} from host memory", gathers * fetch),
+            Row("host copies", f"gradients of {name} to host memory", reductions * store),
+        ],
+        _SUMS: [Row(_SUMS, f"of {name}", summed * host_sum_seconds((unit,), links.device))],
         "gradient reductions": [
             Row("gradient reductions", f"reduce-scatter of {name} ({over})", reductions * (reduce - replicas)),
             Row("gradient reductions", f"all-reduce of {name} ({ranks('dp_replicate', links.replicas)})",

@@ -30,6 +30,7 @@ from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.plan import gib
+from nemo_like.planning.planner import HOST_MEMORY
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.tensor_twin import has_known_rules, local_twin
 
@@ -109,6 +110,7 @@ class FitReport:
             "model": self.model, "parameters": self.parameters, "gpus": question.gpus, "gpu": question.device.name,
             "seq_len": question.seq_len, "planned_for": question.planned_for,
             "rates": question.device.rates, "global_batch": question.global_batch, "limit_bytes": question.limit,
+            "host_memory_bytes": question.host_memory,
             "candidates": [candidate.as_json() for candidate in self.candidates],
             "rejected": dict(self.rejected), "problem": self.problem or None,
             "binds": self.binds, "helps": list(self.helps), "checked_against": CHECKED,
@@ -118,7 +120,8 @@ class FitReport:
 
 def fit(
     model: nn.Module | str, *, gpus: int, gpu: str | Device | None = None, seq_len: int = 4096,
-    global_batch: int | None = None, memory: int | str | None = None, precision: Any = None,
+    global_batch: int | None = None, memory: int | str | None = None, host_memory: int | str = HOST_MEMORY,
+    precision: Any = None,
     optimizer: str | Sequence[str] | None = None, step: StepSpec | None = None, imbalance: float | None = None,
     dtype: Any = None, sample: Callable[[int], Any] | None = None, count: int = 10, max_seq_len: int | None = None,
     p99: int | None = None, lengths: Mapping[int, int] | None = None, **pins: Any,
@@ -136,6 +139,7 @@ def fit(
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
         memory: bytes of each device that a step may take (``"70GiB"``), of what `nemo_like.planning.fit.need` says.
             Default: its memory less a tenth.
+        host_memory: bytes of host memory that one rank has, for `offload` and `cpu_offload` (``"128GiB"``). Default: 64 GiB.
         precision: as for `nemo_like.parallelize`. Default: ``"bf16"`` on CUDA, else nothing is cast.
         optimizer, step: the training loop, as for `nemo_like.parallelize`; how many microbatches is what is looked for.
             Of `precision` and `optimizer`, which change what is computed, a list means: any of these.
@@ -145,7 +149,8 @@ def fit(
         count: how many configurations to report.
         pins: what is decided already: one value, or a list of allowed ones, of ``dp_replicate, dp_shard, tp, cp, ep, pp,
             schedule, micro_batch, grad_accum, ac`` (``none``, ``full``, ``selective``, ``plan``), ``loss``, ``offload``
-            (``none``, ``boundary``), ``reshard_after_forward``. `pp` is 1 on a single host where nobody says.
+            (``none``, ``boundary``), ``reshard_after_forward``, ``cpu_offload`` (several GPUs, no `pp`, a device whose
+            host's bandwidth is known). `pp` is 1 on a single host where nobody says.
 
     Where a process group is up, rank 0 searches and the others receive its report.
 
@@ -158,7 +163,8 @@ def fit(
     questions = [
         Question(
             gpus=gpus, device=device, seq_len=seq_len, planned_for=planned_for, global_batch=global_batch,
-            limit=_limit(device, memory), precision=Precision.of(cast), step=StepSpec.of(step, name),
+            limit=_limit(device, memory), host_memory=_bytes("host_memory", host_memory, 0),
+            precision=Precision.of(cast), step=StepSpec.of(step, name),
             imbalance=imbalance, pins=read_pins(pins),
         )
         for cast, name in itertools.product(_casts(device, precision), _several("optimizer", optimizer))
@@ -217,9 +223,13 @@ def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
 def _limit(device: Device, memory: int | str | None) -> int:
     if memory is None:
         return int(device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0))
-    size = parse_bytes(memory) if isinstance(memory, str) else memory
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"memory is {memory!r}; it must be a number of bytes >= 1, or a string like '70GiB'.")
+    return _bytes("memory", memory, 1)
+
+
+def _bytes(name: str, given: int | str, least: int) -> int:
+    size = parse_bytes(given) if isinstance(given, str) else given
+    if isinstance(size, bool) or not isinstance(size, int) or size < least:
+        raise ValueError(f"{name} is {given!r}; it must be a number of bytes >= {least}, or a string like '70GiB'.")
     return size
 
 

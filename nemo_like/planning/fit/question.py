@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_like.options import LOSSES, SCHEDULES, OffloadConfig, Precision, StepSpec, did_you_mean, normalise
 from nemo_like.planning.devices import Device
+from nemo_like.planning.planner import HOST_MEMORY
 
 MODES = ("none", "full", "selective", "plan")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batch", "grad_accum")
@@ -16,7 +17,8 @@ AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batch", "grad
 _WORDS: dict[str, tuple[str, ...]] = {
     "ac": MODES, "loss": LOSSES, "offload": ("none", "boundary"), "schedule": SCHEDULES,
 }  # fmt: skip
-PINS = (*AXES, *_WORDS, "reshard_after_forward")
+_FLAGS = ("reshard_after_forward", "cpu_offload")
+PINS = (*AXES, *_WORDS, *_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,15 @@ class Question:
     step: StepSpec = field(default_factory=StepSpec)
     """The loop; how many microbatches it goes through is what `fit` looks for."""
     imbalance: float | None = None
+    host_memory: int = HOST_MEMORY
+    """Bytes of host memory that one rank has, for `offload` and `cpu_offload`."""
     planned_for: str = ""
     """In words: which sequences these are."""
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Allowed values by name out of `PINS`; what is not there is free."""
 
     def __post_init__(self) -> None:
-        for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1)):
+        for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1), ("host_memory", 0)):
             value = getattr(self, name)
             if value is None and name == "global_batch":
                 continue
@@ -52,6 +56,29 @@ class Question:
                 f"step has microbatches={self.step.microbatches}, which fit looks for itself; pin grad_accum instead."
             )
         self._check_sizes()
+        self._check_host()
+
+    @property
+    def host_state(self) -> tuple[bool, ...]:
+        """Values of `cpu_offload` that are looked at, where a parameter is sharded; of a CPU, host memory is its own."""
+        looked = self.gpus > 1 and self.device.kind != "cpu" and not self.lacks_host_rates
+        return tuple(dict.fromkeys(self.pins.get("cpu_offload", (False, True) if looked else (False,))))
+
+    @property
+    def lacks_host_rates(self) -> bool:
+        """`cpu_offload` is left out since nobody knows how fast an optimizer on the host is."""
+        asked = self.gpus > 1 and "cpu_offload" not in self.pins
+        return asked and self.device.kind != "cpu" and not self.device.host_bandwidth
+
+    def _check_host(self) -> None:
+        asked = self.pins.get("cpu_offload", ())
+        if True not in asked:
+            return
+        self.device.check_host_rates("cpu_offload")
+        if self.gpus == 1:
+            raise ValueError(
+                "cpu_offload is FSDP2's, gpus is 1, and one rank keeps the model whole. Use more GPUs, or leave it out."
+            )
 
     def _check_sizes(self) -> None:
         """Pins that contradict each other or the number of GPUs."""
@@ -103,9 +130,9 @@ def _read(name: str, value: Any) -> Any:
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be >= 1.")
         return value
-    if name == "reshard_after_forward":
+    if name in _FLAGS:
         if not isinstance(value, bool):
-            raise TypeError(f"reshard_after_forward is {value!r}; it must be True or False.")
+            raise TypeError(f"{name} is {value!r}; it must be True or False.")
         return value
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(_WORDS[name])}.")

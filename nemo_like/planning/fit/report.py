@@ -12,7 +12,7 @@ from nemo_like.planning.plan import gib
 
 _HEAD = (
     "#", "dp_replicate x dp_shard", "tp", "cp", "ep", "pp", "micro-batch x times", "precision", "optimizer",
-    "ac", "loss", "offload", "reshard",
+    "ac", "loss", "offload", "reshard", "cpu_offload",
     "peak GiB", "reserved", "ms", "tokens/s/GPU", "MFU",
 )  # fmt: skip
 
@@ -20,7 +20,16 @@ _HEAD = (
 def table(report: FitReport) -> str:
     """The configurations as text, best first; axes that none of them uses are left out."""
     lines = [_HEAD, *(_line(n, candidate) for n, candidate in enumerate(report.candidates, 1))]
-    bare = {"tp": "1", "cp": "1", "ep": "1", "pp": "1", "offload": "none", "reshard": "default", "reserved": ""}
+    bare = {
+        "tp": "1",
+        "cp": "1",
+        "ep": "1",
+        "pp": "1",
+        "offload": "none",
+        "reshard": "default",
+        "reserved": "",
+        "cpu_offload": "no",
+    }
     # Of what is the same everywhere unless several were asked for, the report's first line speaks.
     same = {name for name in ("precision", "optimizer") if len({line[_HEAD.index(name)] for line in lines[1:]}) <= 1}
     kept = [
@@ -53,6 +62,7 @@ def _line(number: int, candidate: Candidate) -> tuple[str, ...]:
         str(number), f"{layout.dp_replicate} x {layout.dp_shard}", str(layout.tp), str(layout.cp), str(layout.ep), stages,
         f"{layout.micro_batch} x {layout.grad_accum}", precision_word(candidate.precision), candidate.optimizer,
         candidate.ac, candidate.loss, candidate.offload, reshard,
+        "yes" if candidate.cpu_offload else "no",
         f"{candidate.peak_bytes / 2**30:.2f}", reserved, f"{1000 * candidate.step_seconds:,.1f}",
         f"{candidate.tokens_per_second_per_gpu:,.0f}", f"{candidate.mfu:.1%}",
     )  # fmt: skip
@@ -116,8 +126,9 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
         said["--offload"] = candidate.offload
     if candidate.reshard_after_forward is not None:
         said["--reshard-after-forward"] = "yes" if candidate.reshard_after_forward else "no"
+    options = [f"{name} {value}" for name, value in said.items()] + ["--cpu-offload"] * candidate.cpu_offload
     hosts = -(-layout.gpus // report.question.device.gpus_per_host)
     start = f"torchrun --nnodes {hosts} --nproc-per-node {min(layout.gpus, report.question.device.gpus_per_host)} -m "
     begin = "python -m " if layout.gpus == 1 else start
     note = "" if candidate.optimizer == "adamw" else f"  # it trains with AdamW, not {candidate.optimizer}"
-    return begin + "nemo_like.recipes.pretrain " + " ".join(f"{name} {value}" for name, value in said.items()) + note
+    return f"{begin}nemo_like.recipes.pretrain {' '.join(options)}{note}"

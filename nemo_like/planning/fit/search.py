@@ -3,8 +3,9 @@
 Everything not looked at yet stands in a queue by the least time that it could take: a local shape that is not traced by
 a bound, a traced configuration by its time. The bytes of a configuration are only asked for when no other could be faster,
 and no shape is traced that could not win. A configuration with a plan stands there, till the plan is made, by the time of
-one that may hold all the memory but parameters and optimizer state. So nothing that is left out can beat what was found;
-`brute_force` looks at everything, and tests compare the two.
+one that may hold all the memory but parameters and optimizer state. The ways to run a layout with its state in host memory
+stand there as one until it is their turn. So nothing that is left out can beat what was found; `brute_force` looks at
+everything, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,13 @@ Planning = Callable[[Layout, Variant, int], tuple[Any, Peak] | None]
 """A plan's choices and its peak, for the highest peak that it may have."""
 _ATTEMPTS = 6
 """Plans for ever lower peaks, till what is reserved fits."""
+
+
+@dataclass(frozen=True)
+class StateOnHost:
+    """All ways to run a layout with parameters, gradients and optimizer state in host memory."""
+
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -113,11 +121,16 @@ class Search:
                     for seconds, entry in self._entries(item):
                         heapq.heappush(queue, (seconds, next(order), entry))
                 continue
-            layout, variant, resolved = item
+            layout = item.layout if isinstance(item, StateOnHost) else item[0]
             if any(found.layout == layout for found in self.found.best):
                 self.found.rejected["slower than another way to run the same layout"] += 1
                 continue
             shape = self._traced(ShapeKey.of(layout))
+            if isinstance(item, StateOnHost):
+                for seconds, entry in self._ways(shape, layout, (True,)):
+                    heapq.heappush(queue, (seconds, next(order), entry))
+                continue
+            _, variant, resolved = item
             if isinstance(shape, str):  # it could not be cut into stages
                 self.found.rejected[shape] += 1
             elif self.found.best and isinstance(shape, StagedShape) and shape.key.in_one_stage not in self.shapes:
@@ -132,7 +145,7 @@ class Search:
                 heapq.heappush(queue, (per_token, next(order), (layout, variant, resolved)))
         if not self.found.best:
             self._look_at_the_least()
-        later += sum(1 if isinstance(item, tuple) else len(self.by_shape[item]) for _, _, item in queue)
+        later += sum(len(self.by_shape[item]) if isinstance(item, ShapeKey) else 1 for _, _, item in queue)
         if later:
             self.found.rejected["slower than the best, not looked at"] += later
         self.found.traced = sum(not isinstance(shape, str) for shape in self.shapes.values())
@@ -146,8 +159,11 @@ class Search:
         """The same by looking at everything."""
         everything: list[tuple[Any, ...]] = []
         for key in self.by_shape:
-            for _, (layout, variant, _) in self._entries(key):
-                shape = self._traced(key)
+            shape = self._traced(key)
+            entries = [entry for _, entry in self._entries(key)]
+            there = [self._ways(shape, item.layout, (True,)) for item in entries if isinstance(item, StateOnHost)]
+            entries += [entry for _, entry in itertools.chain(*there)]
+            for layout, variant, _ in (entry for entry in entries if isinstance(entry, tuple)):
                 assert not isinstance(shape, str)
                 resolved = self._resolve(shape, layout, variant)
                 if resolved is not None:
@@ -249,13 +265,14 @@ class Search:
 
     def _exceeds(self, shape: TracedShape, layout: Layout) -> bool:
         with quietly():
-            ways = dict.fromkeys(replace(variant, ac="full") for variant in self._variants(shape, layout))
+            every = self._variants(shape, layout)
+            ways = dict.fromkeys(replace(variant, ac="full") for variant in every)
             # What takes least comes last.
             return bool(ways) and all(
                 shape.least_peak(layout, way) > shape.most_allocated(way) for way in reversed(ways)
             )
 
-    def _entries(self, key: ShapeKey) -> Iterator[tuple[float, tuple[Layout, Variant, Resolved | None]]]:
+    def _entries(self, key: ShapeKey) -> Iterator[tuple[float, Entry]]:
         """All configurations of a traced shape by the least seconds per token that they take."""
         shape = self._traced(key)
         if isinstance(shape, str):
@@ -264,18 +281,37 @@ class Search:
         if isinstance(shape, StagedShape):
             yield from self._staged_entries(key, shape)
             return
+        states = tuple(state for state in self.question.host_state if not state)
         for layout in self.by_shape[key]:
-            for variant in self._variants(shape, layout):
-                choices, least = shape.least(layout, variant)
-                if least > shape.most_allocated(variant) and (self.found.best or not self._near(least)):
-                    self.found.rejected["memory"] += 1
-                    continue
-                seconds = shape.seconds(layout, variant, choices)
-                yield self._per_token(seconds, layout), (layout, variant, None)
+            yield from self._ways(shape, layout, states)
+            if True in self.question.host_state and (least := self._least_on_host(shape, layout)) is not None:
+                yield least, StateOnHost(layout)
+            elif self.question.lacks_host_rates:
+                self.found.rejected["cpu_offload: the bandwidth of host memory is not known for this device"] += 1
 
-    def _staged_entries(
-        self, key: ShapeKey, shape: StagedShape
-    ) -> Iterator[tuple[float, tuple[Layout, Variant, Resolved | None]]]:
+    def _least_on_host(self, shape: TracedShape, layout: Layout) -> float | None:
+        """Seconds per token that no way to run a layout with its state in host memory is below: nothing is run again and no
+        activation moved; None: there is no such way, which is counted."""
+        every = self._variants(shape, layout, (True,))
+        ways = dict.fromkeys(replace(variant, ac="none", offload="none") for variant in every)
+        if not ways:
+            self.found.rejected[_HOST_MEMORY] += 1
+            return None
+        seconds = (shape.seconds(layout, variant, shape.choices(layout, variant)) for variant in ways)
+        return min(self._per_token(each, layout) for each in seconds)
+
+    def _ways(self, shape: Shape | str, layout: Layout, states: Collection[bool]) -> Iterator[tuple[float, Entry]]:
+        """Configurations of one layout; `states`: values of ``cpu_offload``."""
+        assert isinstance(shape, TracedShape)
+        for variant in self._variants(shape, layout, states):
+            choices, least = shape.least(layout, variant)
+            if least > shape.most_allocated(variant) and (self.found.best or not self._near(least)):
+                self.found.rejected["memory"] += 1
+                continue
+            seconds = shape.seconds(layout, variant, choices)
+            yield self._per_token(seconds, layout), (layout, variant, None)
+
+    def _staged_entries(self, key: ShapeKey, shape: StagedShape) -> Iterator[tuple[float, Entry]]:
         """All pipelines of a shape by the least seconds per token that they could take; none is cut for that."""
         bounds = self._exact_bounds(key)
         for layout in self.by_shape[key]:
@@ -312,7 +348,9 @@ class Search:
         """Whether what takes at least so many bytes could need less than anything yet: worth a look if nothing fits."""
         return self.least is None or least < self.least[3].peak.total
 
-    def _variants(self, shape: Shape, layout: Layout) -> Iterator[Variant]:
+    def _variants(self, shape: Shape, layout: Layout, states: Collection[bool] | None = None) -> Iterator[Variant]:
+        """`states`: values of ``cpu_offload``, by default all that are looked at; none with more than host memory has."""
+        states = self.question.host_state if states is None else states
         pins = self.question.pins
         losses = pins.get("loss", ("model", "chunked"))
         modes = pins.get("ac", ("none", "full", "selective", "plan"))
@@ -325,18 +363,20 @@ class Search:
             # A budget for each stage takes long to plan: where nobody asks for one, the winner alone gets it.
             modes = tuple(mode for mode in modes if mode != "plan" or (layout.tp == 1 and "ac" in pins))
             offloads = tuple(offload for offload in offloads if offload == "none")
-            if True in reshards or not modes or not offloads:
-                self.found.rejected["not planned beside pp: resharding, offloading, a budget with tp"] += 1
+            states = tuple(state for state in states if not state)
+            if True in reshards or not modes or not offloads or not states:
+                self.found.rejected["not planned beside pp: resharding, offloading, cpu_offload, a budget with tp"] += 1
                 return
-        for loss in losses:
-            if loss == "chunked" and shape.chunked is None:
-                continue
-            for reshard in reshards:
-                for offload in offloads:
-                    for mode in modes:
-                        if offload != "none" and mode == "none":
-                            continue  # there is no region whose inputs could wait elsewhere
-                        yield Variant(mode, loss, offload, reshard)
+        elif True in states and self._overfills_host(shape, layout):
+            states = tuple(state for state in states if not state)
+        losses = tuple(loss for loss in losses if loss != "chunked" or shape.chunked is not None)
+        for state, loss, reshard, offload, mode in itertools.product(states, losses, reshards, offloads, modes):
+            if offload == "none" or mode != "none":  # else there is no region whose inputs could wait elsewhere
+                yield Variant(mode, loss, offload, reshard, state)
+
+    def _overfills_host(self, shape: Shape, layout: Layout) -> bool:
+        assert isinstance(shape, TracedShape)
+        return shape.host_bytes(layout, Variant("full", "model", "none", None, True)) > self.question.host_memory
 
     # --- one configuration ----------------------------------------------------------------------------------------
 
@@ -367,7 +407,15 @@ class Search:
                         resolved = None
         if resolved is None:
             self.found.rejected["memory"] += 1
+        elif self._on_host(shape, layout, variant, resolved) > self.question.host_memory:
+            self.found.rejected[_HOST_MEMORY] += 1
+            return None
         return resolved
+
+    @staticmethod
+    def _on_host(shape: Shape, layout: Layout, variant: Variant, resolved: Resolved) -> int:
+        """Bytes that one rank has in host memory."""
+        return shape.host_bytes(layout, variant, resolved.choices) if isinstance(shape, TracedShape) else 0
 
     def _uniform(self, shape: Shape, layout: Layout, variant: Variant) -> Resolved:
         """Of a mode that needs no budget. What is reserved is asked for only where the peak alone would fit."""
@@ -432,14 +480,14 @@ class Search:
             return best
         with quietly():
             made = self._planned(shape, best.layout, variant, shape.refined)
-        if made is None:
+        if made is None or self._on_host(shape, best.layout, variant, made) > self.question.host_memory:
             return best
         finer = self.candidate(shape, best.layout, variant, made)
         return finer if finer.step_seconds <= best.step_seconds else best
 
     def _variant(self, candidate: Candidate) -> Variant:
         ac = candidate.ac if candidate.plan is None else "plan"
-        return Variant(ac, candidate.loss, candidate.offload, candidate.reshard_after_forward)
+        return Variant(ac, candidate.loss, candidate.offload, candidate.reshard_after_forward, candidate.cpu_offload)
 
     def candidate(self, shape: Shape, layout: Layout, variant: Variant, resolved: Resolved) -> Candidate:
         """All that is known of one configuration."""
@@ -451,12 +499,17 @@ class Search:
                 plan = shape.plan(layout, variant, resolved.choices, ac)
         return Candidate(
             layout=layout, ac=ac, loss=variant.loss, offload=variant.offload, reshard_after_forward=variant.reshard,
+            cpu_offload=variant.cpu_offload, host_bytes=self._on_host(shape, layout, variant, resolved),
             precision=question.precision, optimizer=question.step.optimizer, peak=resolved.peak, need=resolved.need,
             seconds=resolved.seconds, tokens=layout.sequences * question.seq_len,
             model_flops=shape.flops() * layout.grad_accum / layout.pp, peak_flops=question.device.peak_flops,
             fits=resolved.need.bytes <= question.limit, plan=plan, sample=shape.sample,
             account=account,
         )  # fmt: skip
+
+
+Entry = tuple[Layout, Variant, Resolved | None] | StateOnHost
+_HOST_MEMORY = "host memory"
 
 
 def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:

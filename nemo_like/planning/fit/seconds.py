@@ -4,6 +4,7 @@ A kernel takes the longer of its FLOPs at the device's reachable rate and its by
 least a launch. A matrix product fills the device's processors in whole waves of tiles, so that one of few tiles is slower.
 Backward is twice a forward, of attention two and a half times (five products for two). FSDP2 gathers a unit beside the one
 before it, and reduces its gradients beside the next one's backward: only what is longer than that computing counts.
+Shards in host memory (`cpu_offload`) come over the bus before they are gathered, and reduced gradients go there after.
 """
 
 from __future__ import annotations
@@ -77,11 +78,14 @@ def least_seconds(problem: BlockProblem, device: Device, only: Collection[int] |
 _NOT_OF_SEQUENCES = ("nemo_like::route", "nemo_like::rows_of_all")
 
 
-def _summed(records: Sequence[OpRecord]) -> int:
-    """Bytes that ranks of tensor parallelism sum up in a forward; a gather takes half the time of a sum."""
-    sums = sum(op.bytes for op in records if op.op.name() == "_c10d_functional::all_reduce")
+def _summed(records: Sequence[OpRecord], hidden: int) -> int:
+    """Bytes that ranks of tensor parallelism sum up in a forward, behind attention and behind the FFN; a gather takes half
+    the time of a sum. `hidden`: bytes of the hidden states, as of each of the two that the trace lacks: the sum of experts
+    that are split inside is in place."""
+    sums = [op.bytes for op in records if op.op.name() == "_c10d_functional::all_reduce"]
     gathered = ("_c10d_functional::all_gather_into_tensor", "nemo_like::rows_of_all")
-    return sums + sum(op.bytes for op in records if op.op.name() in gathered) // 2
+    sums += [op.bytes // 2 for op in records if op.op.name() in gathered]
+    return sum(sums) + max(0, 2 - len(sums)) * hidden
 
 
 def _sequence_op(op: OpRecord) -> bool:
@@ -118,7 +122,7 @@ class BlockSeconds:
     """Sent by all-to-all over ``ep`` in a forward."""
     boundary_bytes: int
     """What tensor parallelism sums up, behind attention and behind the FFN: of both the mean. The hidden states, where the
-    trace has no such sums; half of them for what is gathered alone, as the rows of split experts."""
+    trace has no such sum; half of them for what is gathered alone, as the rows of split experts."""
     kinds: tuple[str, ...] = ()
     """Of each of `kernels`: ``launch`` where that is what it takes, else `nemo_like.planning.step_time.kernel_kind`."""
     attends: tuple[bool, ...] = ()
@@ -145,7 +149,7 @@ class BlockSeconds:
             kernels, sum(kernels), back if problem.trace.saves_something else 0.0,
             sum(op.bytes for op in records if _sequence_op(op) and op.op.name() not in _NOT_OF_SEQUENCES),
             sum(op.moved // 2 for op in records if facts(op.op).exchange),
-            _summed(records) // 2 or problem.trace.input_bytes,
+            _summed(records, problem.trace.input_bytes) // 2,
             tuple("launch" if seconds == device.launch_seconds else kernel_kind(op.op, op.flops)
                   for seconds, op in zip(kernels, records)),
             attends,
@@ -184,7 +188,9 @@ class LayerRun:
     unit: UnitBytes | None
     experts: UnitBytes | None = None
     copies: float = 0.0
-    """Seconds of copies to the host that computing does not hide."""
+    """Seconds of copies of activations to the host that computing does not hide."""
+    moved: int = 0
+    """Bytes of activations that go to the host, and back beside backward."""
     kind: int = 0
     """The number of the kind of layer among those that were traced."""
     choice: Choice | None = None
@@ -215,7 +221,7 @@ class Links:
 
 def step_seconds(
     runs: Sequence[LayerRun], outside: Sequence[UnitBytes], links: Links, layout: Layout, *, outer: float,
-    optimizer: float, sync: str = "every",
+    optimizer: float, sync: str = "every", keeps_grads: bool = False,
 ) -> StepSeconds:  # fmt: skip
     """A whole step without pipeline stages.
 
@@ -227,12 +233,14 @@ def step_seconds(
         outer: seconds of one microbatch's embedding, head and loss, forward and backward.
         optimizer: seconds of the optimizer's step.
         sync: microbatches that reduce gradients: ``every`` or ``last``.
+        keeps_grads: those of the step before are there, as zeros.
     """
     turns = layout.grad_accum
     reduced = turns if sync == "every" else 1
+    summed = reduced - (0 if keeps_grads else 1)
     parts = dict.fromkeys(
         ("forward", "backward", "replay", "head and embedding", "tensor-parallel sums", "sequence gathers",
-         "expert exchanges", "parameter gathers", "gradient reductions", "host copies"), 0.0,
+         "expert exchanges", "parameter gathers", "gradient reductions", "host copies", "gradient sums on the host"), 0.0,
     )  # fmt: skip
     for run in runs:
         block, n = run.block, run.count * turns
@@ -251,10 +259,15 @@ def step_seconds(
         waits = waits_of(run, links)
         parts["parameter gathers"] += n * (waits.forward + waits.backward)
         parts["gradient reductions"] += run.count * reduced * waits.reduction
+        parts["host copies"] += n * (waits.fetch_forward + waits.fetch_backward) + run.count * reduced * waits.store
+        parts["gradient sums on the host"] += run.count * summed * waits.summing
     for unit in outside:
         gather, reduce = unit_seconds(unit, links.shards, links)
-        parts["parameter gathers"] += gather  # of the first microbatch: tail and root stay gathered
+        parts["parameter gathers"] += turns * gather  # a backward frees them, tail and root as well
         parts["gradient reductions"] += reduced * reduce
+        fetch, store = copy_seconds((unit,), links.device)
+        parts["host copies"] += turns * fetch + reduced * store
+        parts["gradient sums on the host"] += summed * host_sum_seconds((unit,), links.device)
     parts["head and embedding"] = turns * outer
     parts["optimizer"] = optimizer
     return StepSeconds({name: value for name, value in parts.items() if value})
@@ -271,7 +284,7 @@ def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
 
 
 class Waits(NamedTuple):
-    """FSDP2 in one layer call: what its collectives take, and what of that computing does not hide; seconds."""
+    """FSDP2 in one layer call: what its collectives and copies take, and what of that computing does not hide; seconds."""
 
     gather: float
     reduce: float
@@ -280,6 +293,16 @@ class Waits(NamedTuple):
     backward: float
     """For the one before backward; 0 where the layer stays gathered."""
     reduction: float
+    fetch_forward: float = 0.0
+    """For the copy of shards from host memory that is gathered before forward."""
+    fetch_backward: float = 0.0
+    store: float = 0.0
+    """For the copy of reduced gradients to host memory."""
+    copies: tuple[float, float] = (0.0, 0.0)
+    """What a copy from there takes, and one to there."""
+    summing: float = 0.0
+    """To add gradients to those that are there. The host waits for reduction and copy first, and launches nothing, so that
+    what else computing hides of both is among it."""
 
 
 def waits_of(run: LayerRun, links: Links) -> Waits:
@@ -290,10 +313,21 @@ def waits_of(run: LayerRun, links: Links) -> Waits:
     ahead = block.forward + 2 * sums + gathered + sent
     behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
     gather, reduce = _run_seconds(run, links)
+    units = [unit for unit in (run.unit, run.experts) if unit is not None]
+    copies = fetch, store = copy_seconds(units, links.device)
     backward = 0.0
     if run.unit.reshard:
-        backward, behind = max(0.0, gather - behind), max(0.0, behind - gather)
-    return Waits(gather, reduce, max(0.0, gather - ahead), backward, max(0.0, reduce - behind))
+        # Activations come back over the same bus.
+        bus = run.moved / links.device.host_link if fetch else 0.0
+        behind = max(0.0, behind - bus)
+        backward, behind = max(0.0, fetch + gather - behind), max(0.0, behind - fetch - gather)
+    forward, reduction = max(0.0, fetch + gather - ahead), max(0.0, reduce + store - behind)
+    # What comes last is what is waited for: gathers after copies, copies after reductions.
+    late = min(gather, forward), min(gather, backward), min(store, reduction)
+    adding = host_sum_seconds(units, links.device)
+    summing = adding + reduce + store - reduction if adding else 0.0
+    return Waits(gather, reduce, late[0], late[1], reduction - late[2], forward - late[0], backward - late[1], late[2],
+                 copies, summing)  # fmt: skip
 
 
 def _run_seconds(run: LayerRun, links: Links) -> tuple[float, float]:
@@ -303,6 +337,18 @@ def _run_seconds(run: LayerRun, links: Links) -> tuple[float, float]:
         more = unit_seconds(run.experts, links.expert_shards, links)
         gather, reduce = gather + more[0], reduce + more[1]
     return gather, reduce
+
+
+def copy_seconds(units: Sequence[UnitBytes], device: Device) -> tuple[float, float]:
+    """To copy shards from host memory, and reduced gradients to it."""
+    link = device.host_link
+    return sum(unit.host_shard for unit in units) / link, sum(unit.host_grad for unit in units) / link
+
+
+def host_sum_seconds(units: Sequence[UnitBytes], device: Device) -> float:
+    """To add gradients to those of an earlier microbatch in host memory: both are read and one is written."""
+    size = sum(unit.host_grad for unit in units)
+    return 3 * size / (device.host_bandwidth or device.host_link) if size else 0.0
 
 
 def unit_seconds(unit: UnitBytes, shards: RankGroup, links: Links) -> tuple[float, float]:

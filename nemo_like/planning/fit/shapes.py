@@ -30,7 +30,7 @@ from nemo_like.planning.plan import BudgetError, Plan
 from nemo_like.planning.planner import RNG_STATE, Planner, Setup
 from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.stack import Stack
-from nemo_like.planning.step_time import exposed_seconds, optimizer_seconds
+from nemo_like.planning.step_time import exposed_seconds, update_seconds
 
 KERNELS_PER_PARAMETER = 12
 """Of an AdamW step that goes through its parameters one by one."""
@@ -82,6 +82,8 @@ class Variant:
     loss: str
     offload: str
     reshard: bool | None
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state lie in host memory."""
 
 
 @dataclass
@@ -132,6 +134,7 @@ class TracedShape:
         self.planners: dict[Any, Planner] = {}
         self.peaks: dict[Any, Peak] = {}
         self.plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
+        self.states_on_host: dict[tuple[int, bool], int] = {}
 
     def with_setup(self, **changed: Any) -> TracedShape:
         """The same shape, and nothing traced again, for another optimizer (``step=``) or other settings of the
@@ -142,7 +145,14 @@ class TracedShape:
         if self.__dict__.get("chunked") is not None:
             other.__dict__["chunked"] = copy.copy(self.chunked)
             other.__dict__["chunked"].setup = replace(other.__dict__["chunked"].setup, **changed)
-        other.planners, other.peaks, other.plans, other.least_of, other.needs = {}, {}, {}, {}, {}
+        other.planners, other.peaks, other.plans, other.least_of, other.needs, other.states_on_host = (
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+        )
         return other
 
     def asked(self, question: Question) -> TracedShape:
@@ -165,7 +175,9 @@ class TracedShape:
 
     def planner(self, layout: Layout, variant: Variant) -> Planner:
         """This shape's planner, for so many ranks, so many microbatches and this variant; nothing is traced."""
-        key = (layout.shard_ranks, layout.grad_accum, variant.loss, variant.offload, variant.reshard)
+        key = (
+            layout.shard_ranks, layout.grad_accum, variant.loss, variant.offload, variant.reshard, variant.cpu_offload,
+        )  # fmt: skip
         if key not in self.planners:
             base = self.base if variant.loss == "model" else self.chunked
             assert base is not None, "variants with a loss in chunks are only asked for where there are chunks"
@@ -175,7 +187,8 @@ class TracedShape:
                 base.setup, shard_ranks=layout.shard_ranks, replicas=layout.dp_replicate,
                 step=replace(base.setup.step, microbatches=layout.grad_accum),
                 offload=OffloadConfig(variant.offload),
-                fsdp=None if base.setup.fsdp is None else FSDP2(reshard_after_forward=variant.reshard),
+                fsdp=None if base.setup.fsdp is None
+                else FSDP2(reshard_after_forward=variant.reshard, cpu_offload=variant.cpu_offload),
             )  # fmt: skip
             made.__dict__["sharding"] = self._sharding(made)
             self.planners[key] = made
@@ -226,7 +239,7 @@ class TracedShape:
     def least(self, layout: Layout, variant: Variant) -> tuple[list[Choice], int]:
         """Choices that no fitting ones of this variant are faster than, and bytes that their peak is not below: what is
         held when forward ends, parameters and optimizer state. Nothing runs for it."""
-        key = (layout.shard_ranks, variant.ac, variant.offload)
+        key = (layout.shard_ranks, variant.ac, variant.offload, variant.cpu_offload)
         if key not in self.least_of:
             self.least_of[key] = self._least_choices(layout, variant)
         return self.least_of[key]
@@ -307,7 +320,15 @@ class TracedShape:
 
     def most_allocated(self, variant: Variant) -> int:
         """The highest peak that could fit."""
-        return most_allocated(self.question, predicted=variant.offload == "none")
+        return most_allocated(self.question, predicted=variant.offload == "none" and not variant.cpu_offload)
+
+    def host_bytes(self, layout: Layout, variant: Variant, choices: Sequence[Choice] = ()) -> int:
+        """What one rank has in host memory: parameters, gradients and optimizer state, and of `choices` what layers move."""
+        planner = self.planner(layout, variant)
+        key = (layout.shard_ranks, variant.cpu_offload)
+        if key not in self.states_on_host:
+            self.states_on_host[key] = planner.state_on_host
+        return self.states_on_host[key] + sum(planner.moved(choices))
 
     def need(self, layout: Layout, variant: Variant, choices: Sequence[Choice], peak: Peak) -> Need:
         """What decides whether it fits; `peak`: of these choices."""
@@ -325,10 +346,12 @@ class TracedShape:
         planner, device = self.planner(layout, variant), self.question.device
         sharding, step = planner.sharding, planner.setup.step
         made = self.layer_runs(layout, variant, choices)
-        loop = len(sharding.trained) * KERNELS_PER_PARAMETER * device.launch_seconds
+        trained = len(sharding.trained) + len(sharding.trained_on_host)  # the host's kernels are called as slowly
+        loop = trained * KERNELS_PER_PARAMETER * device.launch_seconds
         return step_seconds(
             made, self.units_outside(planner), Links.of(layout, device), layout, outer=planner.outer().seconds,
-            sync=step.sync, optimizer=max(loop, optimizer_seconds(sharding.trained, step.optimizer, device)),
+            sync=step.sync, optimizer=max(loop, update_seconds(sharding, step.optimizer, device)),
+            keeps_grads=step.zero_grad == "zero",
         )  # fmt: skip
 
     def units_outside(self, planner: Planner) -> list[UnitBytes]:
@@ -354,7 +377,7 @@ class TracedShape:
             replay = block.replay(choice, self.base.problems[kind].reachable)
             copies = exposed_seconds(moves, block.forward, device)
             full = choice.label == "full"
-            made.append(LayerRun(count, block, replay, full, unit, experts, copies, kind, choice))
+            made.append(LayerRun(count, block, replay, full, unit, experts, copies, moves, kind, choice))
         self._runs[key] = made
         self._kept.append(choices)
         return made
@@ -368,7 +391,8 @@ class TracedShape:
         rows = key.micro_batch / self.key.micro_batch  # whole sequences
         share = rows * self.key.cp / key.cp  # tokens
         resharding = self.question.pins.get("reshard_after_forward", (None, False))
-        variant = Variant("none", "model", "none", False if False in resharding else resharding[0])
+        host = False not in self.question.pins.get("cpu_offload", (False,))
+        variant = Variant("none", "model", "none", False if False in resharding else resharding[0], host)
         runs = []
         for run in self.layer_runs(layout, variant, self.uniform["none"]):
             kind = next(n for n, block in enumerate(self.blocks) if block is run.block)

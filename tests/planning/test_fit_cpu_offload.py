@@ -1,0 +1,157 @@
+"""``cpu_offload`` as an axis of `fit`: when it wins, what it takes, where it is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nemo_like.cli import main
+from nemo_like.models import resolve_model
+from nemo_like.options import FSDP2, ChunkedLoss, Precision, StepSpec
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.fit import fit
+from nemo_like.planning.fit.fitting import make_search
+from nemo_like.planning.fit.question import Question, read_pins
+from nemo_like.planning.fit.report import recipe, table
+from nemo_like.planning.planner import Planner, Setup
+from tests.models.fit_models import llama
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+_SMALL = {"gpus": 2, "gpu": "h100-80gb", "seq_len": 64, "micro_batch": 2, "tp": 1, "cp": 1, "loss": "model"}
+
+
+def _search(limit, **pins):
+    # Of a small model, launches would take all of the time, and all ways the same.
+    device = replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0)
+    always = {"tp": 1, "cp": 1, "grad_accum": [1, 3], "micro_batch": [2, 8]}
+    return make_search(
+        llama(2),
+        Question(
+            gpus=2,
+            device=device,
+            seq_len=64,
+            limit=limit,
+            pins=read_pins(always | pins),
+            precision=Precision("bf16"),
+        ),
+    )[0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "wins", "pins"),
+    [
+        (1 << 40, False, {"ac": ["none", "full"]}),
+        (2 << 20, True, {"ac": ["none", "full", "plan"], "offload": "none", "reshard_after_forward": True}),
+    ],
+)
+def test_the_search_finds_what_looking_at_everything_finds(limit, wins, pins):
+    everything = _search(limit, **pins).brute_force(1000).best
+    search = _search(limit, **pins)
+    found = search.run(1).best
+    assert found[0].layout == everything[0].layout and found[0].step_seconds <= everything[0].step_seconds
+    assert found[0].cpu_offload is everything[0].cpu_offload is wins
+    same = {(c.layout, c.ac, c.loss, c.offload, c.reshard_after_forward, c.cpu_offload): c for c in everything}
+    twins = [(c, same[*key[:-1], True]) for key, c in same.items() if not c.cpu_offload and (*key[:-1], True) in same]
+    assert bool(twins) is not wins
+    for here, there in twins:
+        assert here.step_seconds < there.step_seconds and here.peak_bytes > there.peak_bytes
+    # What bounds all ways to run a layout so is the fastest of them, where it fits.
+    if not wins:
+        for layout in {c.layout for c in everything}:
+            shape = next(s for key, s in search.shapes.items() if key.micro_batch == layout.micro_batch)
+            own = [search._per_token(c.seconds, layout) for c in everything if c.layout == layout and c.cpu_offload]
+            assert search._least_on_host(shape, layout) == min(own)
+
+
+def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host():
+    """By hand: head and embedding, which nothing hides."""
+    device = replace(resolve_device("h100-80gb"), host_link=1e6, host_bandwidth=2e6)
+    asked = _SMALL | {"gpu": device, "ac": "full", "offload": "none", "reshard_after_forward": True}
+    once, thrice = (fit(llama(2), grad_accum=n, cpu_offload=True, **asked).best for n in (1, 3))
+    rows = {row.what: row.amount for row in thrice.account.seconds}
+    parameters = sum(p.numel() * 4 for p in llama(2).parameters()) // 2
+    around = sum(p.numel() * 4 for name, p in llama(2).named_parameters() if ".layers." not in name) // 2
+    copied = sum(seconds for what, seconds in rows.items() if what.startswith(("parameters of", "gradients of")))
+    assert copied == pytest.approx(3 * 2 * around / 1e6)
+    sums = sum(
+        seconds
+        for what, seconds in rows.items()
+        if what in ("of head", "of embedding and what else is around the layers")
+    )
+    assert sums == pytest.approx(2 * 3 * around / 2e6)
+    assert "gradient sums on the host" not in once.seconds.parts
+    assert thrice.seconds.parts["gradient sums on the host"] >= 2 * 3 * parameters / 2e6
+    # AdamW on the host goes over them twenty times, once in a step.
+    assert once.seconds.parts["optimizer"] == thrice.seconds.parts["optimizer"] == pytest.approx(20 * parameters / 2e6)
+    last = fit(llama(2), grad_accum=3, cpu_offload=True, step=StepSpec(sync="last"), **asked).best
+    assert "gradient sums on the host" not in last.seconds.parts
+
+
+def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan_says():
+    asked = {"gpus": 8, "gpu": "h100-80gb", "seq_len": 8192, "micro_batch": 1, "tp": 1, "cp": 1, "dp_replicate": 1,
+             "ac": "full", "loss": "chunked", "offload": "none", "reshard_after_forward": True}  # fmt: skip
+    small = fit("llama3-70b", grad_accum=1, **asked)
+    assert not small.candidates and small.rejected["host memory"] == 1
+    assert small.helps[0].startswith(
+        "weights, gradients and optimizer state on the host (cpu_offload=True) with 131.42GiB of "
+    )
+    report = fit("llama3-70b", grad_accum=1, host_memory="132GiB", **asked)
+    best = report.best
+    model = resolve_model("llama3-70b").build("meta")
+    ids = best.sample["input_ids"]
+    planner = Planner(
+        model, {"input_ids": ids, "labels": ids}, device=resolve_device("h100-80gb"),
+        setup=Setup(shard_ranks=8, fsdp=FSDP2(True, cpu_offload=True), precision=Precision("bf16"), loss=ChunkedLoss()),
+    )  # fmt: skip
+    assert best.cpu_offload and best.peak_bytes == planner.peak(planner.uniform("full")).total
+    assert best.host_bytes == planner.state_on_host and best.reserved is None
+    assert best.need.bytes == int(1.21 * best.peak_bytes)
+    assert "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True)" in best.call()
+    assert best.kwargs()["strategy"] == FSDP2(reshard_after_forward=True, cpu_offload=True)
+    assert recipe(report, best).endswith(" --cpu-offload") and "cpu_offload" in table(report)
+    assert best.as_json()["cpu_offload"] is True and best.as_json()["host_bytes"] == best.host_bytes
+
+
+def test_where_it_is_pinned_off_advice_names_it():
+    asked = _SMALL | {"ac": "full", "offload": "none", "memory": int(1.6 * 2**20)}
+    report = fit(llama(2), cpu_offload=False, **asked)
+    assert not report.candidates and any("on the host (cpu_offload=True): -" in words for words in report.helps)
+    assert fit(llama(2), **asked).best.cpu_offload
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpu": "rtx-4090", "cpu_offload": True}, "beside rtx-4090 is not known"),
+        ({"gpus": 1, "cpu_offload": True}, "one rank keeps the model whole"),
+        ({"host_memory": "all"}, "all"),
+        ({"host_memory": -1}, "host_memory is -1"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(asked, message):
+    with pytest.raises(ValueError, match=message):
+        fit(llama(2), **(_SMALL | asked))
+
+
+def test_where_it_is_not_looked_at_the_report_says_so():
+    pins = {"ac": "full", "offload": "none"}
+    unknown = fit(llama(2), **(_SMALL | pins | {"gpu": "rtx-4090"}))
+    assert any("bandwidth of host memory" in reason for reason in unknown.rejected)
+    assert not any(c.cpu_offload for c in unknown.candidates)
+    staged = fit(
+        llama(2), pp=2, schedule="1f1b", global_batch=4, cpu_offload=True, **(_SMALL | pins | {"micro_batch": 1})
+    )
+    assert not staged.candidates and any("beside pp" in reason for reason in staged.rejected)
+
+
+def test_on_the_cpu_it_changes_nothing_and_is_there_only_where_it_is_pinned(capsys):
+    pins = {"gpu": "cpu", "ac": "full", "offload": "none", "grad_accum": 1}
+    here, there = fit(llama(2), **(_SMALL | pins)).best, fit(llama(2), cpu_offload=True, **(_SMALL | pins)).best
+    assert not here.cpu_offload and there.cpu_offload and there.host_bytes == 0
+    assert here.peak == there.peak and here.seconds == there.seconds
+    said = "--model llama-tiny --gpus 2 --gpu cpu --seq-len 64 --micro-batch 1 --tp 1 --cp 1 --ac full --loss model"
+    assert main(["fit", *said.split(), "--cpu-offload", "--host-memory", "1GiB"]) == 0
+    assert "FSDP2(cpu_offload=True)" in capsys.readouterr().out
