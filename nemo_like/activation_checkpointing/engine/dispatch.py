@@ -130,7 +130,7 @@ class ForwardMode(_Mode):
     def __init__(self, kinds: Kinds, decide: Any, packs: list[Any], transfer: Transfer, name: str) -> None:
         super().__init__()
         self.kinds = kinds
-        self.passing = kinds.passing
+        self.passing = kinds.passing.get
         self.decide = decide
         self.needs_call = getattr(decide, "needs_call", False)
         self.packs = packs
@@ -144,12 +144,12 @@ class ForwardMode(_Mode):
         self.inputs: SavedInputs | None = None
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs and self.generators is not None and kwargs.get("generator") is not None:
+        call = self.passing(id(func))  # most of them are, and this is what checkpointing small layers costs
+        if not kwargs:
+            return self.look_at(func, args, {}) if call is None else call(*args)
+        if self.generators is not None and kwargs.get("generator") is not None:
             self.generators.note(kwargs["generator"])
-        call = self.passing.get(id(func))  # most of them are, and this is what checkpointing small layers costs
-        if call is not None:
-            return call(*args, **kwargs) if kwargs else call(*args)
-        return self.look_at(func, args, kwargs or {})
+        return self.look_at(func, args, kwargs) if call is None else call(*args, **kwargs)
 
     def look_at(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator that is tracked, writes, or may copy to the host."""
@@ -229,10 +229,10 @@ class ReplayMode(_Mode):
         self.position = 0
         self.finished_at: int | None = None
         self.skips = SKIP in map(decision_of, kept)
-        self.passing = {} if self.skips else kinds.passing  # one that is let pass may be given a placeholder
+        self.passing = ({} if self.skips else kinds.passing).get  # one that is let pass may be given a placeholder
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = self.passing.get(id(func))
+        call = self.passing(id(func))
         if call is not None:
             return call(*args, **kwargs) if kwargs else call(*args)
         kind, call = self.kinds.get(id(func)) or self.kinds.of(func)

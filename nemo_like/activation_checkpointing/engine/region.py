@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class Region:
         self.name = name
         self.transfer = transfer or _synchronous
         self.early_stop = early_stop
-        self.handles: list[weakref.ref[_Handle]] = []
+        self.handles: list[ref[_Handle]] = []
         self.saved: list[tuple[torch.Size, torch.dtype, int]] = []
         """Of each handle: shape, dtype and version of its tensor"""
         self.storages = torch_compat.WeakStorages()
@@ -170,10 +170,11 @@ class Region:
     @torch_compat.left_to_python
     def pack(self, tensor: Tensor) -> _Handle:
         handle = _Handle()
-        self.handles.append(weakref.ref(handle))
-        if self.outside is None or len(self.saved) in self.outside:
-            self.refer_to_memory(len(self.saved), tensor)
-        self.saved.append((tensor.shape, tensor.dtype, tensor._version))
+        self.handles.append(ref(handle))
+        saved = self.saved
+        if self.outside is None or (self.outside and len(saved) in self.outside):
+            self.refer_to_memory(len(saved), tensor)
+        saved.append((tensor.shape, tensor.dtype, tensor._version))
         if self.verification is not None:
             self.verification.saved(tensor)
         return handle
@@ -405,7 +406,8 @@ class Region:
             shape, dtype, version = self.saved[index]
             if shape != tensor.shape or dtype != tensor.dtype or isinstance(tensor, Placeholder):
                 self.raise_wrong_tensor(index, tensor)
-            if version != tensor._version and self.watch_versions:
+            now = tensor._version
+            if version != now and self.watch_versions:
                 self.check_same_version(index, tensor)
             if self.made_inside is not None and not self.storages.is_of(index, tensor):
                 self.made_inside.add(index)
@@ -414,9 +416,9 @@ class Region:
             if self.split is not None:
                 handle.index = index
                 if not self.split.uses(index):
-                    tensor = _NOTHING
+                    tensor, now = _NOTHING, _NOTHING._version
             handle.value = tensor
-            handle.replayed = tensor._version
+            handle.replayed = now
         if index == self.last and self.early_stop:
             if self.replay_mode is not None:
                 self.replay_mode.finish()
