@@ -176,7 +176,7 @@ class PipelinePlanner:
         step = replace(self.setup.step, microbatches=1, keeps_output=True, loss_fn=None)
         setup = replace(
             self.setup, loss=self.setup.loss if piece.is_last else None,
-            step=step if piece.is_last else replace(step, loss_fn=_ReceivedGradient.apply),
+            step=step if piece.is_last else replace(step, loss_fn=_sent),
         )  # fmt: skip
         return Planner(
             planned_stage(tree, received), given, device=self.device, setup=setup, layers=list(names),
@@ -317,6 +317,11 @@ class _ReceivedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
         return torch.empty(ctx.shape, dtype=ctx.dtype)
+
+
+def _sent(hidden: Tensor) -> Tensor:
+    """What backward begins with in a stage that sends `hidden`; where it trains nothing, that goes nowhere."""
+    return _ReceivedGradient.apply(hidden if hidden.requires_grad else hidden.new_empty(0).requires_grad_())
 
 
 def planned_stage(tree: nn.Module, received: Received) -> nn.Module:

@@ -182,3 +182,20 @@ def test_a_tied_embedding_is_there_once_where_the_first_and_the_last_stage_share
     assert two["parameters"] - one["parameters"] == two["gradients"] - one["gradients"] == embedding
     assert two["optimizer state"] - one["optimizer state"] == 2 * embedding
     assert materialized == two  # stage by stage, a copy for each
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
+    model = _model()
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    planner = PipelinePlanner(
+        model, SAMPLE, pp=PipelineParallel(2, schedule, microbatches=2), device=resolve_device("cpu"),
+        setup=Setup(step=StepSpec(), fsdp=None),
+    )  # fmt: skip
+    head = model.lm_head.weight.numel() * 4
+    for mode in ("none", "full"):
+        peaks = [planner.rank_peak(rank, planner.uniform(mode)).parts for rank in (0, 1)]
+        trains = 1 if schedule == "1f1b" else 0  # a V: the first rank has the last stage
+        assert [parts.get("optimizer state", 0) for parts in peaks] == ([0, 2 * head] if trains else [2 * head, 0])
+        assert [parts.get("gradients", 0) for parts in peaks][1 - trains] == 0
