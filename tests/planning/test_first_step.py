@@ -19,6 +19,7 @@ from nemo_like import StepSpec, parallelize
 from nemo_like.log import forget_announcements
 from nemo_like.planning import first_step
 from nemo_like.planning.first_step import Seen, causes
+from nemo_like.planning.larger_batch import SizeWatch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -71,7 +72,7 @@ def _train(
 def _hooks(model: nn.Module) -> tuple[int, int, int]:
     watches = [watch for watch in first_step._watches if watch.model() is model]
     return (
-        sum(type(hook).__name__ != "_SizeWatch" for hook in model._forward_pre_hooks.values()),
+        sum(not isinstance(getattr(hook, "__self__", None), SizeWatch) for hook in model._forward_pre_hooks.values()),
         len(model._forward_hooks),
         len(watches),
     )
