@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 
 import torch
 
@@ -32,27 +33,24 @@ class CpuRandom:
     """The state of torch's generator on the CPU."""
 
     def __init__(self) -> None:
-        self._head = self._tail = None
-        offset, address = _offset(), generator_address(torch.default_generator)
-        if offset is not None and address is not None:
-            self._head = (ctypes.c_char * _HEAD.size).from_address(address + offset)
-            self._tail = (ctypes.c_char * _TAIL).from_address(address + offset + _TAIL_AT)
+        offset = _offset()
+        self._mark = None if offset is None else _mark_of(torch.default_generator, offset)
         self._known: State = b"", torch.empty(0)
 
     def now(self) -> State:
         """Something to hand to `is_at` and to ``torch.set_rng_state``."""
-        if self._head is None or self._tail is None:
+        if self._mark is None:
             return b"", torch.get_rng_state()
-        mark = self._head.raw + self._tail.raw
+        mark = self._mark()
         if mark != self._known[0]:
             self._known = mark, torch.get_rng_state()
         return self._known
 
     def is_at(self, state: State) -> bool:
         """Whether nothing was drawn since `state`."""
-        if self._head is None or self._tail is None:
+        if self._mark is None:
             return torch.equal(state[1], torch.get_rng_state())
-        return self._head.raw + self._tail.raw == state[0]
+        return self._mark() == state[0]
 
 
 def _offset() -> int | None:
@@ -62,18 +60,22 @@ def _offset() -> int | None:
         offset = _find(generator) if hidden else None
         if offset is None or _find(torch.default_generator) != offset:
             return None
-        marks = [_mark(generator, offset)]
+        mark = _mark_of(generator, offset)
+        marks = [mark()]
         for draw in ("uniform_", "normal_", "normal_"):  # the second one takes the number that waits
             for dtype in (torch.float32, torch.float64):
                 getattr(torch.empty(1, dtype=dtype, device="cpu"), draw)(generator=generator)
-                marks.append(_mark(generator, offset))
+                marks.append(mark())
         return offset if len(set(marks)) == len(marks) else None
 
 
-def _mark(generator: torch.Generator, offset: int) -> bytes:
+def _mark_of(generator: torch.Generator, offset: int) -> Callable[[], bytes]:
+    """What reads the mark of `generator`, which must outlive it; its state begins at `offset`."""
     address = generator_address(generator)
-    assert address is not None
-    return ctypes.string_at(address + offset, _HEAD.size) + ctypes.string_at(address + offset + _TAIL_AT, _TAIL)
+    assert address is not None, "the offset was found there"
+    head = (ctypes.c_char * _HEAD.size).from_address(address + offset)
+    tail = (ctypes.c_char * _TAIL).from_address(address + offset + _TAIL_AT)
+    return lambda: head.raw + tail.raw
 
 
 def _find(generator: torch.Generator) -> int | None:
