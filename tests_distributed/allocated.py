@@ -72,6 +72,26 @@ def step_peak_bytes(
     raise AssertionError(f"no step's events were complete: {left} bytes are left of the last")
 
 
+def loop_peak_bytes(model: torch.nn.Module, batch: dict[str, Any], *, microbatches: int = 1, lr: float = 1e-4) -> int:
+    """`step_peak_bytes` of the plainest loop with AdamW over `batch`, so many times in a step: what the model returned
+    stays until the next forward."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    kept: list[Any] = []
+
+    def step() -> None:
+        for _ in range(microbatches):
+            out = model(**batch)
+            kept[:] = [out]
+            out.loss.backward()
+        del out
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    return step_peak_bytes(model, optimizer, step, lambda: kept)
+
+
 def allocator_events(run: Callable[[], Any]) -> tuple[int, int]:
     """The highest running sum of the allocator's events while `run` runs, and the last."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nemo_like import parallelize
 from nemo_like.planning.fit import fit
 from nemo_like.planning.peak import Peak
-from tests_distributed.allocated import pipeline_peak_range, step_peak_bytes
+from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_range
 from tests_distributed.peak_families import FAMILIES, SEQ, WITH_EXPERTS, build, tokens
 from tests_distributed.spawn import run_ranks
 
@@ -154,22 +154,8 @@ def _pipeline_peak(pipeline: Any) -> tuple[int, int]:
 
 
 def _peak(model: Any) -> int:
-    """Of the plainest loop; with a learning rate of 0, so that routers go on to send tokens where they did."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    batch = _batch(ROWS)
-    kept: list[Any] = []
-
-    def step() -> None:
-        out = model(**batch)
-        kept[:] = [out]
-        out.loss.backward()
-        del out
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    return step_peak_bytes(model, optimizer, step, lambda: kept)
+    """With a learning rate of 0, so that routers go on to send tokens where they did."""
+    return loop_peak_bytes(model, _batch(ROWS), lr=0.0)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -10,7 +10,7 @@ import torch
 from nemo_like import parallelize
 from nemo_like.planning.fit import fit
 from tests.models.fit_models import llama
-from tests_distributed.allocated import pipeline_peak_bytes, pipeline_peak_range, step_peak_bytes
+from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes, pipeline_peak_range
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
@@ -20,22 +20,9 @@ pytest.importorskip("scipy")
 def _run(rank, world_size, limit, pins):
     best = fit(llama(), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins).best
     model = parallelize(llama(), device="cpu", **best.kwargs())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(512, (best.layout.micro_batch, 64))
-    kept = []
-
-    def step():
-        for _ in range(best.layout.grad_accum):
-            out = model(input_ids=ids, labels=ids)
-            kept[:] = [out]
-            out.loss.backward()
-        del out
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    return best.call(), best.peak_bytes, step_peak_bytes(model, optimizer, step, lambda: kept)
+    batch = {"input_ids": ids, "labels": ids}
+    return best.call(), best.peak_bytes, loop_peak_bytes(model, batch, microbatches=best.layout.grad_accum)
 
 
 @pytest.mark.parametrize(
@@ -143,21 +130,9 @@ def _run_experts(rank, world_size, limit, pins):
         **pins,
     ).best
     model = parallelize(all_to_the_first_rank(), device="cpu", **best.kwargs())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = tokens(best.layout.micro_batch, 64, seed=rank // best.layout.tp)
-    kept = []
-
-    def step():
-        out = model(input_ids=ids, labels=ids)
-        kept[:] = [out]
-        out.loss.backward()
-        del out
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    return best.call(), best.peak_bytes, step_peak_bytes(model, optimizer, step, lambda: kept)
+    batch = {"input_ids": ids, "labels": ids}
+    return best.call(), best.peak_bytes, loop_peak_bytes(model, batch)
 
 
 def test_the_best_with_experts_beside_tensor_parallelism_runs_and_peaks_as_predicted():

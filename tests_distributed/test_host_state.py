@@ -22,7 +22,7 @@ from nemo_like.planning.planner import Planner, Setup
 from nemo_like.planning.sharding import sharding_of
 from nemo_like.tensors import tensors_in
 from tests.models.fit_models import llama
-from tests_distributed.allocated import step_peak_bytes
+from tests_distributed.allocated import loop_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
@@ -138,19 +138,7 @@ def _on_the_cpu(rank: int, world_size: int) -> tuple[int, int]:
     sample = {"input_ids": ids, "labels": ids}
     planner = Planner(llama(), sample, device=resolve_device("cpu"), setup=Setup(shard_ranks=world_size, fsdp=fsdp))
     model = parallelize(llama(), fsdp, ac="full", device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    kept: list[Any] = []
-
-    def step() -> None:
-        out = model(**sample)
-        kept[:] = [out]
-        out.loss.backward()
-        del out
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    return planner.peak(planner.uniform("full")).total, step_peak_bytes(model, optimizer, step, lambda: kept)
+    return planner.peak(planner.uniform("full")).total, loop_peak_bytes(model, sample)
 
 
 def test_on_the_cpu_nothing_is_left_out() -> None:

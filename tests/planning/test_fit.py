@@ -23,7 +23,7 @@ from nemo_like.planning.fit.seconds import fused
 from nemo_like.planning.fit.shapes import Variant
 from nemo_like.planning.schedule_time import timeline
 from tests.models.fit_models import llama, mixture
-from tests_distributed.allocated import step_peak_bytes
+from tests_distributed.allocated import loop_peak_bytes
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -39,22 +39,8 @@ def _measured(model, candidate, seq_len=64):
     """The peak of steps as the candidate has them."""
     torch.manual_seed(0)
     model = parallelize(model, device="cpu", **candidate.kwargs())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(512, (candidate.layout.micro_batch, seq_len))
-    kept = []
-
-    def step():
-        for _ in range(candidate.layout.grad_accum):
-            out = model(input_ids=ids, labels=ids)
-            kept[:] = [out]
-            out.loss.backward()
-        del out
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    return step_peak_bytes(model, optimizer, step, lambda: kept)
+    return loop_peak_bytes(model, {"input_ids": ids, "labels": ids}, microbatches=candidate.layout.grad_accum)
 
 
 FREE, PINNED = {"micro_batch": [4, 8], "offload": "none"}, {"loss": "model", "ac": "full", "micro_batch": 4}
