@@ -17,11 +17,13 @@ import torch
 from nemo_like.torch_compat import TorchDispatchMode, storage_use_count, use_count
 
 _ADD = torch.ops.aten.add.Tensor
+_PUT = torch.ops.aten.index_put.default
 _IN_PLACE = {
     _ADD: torch.ops.aten.add_.Tensor,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    _PUT: torch.ops.aten.index_put_.default,
 }
 _ENGINE = "torch.autograd.graph"
 """The module whose frame is the caller of whatever autograd's engine runs on the CPU by itself."""
@@ -49,7 +51,9 @@ class SumsInPlace(TorchDispatchMode):
         in_place = _IN_PLACE.get(func)
         if in_place is not None and self.counts is not None and _by_the_engine(inspect.currentframe()):
             into = args[0]
-            alone = _holders(into) == self.counts
+            # The zeros that the gradient of an index is added to are the engine's own; it writes into a copy of those of
+            # what rows were put into.
+            alone = len(args) > 3 and args[3] if func is _PUT else _holders(into) == self.counts
             if alone and into.is_contiguous() and (func is not _ADD or _like(into, args[1])):
                 return in_place(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

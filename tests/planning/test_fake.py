@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
 from nemo_like.planning.block_trace import record
@@ -9,6 +12,7 @@ from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.torch_compat import is_fake
+from tests_distributed.allocated import allocator_events
 
 
 def test_numbers_made_of_constants_are_real_and_random_ones_are_not() -> None:
@@ -100,18 +104,50 @@ def test_a_mask_that_is_known_selects_a_known_number() -> None:
         assert run.like(torch.ones(3, 2))[mask].shape == (2, 2)
 
 
-def test_a_backward_that_fills_zeros_of_its_own_fills_them_in_place() -> None:
-    def peak() -> int:
-        x = torch.empty(64, 64, requires_grad=True)
-        index = torch.zeros(64, 4, dtype=torch.long)
-        meter = LiveBytes([x, index])
-        with meter, SumsInPlace():
-            x.gather(1, index).sum().backward()
-        return meter.peak
+ROWS = torch.arange(8).repeat(8)
+BUFFER = 64 * 64 * 4
 
-    with FakeRun():
-        fake = peak()
-    assert fake == 64 * 64 * 4 + 4 + 4, "and not twice: the loss, its gradient, one buffer"
+
+def _backward_peaks(make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int, int]:
+    """Bytes that a backward of `make` allocates at most, of a tensor of `BUFFER` bytes: by the allocator, and in a fake run."""
+
+    def grad(y: torch.Tensor, x: torch.Tensor, given: torch.Tensor) -> None:
+        torch.autograd.grad(y, x, given)
+
+    x = torch.rand(64, 64, requires_grad=True)
+    y = make(x)
+    given = torch.ones_like(y)
+    real, _ = allocator_events(lambda: grad(y, x, given))
+    with FakeRun() as run:
+        x = run.like(x)
+        y = make(x)
+        given = torch.ones_like(y)
+        meter = LiveBytes([x, y, given, ROWS])
+        with meter, SumsInPlace():
+            grad(y, x, given)
+    return real, meter.peak
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x: x.gather(1, ROWS[:, None]),
+        lambda x: x.topk(2)[0],
+        lambda x: x.index_select(0, ROWS),
+        lambda x: x[ROWS],
+    ],
+    ids=["gather", "topk", "index_select", "index"],
+)
+def test_a_backward_that_fills_zeros_of_its_own_fills_them_in_place(
+    pick: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    assert _backward_peaks(pick) == (BUFFER, BUFFER)
+
+
+def test_rows_that_were_put_into_a_tensor_are_cut_from_a_copy_of_its_gradient() -> None:
+    """Alive are the gradient, the copy, and zeros for its rows."""
+    real, fake = _backward_peaks(lambda x: x.index_put((ROWS,), torch.zeros(64, 64)) * 2)
+    assert real // BUFFER == fake // BUFFER == 3
 
 
 def test_the_gradient_of_a_layer_norm_is_in_rows_whatever_comes_in() -> None:
