@@ -17,6 +17,7 @@ pytest.importorskip("scipy")
 FEW = (
     Cell("olmo3", {"tp": 2}, "none"),  # splits the input of a linear
     Cell("flex_olmo", {"dp_shard": 2, "ep": 2}, "selective"),
+    Cell("deepseek_v2", {"dp_shard": 2, "ep": 2}, "full"),  # rows that come back by index
     Cell("cohere2", {"dp_replicate": 2, "tp": 2}, "selective"),
     Cell("smollm3", {"dp_replicate": 2, "pp": 2}, "full"),
 )

@@ -203,8 +203,12 @@ def pinned_ops() -> frozenset[Op]:
 
 def routing_ops() -> frozenset[Op]:
     """The operators whose results say which token goes where; of those that there are."""
-    routes = (f"nemo_like.{name}.default" for name in ("route", "route_gathered", "deepep_route"))
-    return _present(("aten.topk.default", *routes))
+    return _present(("aten.topk.default",)) | exchange_routing_ops()
+
+
+def exchange_routing_ops() -> frozenset[Op]:
+    """Those of them that say which token goes to which rank: of experts that are on several."""
+    return _present(f"nemo_like.{name}.default" for name in ("route", "route_gathered", "deepep_route"))
 
 
 def attention_ops() -> frozenset[Op]:

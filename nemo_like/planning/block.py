@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
 from nemo_like.op_lookup import Op
 from nemo_like.planning import closure, solver
 from nemo_like.planning.block_trace import BlockTrace, OpRecord
@@ -36,6 +36,11 @@ class Choice:
     """For a region, ``save`` | ``recompute`` | ``skip`` | ``host`` for each op of `BlockProblem.records`."""
     gap_seconds: float = 0.0
     """Proven bound on what a better choice of the same bytes could save; 0: optimal."""
+
+    @property
+    def is_full(self) -> bool:
+        """``ac="full"`` itself, and not only a choice that came from it."""
+        return self.label == "full" and set(self.decisions) <= {"recompute", "save"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class BlockProblem:
                     # a collective must be run by all or by none.
                     needed=(record.needed or facts(record.op).collective) and k < reachable,
                     keepable=_keepable(record),
-                    forced=_forced(record) if k < reachable else None,
+                    forced=("save" if record.op in self._routing else _forced(record)) if k < reachable else None,
                 )
             )
         return tuple(made)
@@ -111,10 +116,18 @@ class BlockProblem:
         )
 
     def full(self) -> Choice:
-        """Keep the inputs only. Nothing holds less: not even what a plan must keep, such as a router's choice."""
+        """Keep the inputs only, and what says which rows go to the experts of other ranks (`KeepRouting`). Nothing holds
+        less: not even what a plan must keep, such as a number that was read from the device."""
         if not self.trace.saves_something:
             return self.none()
-        return self.choice(solver.Point(0, 0.0), "full")
+        kept = sum(1 << k for k, record in enumerate(self.records) if record.op in self._routing)
+        return self.choice(solver.Point(0, 0.0, kept), "full")
+
+    @cached_property
+    def _routing(self) -> frozenset[Op]:
+        """Ops whose results the engine keeps in every mode (`KeepRouting`); none where its experts are on one rank."""
+        exchanges = any(record.op in exchange_routing_ops() for record in self.records)
+        return routing_ops() if exchanges else frozenset()
 
     def frontier(self, *, skip: bool = True, points: int = closure.POINTS, host: int = 0) -> tuple[Choice, ...]:
         """Ways to run the block, each best for its bytes: ascending in held bytes, descending in seconds.

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.module_state import copied_in_forward
+from nemo_like.activation_checkpointing.keep_routing import KeepRouting
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
@@ -283,8 +284,8 @@ class Planner:
         """The policy that carries out `choice`, with the ops as they were traced."""
         if not choice.decisions:
             return None
-        if choice.label == "full" and set(choice.decisions) == {"recompute"}:
-            return FullPolicy()
+        if choice.is_full:
+            return KeepRouting(FullPolicy()) if "save" in choice.decisions else FullPolicy()
         return DecisionTable.from_json(self.problems[kind].rows(choice))
 
     def memory(self, kind: int, choice: Choice, accumulate: bool = False) -> BlockMemory:
@@ -563,7 +564,8 @@ class Planner:
     def leaves(self, kind: int) -> int:
         """What a block holds whatever is kept of it: tensors that it makes and asks a gradient of, which the graph keeps."""
         full = self.problems[kind].full()
-        return self.memory(kind, full).held if full.decisions else 0
+        routing = full.held_bytes - self.problems[kind].trace.input_bytes
+        return self.memory(kind, full).held - routing if full.decisions else 0
 
     @cached_property
     def _names_of_parameters(self) -> dict[str, int]:
@@ -711,10 +713,9 @@ class Planner:
             if before is not None and not before.none_bytes:
                 before = None  # and this is the first of those
             times = 1 if before is None else before.replay_flops // max(1, choice.replay_flops) + 1
-            full = choice.label == "full" and set(choice.decisions) == {"recompute"}
             rows: Mapping[str, Sequence[str]] | None = None
             if choice.decisions:
-                rows = {} if full else problem.rows(choice, one_attention=True)
+                rows = {} if choice.is_full else problem.rows(choice, one_attention=True)
             layers[call.fqn] = LayerPlan(
                 call.fqn, layer_signature(modules[call.fqn]), choice.label, (choice.held_bytes - moved) * times,
                 (choice.host_bytes + moved) * times, problem.trace.none_bytes * times, choice.replay_flops * times,

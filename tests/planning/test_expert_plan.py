@@ -111,6 +111,20 @@ def test_an_exchange_is_kept_or_repeated_at_the_price_of_the_network() -> None:
     assert rows is not None and set(rows.get(EXCHANGE, ())) <= {"save", "recompute"}
 
 
+def test_what_says_where_rows_go_is_held_in_every_mode() -> None:
+    """As the engine keeps it (`KeepRouting`): 32 tokens choose 2 of 4 experts each, and 1.5 times as many rows come."""
+    planner = _planner(1.5)
+    (full,) = set(planner.uniform("full"))
+    chosen = 32 * 2 * (4 + 8)  # weights and numbers of the chosen experts
+    route = 32 * 2 * 8 + 2 * 2 * 2 * 8 + 32 * 3 * 8 + 2 * 4  # order, table, order of what came, ends
+    assert full.held_bytes == 32 * 32 * 4 + chosen + route
+    assert planner.leaves(0) == 0
+    assert planner.memory(0, full).held == chosen + route
+    for choice in planner.problems[0].frontier(skip=True):
+        kept = {str(r.op) for r, word in zip(planner.problems[0].records, choice.decisions) if word == "save"}
+        assert not choice.decisions or {"aten.topk.default", "nemo_like.route.default"} <= kept
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_can_be_planned(name: str) -> None:
     planner = _planner(None, name)

@@ -109,7 +109,7 @@ BUFFER = 64 * 64 * 4
 
 
 def _backward_peaks(make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int, int]:
-    """Bytes that a backward of `make` allocates at most, of a tensor of `BUFFER` bytes: by the allocator, and in a fake run."""
+    """Bytes that a backward of `make` allocates at most, for a tensor of `BUFFER` bytes: really, and in a fake run."""
 
     def grad(y: torch.Tensor, x: torch.Tensor, given: torch.Tensor) -> None:
         torch.autograd.grad(y, x, given)
