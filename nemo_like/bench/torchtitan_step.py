@@ -95,8 +95,9 @@ def reserved_on_rank(
     planner: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], kept_outputs: Sequence[int]
 ) -> Reserved:
     """The same of a rank of a pipeline. `kept_outputs`: bytes of what each stage returns for a microbatch, which PyTorch
-    kept of all stages and microbatches until the step ends (``output_chunks``, until May 2025)."""
-    found = replay_rank(planner, rank, choices, ALLOCATOR, kept_outputs=kept_outputs)
+    kept of all stages and microbatches until the step ends (``output_chunks``, until May 2025). It reduced a stage's
+    gradients behind that stage's last backward (``backward_maybe_with_nosync``, until October 2025)."""
+    found = replay_rank(planner, rank, choices, ALLOCATOR, kept_outputs=kept_outputs, reduces_each=True)
     assert found is not None, "their schedules run backward in one piece"
     return found
 

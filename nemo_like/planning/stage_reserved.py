@@ -1,7 +1,8 @@
 """What the caching allocator reserves on one rank of a pipeline: its actions in their order, as allocations and frees.
 
 Each microbatch is a pass of its own through its stage, begun by its forward and ended by its backward; between the two other
-microbatches run. FSDP2 gathers a stage's parameters once, keeps whole gradients, and reduces them at the end of the step.
+microbatches run. FSDP2 gathers a stage's parameters once, keeps whole gradients, and reduces them at the end of the step, or
+behind the stage's own last backward.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _STEPS = 3
 
 def replay_rank(
     planner: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], config: AllocatorConfig | None = None,
-    memory: int | None = None, *, kept_outputs: Sequence[int] = (),
+    memory: int | None = None, *, kept_outputs: Sequence[int] = (), reduces_each: bool = False,
 ) -> Reserved | None:  # fmt: skip
     """Replay steps of one rank through the allocator; None: the schedule cuts backward in two, which is not modelled.
 
@@ -36,6 +37,8 @@ def replay_rank(
         choices: for each stage, one for each layer call.
         config, memory: as for `nemo_like.planning.reserved.replay`.
         kept_outputs: for each stage, bytes of a microbatch's output that are there until the step ends.
+        reduces_each: a stage's gradients are reduced and its parameters freed behind its own last backward, while other
+            stages of the rank still have theirs before them. Default: all of them when the step ends.
 
     Raises:
         DeviceMemoryError: `memory` does not suffice.
@@ -45,7 +48,7 @@ def replay_rank(
         return None
     replayed = Replayed(config, memory, planner.device.cuda)
     stages = [planner.stages[index] for index in planner.of_rank(rank)]
-    walk = _Rank(planner, stages, choices, kept_outputs)
+    walk = _Rank(planner, stages, choices, kept_outputs, reduces_each=reduces_each)
     for number in range(_STEPS):
         walk.step(actions, first=number == 0)
         replayed.play(walk.events)
@@ -134,9 +137,10 @@ class _Rank:
 
     def __init__(
         self, planner: PipelinePlanner, stages: Sequence[PlannedStage], choices: Sequence[Sequence[Choice]],
-        kept_outputs: Sequence[int],
+        kept_outputs: Sequence[int], *, reduces_each: bool,
     ) -> None:  # fmt: skip
         self.events, self.kept_outputs, self.count = Events(), kept_outputs, planner.count
+        self.reduces_each = reduces_each
         # What 1F1B has sent it lets go of; schedules with several stages on a rank do when the step ends.
         self.holds_sent = planner.pp.schedule != "1f1b"
         self.stages = {s.slice.index: _ReplayedStage(planner, s, choices[s.slice.index], self.events) for s in stages}
@@ -147,7 +151,7 @@ class _Rank:
 
     def step(self, actions: Sequence[Action], *, first: bool) -> None:
         """All actions, the reductions, and the optimizer."""
-        kept = []
+        kept, left = [], dict.fromkeys(self.stages, self.count)
         for action in actions:
             stage = self.stages[action.stage]
             if action.kind == FORWARD:
@@ -158,7 +162,10 @@ class _Rank:
             stage.backward(action.microbatch)
             if self.holds_sent:
                 kept += [self.events.make(stage.hidden) for _ in range(self._sends(stage))]
-        for stage in self.stages.values():
+            left[action.stage] -= 1
+            if self.reduces_each and not left[action.stage]:
+                stage.end()
+        for stage in () if self.reduces_each else self.stages.values():
             stage.end()
         self.events.drop_all(kept)
         for stage in self.stages.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -44,6 +45,14 @@ def test_stages_are_predicted():
     _assert_near([row], memory=0.05, speed=0.15)
 
 
+def test_two_stages_on_a_rank_take_less_than_one():
+    """405B: gradients of a rank's second stage are reduced before those of its first one come."""
+    rows = [predicted(row) for row in published_rows()[12:14]]
+    _assert_order(rows, "tokens_per_second")
+    _assert_order(rows, "reserved_gib")
+    _assert_near(rows, memory=0.11, speed=0.20)
+
+
 @pytest.mark.long
 def test_all_rows_are_near_and_the_speeds_in_order():
     """The bounds are what the page says is left over."""
@@ -51,6 +60,9 @@ def test_all_rows_are_near_and_the_speeds_in_order():
     _assert_near(rows, memory=0.13, speed=0.40)
     for table in (rows[:3], rows[3:7], rows[7:10], rows[10:12], rows[12:14], rows[14:]):
         _assert_order(table, "tokens_per_second")
+        by_memory = sorted(table, key=lambda row: row["published_reserved_gib"])
+        for less, more in itertools.pairwise(by_memory):  # equal ones are not told apart
+            assert less["reserved_gib"] <= more["reserved_gib"] + 0.1, (less, more)
     # All without context parallelism and stages.
     _assert_near([*rows[:4], *rows[7:10]], memory=0.05, speed=0.15)
 

@@ -17,16 +17,17 @@ from nemo_like.planning.stages import PipelinePlanner
 transformers = pytest.importorskip("transformers")
 
 
-def _planner(schedule: str, **setup: Any) -> PipelinePlanner:
+def _planner(schedule: str, microbatches: int = 4, tokens: int = 128, **setup: Any) -> PipelinePlanner:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=384, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).train()
-    ids = torch.zeros(2, 128, dtype=torch.long)
+    ids = torch.zeros(2, tokens, dtype=torch.long)
     return PipelinePlanner(
-        model, {"input_ids": ids, "labels": ids}, pp=PipelineParallel(2, schedule, 4), device=resolve_device("h100-80gb"),
+        model, {"input_ids": ids, "labels": ids}, pp=PipelineParallel(2, schedule, microbatches),
+        device=resolve_device("h100-80gb"),
         setup=Setup(**({"fsdp": FSDP2(reshard_after_forward=False), "step": StepSpec(optimizer="adamw-fused")} | setup)),
     )  # fmt: skip
 
@@ -55,3 +56,16 @@ def test_outputs_that_stay_are_counted_and_cut_backwards_are_not_modelled() -> N
     assert plan.reserved_bytes == getattr(replay_rank(planner, highest, choices), "reserved", None) is not None
     zbv = _planner("zbv")
     assert replay_rank(zbv, 0, zbv.uniform("full")) is None
+
+
+def test_stages_reduced_behind_their_own_last_backward_are_gone_when_the_others_peak() -> None:
+    """Of rank 0, the second stage's gathered parameters and whole gradients, but for the reduced ones, are not there when
+    the first one's gradients are. A rank of one stage has nothing to let go of earlier."""
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        planner = _planner(schedule, microbatches=2, tokens=4, shard_ranks=4, precision=Precision("bf16"))
+        choices = planner.uniform("full")
+        together, each = (replay_rank(planner, 0, choices, reduces_each=word) for word in (False, True))
+        assert together is not None and each is not None
+        units = planner.stages[2].planner.sharding.all if schedule != "1f1b" else ()
+        gone = sum(unit.whole_grad + unit.gathered - unit.grad for unit in units)
+        assert together.tensors - each.tensors == gone == (0 if schedule == "1f1b" else 345_088 + 172_544 - 86_272)
