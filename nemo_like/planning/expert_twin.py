@@ -65,8 +65,29 @@ def expert_twin(
         adapters = adapters_on(twin, experts.module)
         pass_through(adapters)
         beside = TensorRanks(tp, 0, _PLANNED) if tp > 1 else None
-        experts.module.forward = SplitExperts(experts, ranks=ep, group=key, adapters=adapters, tp=beside)
+        experts.module.forward = _PlannedExperts(experts, ranks=ep, group=key, adapters=adapters, tp=beside)
     return twin, here
+
+
+class _PlannedExperts(SplitExperts):
+    """Takes its weights as a real step does, where they are DTensors: all of them before anything is computed of them, so
+    that backward adds their gradients to those of the microbatch before when it is through all of that."""
+
+    def weight_of(self, name: str) -> Tensor:
+        part: Tensor = _PlannedPart.apply(super().weight_of(name))
+        return part
+
+
+class _PlannedPart(torch.autograd.Function):
+    """`DTensor.to_local`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _cut(parameter: nn.Parameter, experts: Experts | None, ep: int) -> nn.Parameter:

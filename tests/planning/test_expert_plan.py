@@ -125,6 +125,16 @@ def test_what_says_where_rows_go_is_held_in_every_mode() -> None:
         assert not choice.decisions or {"aten.topk.default", "nemo_like.route.default"} <= kept
 
 
+def test_gradients_of_split_experts_are_added_together() -> None:
+    """They are DTensors, whose local parts are taken before anything is computed of them: backward has the gradients of
+    both weights at hand until it is through, and only then adds them to those of the microbatch before."""
+    planner = _planner(1.5)
+    (full,) = set(planner.uniform("full"))
+    first, rest = (planner.memory(0, full, accumulate=accumulate) for accumulate in (False, True))
+    assert (first.param_grad, rest.param_grad) == (49_920, 0)
+    assert first.backward_peak == rest.backward_peak == 195_720  # 6,144 less, were each added as soon as it is made
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_can_be_planned(name: str) -> None:
     planner = _planner(None, name)

@@ -225,7 +225,7 @@ class SplitExperts:
 
     def compute(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
         """Rows (R, D), sorted by expert, `counts` of each of this rank's, the last at `ends` → (R, D)."""
-        weights = {name: _local(self.module._parameters[name]) for name in self.own}
+        weights = {name: self.weight_of(name) for name in self.own}
         if self.adapters:
             weights = with_adapters(weights, self.adapters, self.first)
         if isinstance(self.module, StackedExperts):
@@ -233,6 +233,10 @@ class SplitExperts:
         if self.understood:
             return fused_mlp(self.module, weights, rows, counts, ends)
         return self.by_its_own_forward(weights, rows, ends)
+
+    def weight_of(self, name: str) -> Tensor:
+        """This rank's part of a weight."""
+        return _local(self.module._parameters[name])
 
     def by_its_own_forward(self, weights: dict[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
         """The same through the module's own code, which sees a module of fewer experts: fewer rows in what has one for
