@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from nemo_like.distributed.row_lookup import look_up_own_rows
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients, own_outputs
 from nemo_like.layers import Layer, find_layers
@@ -108,6 +109,8 @@ def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
         style = RowwiseParallel(output_layouts=Shard(1))  # the sum goes out cut along the sequence: reduce-scatter
     # No rank sends its weights: all hold the same, as FSDP2 assumes too.
     parallelize_module(rule.module, mesh, style, src_data_rank=None)
+    if isinstance(style, RowwiseParallel):
+        look_up_own_rows(rule.module)
 
 
 # ---------------------------------------------------------------------------------------------------- sequence parallel

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nemo_like.distributed.row_lookup import looks_up_own_rows, own_rows
 from nemo_like.distributed.tensor_parallel import SequencePlaces, cut_head, sequence_places
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.log import warn_once
@@ -207,6 +209,8 @@ def _forward(
     module: nn.Module, style: str, tp: int, places: SequencePlaces | None, fqn: str
 ) -> Callable[[Tensor], Tensor]:
     inner: Callable[[Tensor], Tensor] = module.forward
+    if "rowwise" in style and looks_up_own_rows(module):
+        inner = functools.partial(_rows_of_the_first, module)
     inside = {} if places is None else {o: keep for o, keep in places.owners.items() if fqn.startswith(o + ".")}
     summed_later = any(inside.values())
 
@@ -223,6 +227,12 @@ def _forward(
         return out if style == "colwise" else _PlannedGather.apply(out, tp)
 
     return forward
+
+
+def _rows_of_the_first(module: nn.Module, ids: Tensor) -> Tensor:
+    """What the first rank looks up."""
+    assert isinstance(module, nn.Embedding)
+    return own_rows(module.weight, ids, 0, module.padding_idx, module.scale_grad_by_freq)
 
 
 class _PlannedGradientSum(torch.autograd.Function):
