@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from nemo_like.planning.planner import Setup
 from nemo_like.planning.schedule_time import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.stage_balance import balanced
-from nemo_like.planning.stage_reserved import replay_rank
+from nemo_like.planning.stage_reserved import is_replayed, ranks_to_replay, replay_rank
 from nemo_like.planning.stages import Choices, PipelinePlanner
 
 
@@ -184,8 +185,13 @@ def times(planner: PipelinePlanner, choices: Choices) -> Timeline:
     return timeline(actions_of(planner.pp), action_seconds(stages, planner.pp.replay), len(planner.stages))
 
 
-def describe(planner: PipelinePlanner, choices: Choices, asked: str) -> Plan:
-    """Choices for all stages as one `Plan` of the whole model, with the peak of the rank that has the highest."""
+def describe(planner: PipelinePlanner, choices: Choices, asked: str, reserved: Sequence[int] | None = None) -> Plan:
+    """Choices for all stages as one `Plan` of the whole model, with the peak of the rank that has the highest.
+
+    `reserved`: `reserved_on_ranks`, where that was asked for already.
+    """
+    if reserved is None:
+        reserved = reserved_on_ranks(planner, choices, ranks_to_replay(planner, choices))
     peaks = planner.peaks(choices)
     rank = max(range(len(peaks)), key=lambda r: peaks[r].total)
     plans = [stage.planner.describe(own, asked) for stage, own in zip(planner.stages, choices)]
@@ -207,15 +213,18 @@ def describe(planner: PipelinePlanner, choices: Choices, asked: str) -> Plan:
     return replace(
         plans[0], model=type(planner.whole).__name__, layers=tuple(layers), step_seconds=times(planner, choices).seconds,
         peak=peaks[rank].parts, peak_at=f"{peaks[rank].at}, on rank {rank}", step=dict(plans[0].step) | pipeline,
-        reserved_bytes=_reserved(planner, rank, choices), **sums,
+        reserved_bytes=None if reserved is None else max(reserved), **sums,
     )  # fmt: skip
 
 
-def _reserved(planner: PipelinePlanner, rank: int, choices: Choices) -> int | None:
-    """What CUDA's caching allocator reserves on `rank`; None: not known, as for `nemo_like.planning.Planner.reserved`, or
-    where the schedule cuts backward in two."""
+def reserved_on_ranks(
+    planner: PipelinePlanner, choices: Choices, ranks: Sequence[int] | None = None
+) -> list[int] | None:
+    """What CUDA's caching allocator reserves on each of `ranks` (None: all), bytes; None: not known, as for
+    `nemo_like.planning.Planner.reserved`, or where the schedule cuts backward in two."""
     elsewhere = planner.setup.offload.mode != "none" or any(choice.host_bytes for own in choices for choice in own)
-    if planner.device.cuda is None or elsewhere:
+    if planner.device.cuda is None or elsewhere or not is_replayed(planner.pp):
         return None
-    found = replay_rank(planner, rank, choices, planner.setup.allocator)
-    return None if found is None else found.reserved
+    every = range(planner.pp.size) if ranks is None else ranks
+    found = [replay_rank(planner, rank, choices, planner.setup.allocator) for rank in every]
+    return [each.reserved for each in found if each is not None]

@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, Action
+from nemo_like.distributed.pipeline.schedules import kind_of
+from nemo_like.options import PipelineParallel
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.reserved import Replayed, Reserved, make_state, optimizer_passes
@@ -55,6 +57,24 @@ def replay_rank(
     return replayed.found()
 
 
+def is_replayed(pp: PipelineParallel) -> bool:
+    """Whether `replay_rank` models the schedule: backward stays in one piece."""
+    return not kind_of(pp).splits_backward
+
+
+def ranks_to_replay(planner: PipelinePlanner, choices: Sequence[Sequence[Choice]]) -> list[int]:
+    """The ranks of which one reserves most: of those that run the same layers in the same way, which differ in how many
+    microbatches are in flight, the one with the highest peak. Arguments as for `replay_rank`."""
+    alike: dict[Hashable, list[int]] = {}
+    for rank in range(planner.pp.size):
+        runs = tuple((id(planner.stages[index].planner), tuple(choices[index])) for index in planner.of_rank(rank))
+        alike.setdefault(runs, []).append(rank)
+    return [
+        ranks[0] if len(ranks) == 1 else max(ranks, key=lambda rank: planner.rank_peak(rank, choices).total)
+        for ranks in alike.values()
+    ]
+
+
 class _HeldUnits(UnitEvents):
     """A stage's units: gathered until `end`, which reduces them."""
 
@@ -92,6 +112,8 @@ class _ReplayedStage:
         self._layers: dict[bool, list[LayerEvents]] = {}
         self.running: dict[int, Microstep] = {}
         self.first_done = False
+        self.received = 0
+        """A buffer that gradients of its output come in."""
 
     def forward(self, number: int) -> None:
         turn = self._turn()
@@ -101,13 +123,17 @@ class _ReplayedStage:
         one.forward()
 
     def backward(self, number: int) -> None:
-        one, grads = self.running.pop(number), self.writer.grads
-        one.turn, before = self._turn(), len(grads)
+        one, grads, turn = self.running.pop(number), self.writer.grads, self._turn()
+        before = len(grads)
+        one.go_on_as(turn, self._events(turn), self.planner.outer(turn.accumulates, self.choices).events)
+        if not self.is_last:
+            one.given_gradient(self.received)
         one.backward()
-        if self.first_done:  # begun before there were gradients, it made its own, which are added to those
+        if self.first_done:  # where it was begun before there were gradients and made its own, they are added to those
             self.writer.e.drop_all(grads[before:])
             del grads[before:]
         self.first_done = True
+        self.writer.let_go()  # its output and the gradient of its input: the schedule holds what it sends
 
     def end(self) -> None:
         """Reductions, after the last backward."""
@@ -147,11 +173,12 @@ class _Rank:
         for stage in self.stages.values():
             make_state(self.events, stage.planner)
             for _ in range(self.count * ((not stage.is_first) + (not stage.is_last))):
-                self.events.make(stage.hidden)  # receiving buffers
+                stage.received = self.events.make(stage.hidden)
 
     def step(self, actions: Sequence[Action], *, first: bool) -> None:
         """All actions, the reductions, and the optimizer."""
-        kept, left = [], dict.fromkeys(self.stages, self.count)
+        kept, left, done = [], dict.fromkeys(self.stages, self.count), 0
+        warmup = next((at for at, action in enumerate(actions) if action.kind != FORWARD), 0)
         for action in actions:
             stage = self.stages[action.stage]
             if action.kind == FORWARD:
@@ -160,8 +187,8 @@ class _Rank:
                     kept.append(self.events.make(self.kept_outputs[action.stage]))
                 continue
             stage.backward(action.microbatch)
-            if self.holds_sent:
-                kept += [self.events.make(stage.hidden) for _ in range(self._sends(stage))]
+            done += 1
+            kept += [self.events.make(stage.hidden) for _ in range(self._sent(stage, done, warmup))]
             left[action.stage] -= 1
             if self.reduces_each and not left[action.stage]:
                 stage.end()
@@ -177,8 +204,15 @@ class _Rank:
             if setup.step.zero_grad == "free":
                 stage.writer.zero_grad()
 
-    def _sends(self, stage: _ReplayedStage) -> int:
-        """Tensors of a microbatch that go to other ranks: its output, and the gradient of its input."""
-        on = not stage.is_last and stage.index + 1 not in self.stages
-        back = not stage.is_first and stage.index - 1 not in self.stages
+    def _sent(self, stage: _ReplayedStage, done: int, warmup: int) -> int:
+        """Tensors that stay till the step ends, of those that went to other ranks: the output of a microbatch, and the
+        gradient of its input. Of 1F1B's one each does, that the last send of its warm-up and a later one hold on to.
+
+        Args:
+            stage: that went backward.
+            done: how many backwards this was.
+            warmup: forwards before the first of them.
+        """
+        on = not stage.is_last and stage.index + 1 not in self.stages and (self.holds_sent or done == warmup - 1)
+        back = not stage.is_first and stage.index - 1 not in self.stages and (self.holds_sent or done == 1)
         return on + back

@@ -204,6 +204,11 @@ class StepEvents:
         one.forward()
         one.backward()
 
+    def let_go(self) -> None:
+        """Of the output of the microbatch before."""
+        self.e.drop_all(self.kept)
+        self.kept.clear()
+
     def zero_grad(self) -> None:
         """The gradients of the step go."""
         for grads in (self.grads, self.units.grads):
@@ -251,8 +256,32 @@ class Microstep:
             units.copy_out("tail", self.s.tail, forward=True)
         self._play_outer(outer.forward_end)
         units.let_go()
-        self.e.drop_all(self.step.kept)
-        self.step.kept = []
+        self.step.let_go()
+
+    def go_on_as(self, turn: Pass, layers: Sequence[LayerEvents], outer: OuterEvents) -> None:
+        """Between forward and backward: there are gradients now that were not there when it began. What does not allocate
+        the same in forward as in the records that it began with stays as it is."""
+        self.turn = turn
+        if layers is not self.layers:
+            renamed = [
+                _renumbered(storages, old.events.forward, new.events.forward)
+                for storages, old, new in zip(self.inside, self.layers, layers)
+            ]
+            self.layers = [old if own is None else new for own, old, new in zip(renamed, self.layers, layers)]
+            self.inside = [old if own is None else own for own, old in zip(renamed, self.inside)]
+        if outer is not self.outer:
+            before, now = self.outer.log[: self.outer.forward_end], outer.log[: outer.forward_end]
+            around = _renumbered(self.around, before, now)
+            if around is not None:
+                self.outer, self.around, self.at = outer, around, outer.forward_end
+
+    def given_gradient(self, storage: int) -> None:
+        """The gradient of what a stage of a pipeline sent on came into `storage`, and is not made: the first one of its
+        size behind forward."""
+        behind = self.outer.log[self.outer.forward_end :]
+        made = next((number for number, size in behind if size == self.e.sizes[storage]), 0)
+        if made:
+            self.around[made] = self.e.hold(storage)
 
     def backward(self) -> None:
         outer, e = self.outer, self.e
@@ -394,3 +423,11 @@ class Microstep:
             else:
                 self._play(((number, size),), self.around)
         self.at = max(self.at, end)
+
+
+def _renumbered(storages: dict[int, int], old: Log, new: Log) -> dict[int, int] | None:
+    """`storages`, by their numbers in `old`, by those in `new`; None: these do not allocate the same."""
+    if [size for _, size in old] != [size for _, size in new]:
+        return None
+    numbers = {before: now for (before, _), (now, _) in zip(old, new)}
+    return {numbers[number]: storage for number, storage in storages.items()}

@@ -16,6 +16,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
+from nemo_like.planning.fit.need import RESERVED, WITH_OVERHEAD, Need
 from nemo_like.planning.fit.network import gather_seconds, group_of
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import recipe
@@ -107,6 +108,65 @@ def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
     if found.best:
         assert found.best[0].step_seconds <= everything.best[0].step_seconds
         assert found.best[0].tokens_per_second_per_gpu >= everything.best[0].tokens_per_second_per_gpu
+
+
+def _half_a_gib() -> torch.nn.Module:
+    """Whose steps in two stages take a few hundred MiB, so that the allocator's segments do not decide alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        return LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+                num_key_value_heads=4, vocab_size=4096, use_cache=False,
+            )
+        ).train()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limit", "schedules", "winner", "need"),
+    [
+        # With 21 % on top of its peak of 657 MiB, interleaved_1f1b would fit in 814, and reserves 836.
+        (814 << 20, ["1f1b", "interleaved_1f1b", "gpipe", "zbv"], "1f1b", Need(710 << 20, RESERVED, 710 << 20)),
+        # With them its peak of 1,044 MiB would not, and it does.
+        (1218 << 20, ["gpipe"], "gpipe", Need(1218 << 20, RESERVED, 1218 << 20)),
+        # What zbv reserves is not predicted.
+        (836 << 20, ["interleaved_1f1b", "zbv"], "zbv", Need(854463217, WITH_OVERHEAD)),
+    ],
+)
+def test_what_its_worst_rank_reserves_decides_over_a_pipeline_and_the_search_finds_what_looking_at_everything_finds(
+    limit, schedules, winner, need
+):
+    device = replace(resolve_device("h100-80gb"), gpus_per_host=1)
+    pins = {
+        "pp": [1, 2],
+        "tp": 1,
+        "cp": 1,
+        "micro_batch": [1, 2],
+        "loss": "model",
+        "offload": "none",
+        "dp_replicate": 1,
+    }
+    pins |= {"ac": ["none", "full"], "schedule": schedules, "cpu_offload": False}
+    question = Question(
+        gpus=4, device=device, seq_len=1024, limit=limit, global_batch=16, precision=Precision("bf16"),
+        pins=read_pins(pins),
+    )  # fmt: skip
+    everything, found = (
+        make_search(_half_a_gib(), question)[0].brute_force(100),
+        make_search(_half_a_gib(), question)[0],
+    )
+    staged = next(c for c in everything.best if c.layout.pp == 2)
+    assert (staged.layout.schedule, staged.need) == (winner, need)
+    best = found.run(1).best[0]
+    assert (best.layout, best.ac, best.need) == (
+        everything.best[0].layout,
+        everything.best[0].ac,
+        everything.best[0].need,
+    )
+    pins["pp"] = 2
+    found = make_search(_half_a_gib(), replace(question, pins=read_pins(pins)))[0].run(1).best[0]
+    assert (found.layout, found.ac, found.need) == (staged.layout, staged.ac, need)
 
 
 def test_layouts_are_all_those_that_use_every_gpu_and_the_global_batch():

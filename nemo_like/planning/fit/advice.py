@@ -107,6 +107,12 @@ def _needs(shape: TracedShape | StagedShape, layout: Layout, variant: Variant) -
     return shape.need(layout, variant, choices, shape.peak(layout, variant, choices)).bytes
 
 
+def _fits(shape: TracedShape | StagedShape, layout: Layout, variant: Variant, limit: int) -> bool:
+    """The same within `limit`; what is reserved is asked for only where tensors alone would fit."""
+    tensors = shape.peak(layout, variant, shape.choices(layout, variant)).total
+    return tensors <= limit and _needs(shape, layout, variant) <= limit
+
+
 def _variants(shape: TracedShape | StagedShape, variant: Variant) -> list[tuple[str, Variant]]:
     made = []
     if variant.loss == "model" and shape.chunked is not None:
@@ -189,7 +195,7 @@ def _more_gpus(shape: TracedShape | StagedShape, limit: int, variant: Variant, l
     """The GPUs of the first layout that fits; None: none does, up to `MOST_GPUS`."""
     for layout in itertools.takewhile(lambda layout: layout.gpus <= MOST_GPUS, larger):
         try:
-            if _needs(shape, layout, variant) <= limit:
+            if _fits(shape, layout, variant, limit):
                 return layout.gpus
         except ValueError:
             return None  # more stages than the model has layers

@@ -3,20 +3,24 @@
 Users run out of what is reserved, not of what tensors take. A step fits where the allocator, replayed with no more memory
 than the limit, goes through without giving segments back in every step, for which the device would have to wait. Where
 nothing reserves more than tensors take (the CPU), these decide. And where there is an allocator but no prediction of it
-(what waits in host memory, pipelines), it is taken to reserve `OVERHEAD` more than tensors take.
+(what waits in host memory, pipelines whose schedule cuts backward in two), it is taken to reserve `OVERHEAD` more than
+tensors take. Of a pipeline, the rank that reserves most decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from nemo_like.planning.allocator_model import DeviceMemoryError
 from nemo_like.planning.block import Choice
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner
-from nemo_like.planning.reserved import replay
+from nemo_like.planning.reserved import Reserved, replay
+from nemo_like.planning.stage_reserved import is_replayed, ranks_to_replay, replay_rank
+from nemo_like.planning.stages import Choices, PipelinePlanner
 
 OVERHEAD = 0.21
 """Of what tensors take, the share that is reserved beyond it where that is not predicted: about the most that our model of
@@ -48,13 +52,35 @@ def reserved_within(planner: Planner, choices: Sequence[Choice], limit: int) -> 
     """Bytes that are reserved on a device with `limit`, or, where it does not have them, those that would be on a larger
     one; None: not predicted."""
     found = planner.reserved(choices)
-    if found is None or found.reserved <= limit:
-        return None if found is None else found.reserved
+    if found is None:
+        return None
+    return _within(found, limit, lambda: replay(planner, choices, planner.setup.allocator, limit))
+
+
+def reserved_by_ranks(planner: PipelinePlanner, choices: Choices, limit: int) -> int | None:
+    """`reserved_within` of the rank of a pipeline that reserves most."""
+    config, most = planner.setup.allocator, 0
+    if planner.device.cuda is None or not is_replayed(planner.pp):
+        return None
+    for rank in ranks_to_replay(planner, choices):
+        found = replay_rank(planner, rank, choices, config)
+        if found is None:
+            return None
+        held = partial(replay_rank, planner, rank, choices, config, limit)
+        most = max(most, _within(found, limit, held))
+    return most
+
+
+def _within(found: Reserved, limit: int, replayed: Callable[[], Reserved | None]) -> int:
+    """Bytes that are reserved on a device with `limit`; `found`: on one with as many as are asked for, `replayed`: on that
+    one."""
+    if found.reserved <= limit:
+        return found.reserved
     try:
-        held = replay(planner, choices, planner.setup.allocator, limit)
+        held = replayed()
     except DeviceMemoryError:
         return found.reserved
-    return found.reserved if held.given_back else held.reserved
+    return found.reserved if held is None or held.given_back else held.reserved
 
 
 def most_allocated(question: Question, *, predicted: bool) -> int:

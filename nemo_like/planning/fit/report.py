@@ -47,8 +47,11 @@ def judged(report: FitReport) -> str:
 
 
 _JUDGED = {
-    RESERVED: "what our model of CUDA's caching allocator reserves is",
-    WITH_OVERHEAD: f"(offloaded, or in stages) what tensors take and {OVERHEAD:.0%} of it, for what is not predicted, are",
+    RESERVED: "what our model of CUDA's caching allocator reserves (of a pipeline, on the rank where that is most) is",
+    WITH_OVERHEAD: (
+        f"(offloaded, or in stages with backward cut in two) what tensors take and {OVERHEAD:.0%} of it, for what is not "
+        "predicted, are"
+    ),
     ALLOCATED: "what tensors take is",
 }
 

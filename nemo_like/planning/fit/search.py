@@ -269,7 +269,7 @@ class Search:
             ways = dict.fromkeys(replace(variant, ac="full") for variant in every)
             # What takes least comes last.
             return bool(ways) and all(
-                shape.least_peak(layout, way) > shape.most_allocated(way) for way in reversed(ways)
+                shape.least_peak(layout, way) > shape.most_allocated(layout, way) for way in reversed(ways)
             )
 
     def _entries(self, key: ShapeKey) -> Iterator[tuple[float, Entry]]:
@@ -305,7 +305,7 @@ class Search:
         assert isinstance(shape, TracedShape)
         for variant in self._variants(shape, layout, states):
             choices, least = shape.least(layout, variant)
-            if least > shape.most_allocated(variant) and (self.found.best or not self._near(least)):
+            if least > shape.most_allocated(layout, variant) and (self.found.best or not self._near(least)):
                 self.found.rejected["memory"] += 1
                 continue
             seconds = shape.seconds(layout, variant, choices)
@@ -321,7 +321,7 @@ class Search:
                     yield 0.0, (layout, variant, None)
                     continue
                 least = bounds.bytes(layout, variant.ac)
-                if least > shape.most_allocated(variant):
+                if least > shape.most_allocated(layout, variant):
                     self.found.rejected["memory"] += 1
                     if self.least_staged is None or least < self.least_staged[0]:
                         self.least_staged = least, layout, replace(variant, ac="full")
@@ -338,7 +338,7 @@ class Search:
             return 0.0  # it cannot be cut, which whoever cuts it says
         if known is None:
             return 0.0
-        if known.bytes(layout, variant.ac) > shape.most_allocated(variant):
+        if known.bytes(layout, variant.ac) > shape.most_allocated(layout, variant):
             self.found.rejected["memory"] += 1
             self.too_large[layout, replace(variant, ac="full")] = known.bytes(layout, "full")
             return math.inf
@@ -418,10 +418,10 @@ class Search:
         return shape.host_bytes(layout, variant, resolved.choices) if isinstance(shape, TracedShape) else 0
 
     def _uniform(self, shape: Shape, layout: Layout, variant: Variant) -> Resolved:
-        """Of a mode that needs no budget. What is reserved is asked for only where the peak alone would fit."""
+        """Of a mode that needs no budget. What is needed beyond the peak is asked for only where that alone would fit."""
         choices: Any = shape.choices(layout, variant)
         peak = shape.peak(layout, variant, choices)
-        known = peak.total <= shape.most_allocated(variant)
+        known = peak.total <= self.question.limit
         need = shape.need(layout, variant, choices, peak) if known else Need(peak.total, ALLOCATED)
         return Resolved(shape.seconds(layout, variant, choices), peak, need, choices)
 
@@ -431,7 +431,7 @@ class Search:
         A plan is made for a peak. Where more is reserved than there is, the next one is made for a peak that is lower in
         the same proportion.
         """
-        budget = shape.most_allocated(variant)
+        budget = shape.most_allocated(layout, variant)
         for _ in range(_ATTEMPTS):
             made = make(layout, variant, budget)
             if made is None:
@@ -450,7 +450,7 @@ class Search:
         if key not in self.hopeless:
             least = replace(variant, ac="full")
             peak = shape.peak(layout, least, shape.choices(layout, least))
-            self.hopeless[key] = peak.total > shape.most_allocated(variant)
+            self.hopeless[key] = peak.total > shape.most_allocated(layout, variant)
             if self.hopeless[key]:
                 self._remember_nearest(shape, layout, least, self._uniform(shape, layout, least))
         return self.hopeless[key]

@@ -256,7 +256,7 @@ class TracedShape:
             return self.uniform[variant.ac], bytes_of(self.uniform[variant.ac])
         mixes = self.stack.mixes
         key = lambda mix: bytes_of(self.stack.assignment(mix))  # noqa: E731
-        index = max(0, bisect_right(mixes, self.most_allocated(variant), key=key) - 1)
+        index = max(0, bisect_right(mixes, self.most_allocated(layout, variant), key=key) - 1)
         choices = self.stack.assignment(mixes[index])
         return choices, bytes_of(choices)
 
@@ -318,7 +318,7 @@ class TracedShape:
         """Choices as what `nemo_like.parallelize` takes."""
         return self.planner(layout, variant).describe(choices, asked)
 
-    def most_allocated(self, variant: Variant) -> int:
+    def most_allocated(self, layout: Layout, variant: Variant) -> int:
         """The highest peak that could fit."""
         return most_allocated(self.question, predicted=variant.offload == "none" and not variant.cpu_offload)
 

@@ -18,7 +18,7 @@ from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget,
 from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
-from nemo_like.planning.fit.need import Need, most_allocated, need_of
+from nemo_like.planning.fit.need import Need, most_allocated, need_of, reserved_by_ranks
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, Links, StepSeconds, unit_seconds
 from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Shared, TracedShape, Variant
@@ -29,6 +29,7 @@ from nemo_like.planning.plan import BudgetError, Plan
 from nemo_like.planning.planner import Setup
 from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.stage_plans import choose, describe
+from nemo_like.planning.stage_reserved import is_replayed
 from nemo_like.planning.stages import Choices, PipelinePlanner, PlannedStage, hidden_of, parts_of
 from nemo_like.planning.step_time import optimizer_seconds
 from nemo_like.planning.tensor_twin import has_known_rules
@@ -59,6 +60,7 @@ class StagedShape:
         self._blocks: dict[int, BlockSeconds] = {}
         self._peaks: dict[Any, Peak] = {}
         self._plans: dict[Any, tuple[Choices, Peak] | None] = {}
+        self._needs: dict[Any, Need] = {}
         self._least: StagedLeast | None = None
 
     def planner(self, layout: Layout, variant: Variant) -> PipelinePlanner:
@@ -150,13 +152,17 @@ class StagedShape:
         """Choices as what `nemo_like.parallelize` takes."""
         return describe(self.planner(layout, variant), choices, asked)
 
-    def most_allocated(self, variant: Variant) -> int:
-        """The highest peak that could fit: what is reserved with several microbatches in flight is not predicted."""
-        return most_allocated(self.question, predicted=False)
+    def most_allocated(self, layout: Layout, variant: Variant) -> int:
+        """The highest peak that could fit: what is reserved is predicted where backward stays in one piece."""
+        return most_allocated(self.question, predicted=is_replayed(pipeline_of(layout)))
 
     def need(self, layout: Layout, variant: Variant, choices: Any, peak: Peak) -> Need:
-        """What decides whether it fits; `peak`: of these choices."""
-        return need_of(self.question, peak, None)
+        """What decides whether it fits; `peak`: of these choices, on the highest rank."""
+        key = (*self._layout_key(layout), variant, tuple(map(tuple, choices)))
+        if key not in self._needs:
+            reserved = reserved_by_ranks(self.planner(layout, variant), choices, self.question.limit)
+            self._needs[key] = need_of(self.question, peak, reserved)
+        return self._needs[key]
 
     # --- seconds --------------------------------------------------------------------------------------------------
 
