@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cpu_offload and args.pp > 1:
         raise ValueError("--cpu-offload beside --pp is not planned. Leave one of the two out.")
     if args.pp > 1:
-        return plan_stages.run(args, shard_ranks, _precision(args))
+        return plan_stages.run(args, shard_ranks, _precision(args), _allocator(args.alloc_conf))
     loop = StepSpec(args.microbatches, args.sync, not args.drop_output, args.zero_grad, ema=args.ema)
     step = StepSpec.of(loop, args.optimizer)
     device = calibrated(resolve_device(args.gpu))

@@ -20,9 +20,15 @@ from nemo_like.options import (
     parse_bytes,
     parse_dtype,
 )
+from nemo_like.options.allocator import AllocatorConfig
+
+_RESERVED = (
+    " (and what CUDA's caching allocator takes for these tensors and for cuBLAS,\nby a model of it that was not compared "
+    "with a GPU)"
+)
 
 
-def run(args: argparse.Namespace, shard_ranks: int, precision: Precision) -> int:
+def run(args: argparse.Namespace, shard_ranks: int, precision: Precision, allocator: AllocatorConfig) -> int:
     """Trace each stage, predict each rank, report. Returns 0; 1 where nothing fits."""
     from nemo_like.planning import pipeline_report
     from nemo_like.planning.devices import calibrated, resolve_device
@@ -42,6 +48,7 @@ def run(args: argparse.Namespace, shard_ranks: int, precision: Precision) -> int
         cp=ContextParallel(args.cp), ep=args.ep, imbalance=args.imbalance,
         step=StepSpec.of(StepSpec(zero_grad=args.zero_grad), args.optimizer), loss=ChunkedLoss.of(args.loss),
         fsdp=None if whole else FSDP2(reshard_after_forward=False), offload=OffloadConfig.of(args.offload),
+        allocator=allocator,
     )  # fmt: skip
     planner = PipelinePlanner(
         model,
@@ -67,14 +74,17 @@ def run(args: argparse.Namespace, shard_ranks: int, precision: Precision) -> int
         )
         print(pipeline_report.pipeline_table(report, args.batch_size * args.seq_len))
         print(
-            "\nrank: peak in GiB. replay: share of a forward. bubble: share of the time in which ranks wait. ms: of a step, "
-            "tokens/s: of one rank;\npredicted by the roofline of this GPU's sourced rates, without communication.\n"
+            f"\nrank: peak in GiB{_RESERVED if report.rows[0].reserved is not None else ''}. replay: share of a forward. "
+            "bubble: share of the time in which ranks wait. ms: of a step, tokens/s: of one rank;\n"
+            "predicted by the roofline of this GPU's sourced rates, without communication.\n"
         )
         if best is not None:
             worst = max(best.peaks, key=lambda peak: peak.total)
             parts = sorted(worst.parts.items(), key=lambda item: -item[1])
             print(f"Peak of ac={best.name!r}, {best.plan.peak_at}:")
             print("\n".join(f"  {size / 2**30:9.3f} GiB  {name}" for name, size in parts) + f"\n\n  {call}")
+            if report.tight is not None:
+                print(report.tight.words(best.name))
         else:
             print(pipeline_report.least_help(report))
         print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")

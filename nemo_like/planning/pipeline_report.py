@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from nemo_like.options import MemoryBudget, PipelineParallel
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan, gib
 from nemo_like.planning.plan_report import FRACTIONS, MODES, setup_keywords
-from nemo_like.planning.stage_plans import choose, describe, times
+from nemo_like.planning.stage_plans import choose, describe, reserved_on_ranks, times
 from nemo_like.planning.stage_walk import Log
 from nemo_like.planning.stages import Choices, PipelinePlanner
+from nemo_like.planning.tight import Tight, tight_rank
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class PipelineRow:
     plan: Plan
     peaks: tuple[Peak, ...]
     """Of every rank of the pipeline."""
+    reserved: tuple[int, ...] | None
+    """What the caching allocator reserves on each of them, bytes; None: not known."""
     bubble: float
     """The share of the ranks' time in which they wait, communication left out."""
     fits: bool
@@ -44,6 +47,8 @@ class PipelineReport:
     limit: int
     unmet: tuple[str, ...]
     """For each budget that was asked for and that nothing meets: why."""
+    tight: Tight | None = None
+    """Of the best, a rank would reserve more than the device has; None: none would."""
 
 
 def pipeline_report(planner: PipelinePlanner, budgets: Sequence[str] = (), limit: int | None = None) -> PipelineReport:
@@ -65,23 +70,27 @@ def pipeline_report(planner: PipelinePlanner, budgets: Sequence[str] = (), limit
                 unmet.append(str(error))
     fitting = [row for row in rows if row.fits]
     best = min(fitting, key=lambda row: (row.plan.step_seconds, row.plan.peak_bytes)) if fitting else None
-    return PipelineReport(tuple(rows), best, limit, tuple(unmet))
+    short = None if best is None else tight_rank(planner, best.choices, best.reserved)
+    return PipelineReport(tuple(rows), best, limit, tuple(unmet), short)
 
 
 def _row(planner: PipelinePlanner, name: str, choices: Choices, limit: int) -> PipelineRow:
-    plan = describe(planner, choices, name)
-    peaks = tuple(planner.peaks(choices))
-    return PipelineRow(name, choices, plan, peaks, times(planner, choices).bubble, plan.peak_bytes <= limit, planner)
+    found = reserved_on_ranks(planner, choices)
+    reserved = None if found is None else tuple(found)
+    plan, peaks = describe(planner, choices, name, reserved), tuple(planner.peaks(choices))
+    fits = plan.peak_bytes <= limit
+    return PipelineRow(name, choices, plan, peaks, reserved, times(planner, choices).bubble, fits, planner)
 
 
 def pipeline_table(report: PipelineReport, tokens: int | None) -> str:
-    """The rows as text; `tokens`: of one microbatch on one rank."""
+    """The rows as text; `tokens`: of one microbatch on one rank. Of each rank its peak, and behind it, where that is known,
+    what it reserves; GiB."""
     size = report.rows[0].planner.pp.size
     lines = [("ac=", *(f"rank {rank}" for rank in range(size)), "replay", "bubble", "ms", "tokens/s", "fits")]
     for row in report.rows:
         speed = "" if tokens is None else f"{tokens * row.planner.count / row.plan.step_seconds / size:,.0f}"
         lines.append((
-            row.name, *(f"{peak.total / 2**30:.2f}" for peak in row.peaks), f"{row.plan.replay_share:.3f}",
+            row.name, *_ranks(row), f"{row.plan.replay_share:.3f}",
             f"{row.bubble:.3f}", f"{1000 * row.plan.step_seconds:.3g}", speed, "yes" if row.fits else "no",
         ))  # fmt: skip
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
@@ -89,6 +98,13 @@ def pipeline_table(report: PipelineReport, tokens: int | None) -> str:
         "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip()
         for line in lines
     )
+
+
+def _ranks(row: PipelineRow) -> list[str]:
+    peaks = [f"{peak.total / 2**30:.2f}" for peak in row.peaks]
+    if row.reserved is None:
+        return peaks
+    return [f"{peak} ({size / 2**30:.2f})" for peak, size in zip(peaks, row.reserved)]
 
 
 def pipeline_call(row: PipelineRow, dp_replicate: int = 1) -> str:
@@ -118,10 +134,14 @@ def pipeline_json(report: PipelineReport) -> dict[str, Any]:
         "limit_bytes": report.limit,
         "recommended": report.best.name if report.best else None,
         "unmet": list(report.unmet),
+        "reserved_compared_with_gpu": False,
+        "tight": None if report.tight is None else asdict(report.tight),
         "rows": [
             {
                 "ac": row.name, "peak_bytes": row.plan.peak_bytes, "peak_at": row.plan.peak_at,
                 "rank_peak_bytes": [peak.total for peak in row.peaks],
+                "reserved_bytes": row.plan.reserved_bytes,
+                "rank_reserved_bytes": None if row.reserved is None else list(row.reserved),
                 "rank_parts": [dict(peak.parts) for peak in row.peaks],
                 "bubble": row.bubble, "predicted_step_seconds": row.plan.step_seconds,
                 "replay_share": row.plan.replay_share, "fits": row.fits,

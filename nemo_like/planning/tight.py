@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nemo_like.planning.allocator_model import DeviceMemoryError
 from nemo_like.planning.block import Choice
-from nemo_like.planning.reserved import replay
+from nemo_like.planning.reserved import Reserved, replay
+from nemo_like.planning.stage_reserved import replay_rank
 
 if TYPE_CHECKING:
+    from nemo_like.options.allocator import AllocatorConfig
     from nemo_like.planning.planner import Planner
+    from nemo_like.planning.stages import PipelinePlanner
+
+    _Replaying = Callable[[AllocatorConfig, int | None], Reserved | None]
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,30 @@ class Tight:
 
 def tight(planner: Planner, choices: Sequence[Choice]) -> Tight | None:
     """Whether such a step is; None: it is not, or what it reserves is not known."""
-    found, memory = planner.reserved(choices), planner.device.memory_bytes
-    if found is None or found.reserved <= memory:
+    found = planner.reserved(choices)
+    if found is None:
         return None
-    config = planner.setup.allocator
+    return _tight(found.reserved, planner, lambda config, memory: replay(planner, choices, config, memory))
+
+
+def tight_rank(
+    planner: PipelinePlanner, choices: Sequence[Sequence[Choice]], reserved: Sequence[int] | None
+) -> Tight | None:
+    """The same of the rank of a pipeline that reserves most; `reserved`: bytes of every rank, None where not known."""
+    if reserved is None:
+        return None
+    worst = max(range(len(reserved)), key=lambda rank: reserved[rank])
+    return _tight(reserved[worst], planner, lambda config, memory: replay_rank(planner, worst, choices, config, memory))
+
+
+def _tight(reserved: int, planner: Planner | PipelinePlanner, replayed: _Replaying) -> Tight | None:
+    config, memory = planner.setup.allocator, planner.device.memory_bytes
+    if reserved <= memory:
+        return None
     try:
-        given_back: int | None = replay(planner, choices, config, memory).given_back
+        held = replayed(config, memory)
+        given_back = None if held is None else held.given_back
     except DeviceMemoryError:
         given_back = None
-    growing = None
-    if not config.expandable_segments:
-        growing = replay(planner, choices, replace(config, expandable_segments=True)).reserved
-    return Tight(found.reserved, memory, given_back, growing)
+    grown = None if config.expandable_segments else replayed(replace(config, expandable_segments=True), None)
+    return Tight(reserved, memory, given_back, None if grown is None else grown.reserved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nemo_like.distributed.pipeline.order import Action, actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import BudgetError, PipelinePlanner, Setup, plan_pipeline
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.pipeline_report import pipeline_report
 from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.stage_balance import balanced
 from nemo_like.planning.stage_plans import choose, describe, times
@@ -141,6 +143,36 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             f"{axis.removeprefix('--').replace('-', '_')}=2, precision='bf16', loss='chunked', sample_input=microbatch)"
         )
         assert call.endswith(more)
+
+
+def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(_model().config.to_dict()))
+    base = ["plan", "--model", str(config), "--gpu", "h100-80gb", "--world-size", "2", "--seq-len", "64", "--pp", "2"]
+    base += ["--batch-size", "2", "--microbatches", "4", "--budget", "100%", "--json"]
+    out = tmp_path / "plan.json"
+    assert main([*base, str(out)]) == 0
+    said, body = capsys.readouterr().out, json.loads(out.read_text())
+    # A segment of 2 MiB beside cuBLAS's two workspaces of 32.
+    full = next(row for row in body["rows"] if row["ac"] == "full")
+    assert (full["reserved_bytes"], full["rank_reserved_bytes"]) == (66 << 20, [66 << 20, 66 << 20])
+    assert "0.00 (0.06)  0.00 (0.06)" in said and "not compared with a GPU" in said and body["tight"] is None
+    # Its schedule cuts backward in two.
+    assert main([*base, "-", "--schedule", "zbv"]) == 0
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert row["reserved_bytes"] is None and row["rank_reserved_bytes"] is None
+
+
+def test_a_rank_that_would_reserve_more_than_the_device_has_is_named() -> None:
+    pp, setup = PipelineParallel(2, microbatches=4), Setup(step=StepSpec(), fsdp=None)
+    for memory, ends in ((66 << 20, None), (65 << 20, "0.06: it runs out of memory, by the model of the allocator.")):
+        device = replace(resolve_device("h100-80gb"), memory_bytes=memory)
+        planner = PipelinePlanner(_model(), SAMPLE, pp=pp, device=device, setup=setup)
+        report = pipeline_report(planner, ["100%"], limit=1 << 30)
+        assert report.best is not None and report.best.reserved == (66 << 20, 66 << 20)
+        assert (report.tight is None) == (ends is None)
+        if report.tight is not None and ends is not None:
+            assert ends in report.tight.words("none") and report.tight.growing == 82 << 20
 
 
 def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -> None:
