@@ -7,6 +7,7 @@ behind the stage's own last backward.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
@@ -177,7 +178,8 @@ class _Rank:
 
     def step(self, actions: Sequence[Action], *, first: bool) -> None:
         """All actions, the reductions, and the optimizer."""
-        kept, left, done = [], dict.fromkeys(self.stages, self.count), 0
+        kept, done = [], 0
+        left = Counter(action.stage for action in actions if action.kind == BACKWARD)
         warmup = next((at for at, action in enumerate(actions) if action.kind != FORWARD), 0)
         for action in actions:
             stage = self.stages[action.stage]
