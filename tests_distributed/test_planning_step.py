@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import FSDP2, StepSpec, parallelize
+from nemo_like import FSDP2, ChunkedLoss, StepSpec, parallelize
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.losses.model_loss import chunked_in_evaluation
 from nemo_like.planning import Planner, Setup
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.first_step import VARIABLE
@@ -24,13 +25,13 @@ pytest.importorskip("scipy")
 VOCAB = 512
 
 
-def _model(layers: int) -> nn.Module:
+def _model(layers: int, vocabulary: int = VOCAB) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
             hidden_size=48, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=64, use_cache=False,
+            num_key_value_heads=2, vocab_size=vocabulary, max_position_embeddings=64, use_cache=False,
         )
     ).train()  # fmt: skip
 
@@ -170,6 +171,28 @@ class _Evaluating(Loop):
         with torch.no_grad():
             self.model(**self.batch)
         self.model.train()
+
+
+class _EvaluatingInChunks(_Evaluating):
+    def step(self) -> None:
+        with chunked_in_evaluation(self.model):
+            super().step()
+
+
+def test_an_evaluation_in_chunks_takes_no_more_than_a_step_with_a_chunked_loss():
+    """8 x 64 tokens and 4,096 logits for each: with an evaluation that makes them all, the peak is another one."""
+    ids, peaks = torch.randint(4096, (8, 64)), []
+    batch = {"input_ids": ids, "labels": ids}
+    setup = Setup(fsdp=None, loss=ChunkedLoss(chunk_tokens=32))
+    planner = Planner(_model(3, 4096), batch, device=resolve_device("cpu"), setup=setup)
+    predicted = planner.peak(planner.uniform("full")).total
+    for kind in (Loop, _EvaluatingInChunks, _Evaluating):
+        torch.manual_seed(0)
+        model = parallelize(_model(3, 4096), "single", "full", loss=setup.loss, device="cpu")
+        peaks.append(kind(model, StepSpec(), batch, False).peak())
+    plain, in_chunks, whole = peaks
+    assert in_chunks == plain and abs(predicted - plain) <= 0.01 * plain, (predicted, peaks)
+    assert whole - plain > 7 << 20, peaks  # two copies of the logits of 8 MiB, where a chunk's are not
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -108,11 +108,12 @@ def test_every_strategy_and_number_of_ranks_is_the_same_run(base: list[str], tmp
 
 def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_path: Path):
     arguments = [*_plain(base), "--steps", "50", "--eval-every", "0", "--ac", "none"]
-    whole, chunked = (
-        run_job(2, [*arguments, "--loss", loss], tmp_path / loss)["losses"] for loss in ("model", "chunked")
-    )
+    every = [run_job(2, [*arguments, "--loss", loss], tmp_path / loss) for loss in ("model", "chunked")]
+    whole, chunked = (found["losses"] for found in every)
     assert len(whole) == 50 and whole[-1] < whole[0] - 1
     torch.testing.assert_close(torch.tensor(chunked), torch.tensor(whole), rtol=1e-5, atol=0)
+    held_out = [found["eval_losses"][-1]["loss"] for found in every]
+    assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
     with pytest.raises(ValueError, match="is no causal language model of transformers"):
         check_own_loss(plain_model())
 

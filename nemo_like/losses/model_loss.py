@@ -40,21 +40,39 @@ def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:
     Raises:
         ValueError: no head was found. The model is unchanged then.
     """
-    hooks = loss_hooks(model, options)
+    hooks = LossHooks(check_head(model), options)
     model.register_forward_pre_hook(hooks.before, with_kwargs=True)
     # Also after an exception, or the head would go on answering with stand-ins.
     model.register_forward_hook(hooks.after, always_call=True)
-    setattr(model, _MARK, True)
+    setattr(model, _MARK, hooks)
     return model
 
 
 def loss_hooks(model: nn.Module, options: ChunkedLoss) -> LossHooks:
-    """The two hooks of `chunk_model_loss`, not put on: for who calls a model's forward by itself.
+    """The two hooks of `chunk_model_loss`, not put on: for who calls a model's forward by itself, and has no use for
+    logits. They act in evaluation mode, too.
 
     Raises:
         ValueError: no head was found.
     """
-    return LossHooks(check_head(model), options)
+    hooks = LossHooks(check_head(model), options)
+    hooks.in_evaluation = True
+    return hooks
+
+
+@contextlib.contextmanager
+def chunked_in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Within it, what `chunk_model_loss` was called with in `model` (itself, or a module inside) computes its loss in chunks
+    in evaluation mode, too: the logits of a call with labels are None. Models with a plain loss are left as they are."""
+    every = [hooks for module in model.modules() if isinstance(hooks := getattr(module, _MARK, None), LossHooks)]
+    before = [hooks.in_evaluation for hooks in every]
+    for hooks in every:
+        hooks.in_evaluation = True
+    try:
+        yield
+    finally:
+        for hooks, was in zip(every, before, strict=True):
+            hooks.in_evaluation = was
 
 
 @contextlib.contextmanager
@@ -86,7 +104,8 @@ def say_whole_logits(model: nn.Module, reason: str) -> None:
 
 def computes_in_chunks(model: nn.Module) -> bool:
     """Whether `model`, called with labels now, computes its loss in chunks."""
-    return model.training and hasattr(model, _MARK)
+    hooks = getattr(model, _MARK, None)
+    return isinstance(hooks, LossHooks) and (model.training or hooks.in_evaluation)
 
 
 def check_head(model: nn.Module) -> nn.Module:
@@ -129,13 +148,16 @@ class LossHooks:
     def __init__(self, head: nn.Module, options: ChunkedLoss, planning: list[str] | None = None) -> None:
         """planning: act in evaluation mode too, and put there, instead of logging it, why logits are whole."""
         self._head, self._options, self._planning = head, options, planning
+        self.in_evaluation = False
+        """Whether they act in evaluation mode, too."""
         self._open: list[tuple[contextlib.ExitStack, list[HeadCall] | None]] = []
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook."""
         stack = contextlib.ExitStack()
         calls: list[HeadCall] | None = None
-        if self._planning is not None or (model.training and not torch.compiler.is_compiling()):
+        acts = model.training or self.in_evaluation
+        if self._planning is not None or (acts and not torch.compiler.is_compiling()):
             if _has_labels(model, args, kwargs):
                 calls = []
                 stack.enter_context(answering_calls(self._head, self._answer(calls)))

@@ -271,8 +271,8 @@ def mean_loss(model: nn.Module, samples: SampleSet, ranks: Ranks, size: int, mea
             first = (turn * ranks.data_ranks + ranks.data_rank) * size
             mine: Sequence[int] = by_length[first : first + size]
             # A rank without samples left runs the forward too (FSDP2's ranks gather together) and counts nothing.
-            losses = mean.each(model, samples.batch([[i] for i in mine or by_length[:1]]).to(ranks.device))
-            total += losses.double().sum().cpu() if mine else 0.0
+            batch = samples.batch([[i] for i in mine or by_length[:1]]).to(ranks.device)
+            total += mean.total(model, batch, len(mine)).cpu()
     model.train()
     return float(ranks.sum(total)) / sum(samples.targets)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.distributed import shard_sequence
 from nemo_like.distributed.documents import since_start
 from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.losses.model_loss import chunked_in_evaluation
 from nemo_like.losses.targets import IGNORED, predicts_next_token
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import Corpus, held_out_windows, unigram_entropy
@@ -89,6 +90,23 @@ class MeanLoss:
         """Of every target of this rank's part, (B, T / ranks); 0 where it does not count. In evaluation."""
         losses = _cross_entropy(model(batch.inputs, **batch.extra), self._part(batch.targets), "none")
         return losses.view(len(batch.inputs), -1)
+
+    def total(self, model: nn.Module, batch: Batch, rows: int | None = None) -> torch.Tensor:
+        """The sum over the targets of this rank's part, 0-dim float64, nats. In evaluation; every rank calls the model.
+
+        In chunks where training has them, so that whole logits are never there.
+
+        rows: how many rows count, from the first. Default: all.
+        """
+        rows = len(batch.inputs) if rows is None else rows
+        if not self.own:
+            return self.each(model, batch)[:rows].double().sum()
+        target = batch.targets.clone()
+        target[rows:] = IGNORED
+        counted = int((target != IGNORED).sum())
+        with chunked_in_evaluation(model):
+            loss = self(model, replace(batch, targets=target) if counted else batch, counted or None)
+        return loss.double() * counted / self._ranks if counted else torch.zeros_like(loss, dtype=torch.float64)
 
     @property
     def _ranks(self) -> int:
@@ -215,8 +233,7 @@ class HeldOut:
                     )  # each of a group has it whole
                     continue
                 documents = self._documents(padded).to(ranks.device) if self._pack else None
-                losses = mean.each(model, next_byte(self._read(padded).to(ranks.device), documents))
-                total += losses[: len(starts)].double().sum().cpu()
+                total += mean.total(model, next_byte(self._read(padded).to(ranks.device), documents), len(starts)).cpu()
         model.train()
         counted = count_targets(self._documents(self._starts)) if self._pack else len(self._starts) * self._seq_len
         return float(ranks.sum(total)) / (counted * ranks.tp * ranks.pp)
