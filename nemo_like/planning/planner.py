@@ -658,8 +658,9 @@ class Planner:
         stack = self.stack
         if budget.fraction is not None:
             least, none = self._held_of(stack, stack.mixes[0]), self.held(self.uniform("none"))
+            kept = "the layers' inputs" + (" and what says which rows go to which expert" if self.setup.ep > 1 else "")
             return BudgetError(
-                f"Budget {asked!r} allows {gib(limit)} of activations, and the layers' inputs alone take {gib(least)} "
+                f"Budget {asked!r} allows {gib(limit)} of activations, and {kept} alone take {gib(least)} "
                 f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
                 "use a smaller batch or sequence.",
                 least,
