@@ -21,6 +21,7 @@ FEW = (
     Cell("cohere2", {"dp_replicate": 2, "tp": 2}, "selective"),
     Cell("smollm3", {"dp_replicate": 2, "pp": 2}, "full"),
     Cell("flex_olmo", {"dp_shard": 2, "ep": 2, "pp": 2}, "full"),  # gradients of split experts that are added to others
+    Cell("helium", {"tp": 2, "pp": 2}, "plan", "gpipe"),
 )
 
 

@@ -113,7 +113,7 @@ class Candidate:
             )
         if "precision" in said:
             said["precision"] = repr(precision_word(self.precision))
-        if self.plan is not None and self.layout.tp > 1:
+        if self.plan is not None and self.layout.tp > 1 and self.layout.pp == 1:
             said["ac"] = "Plan.load('plan.json')"
         elif self.plan is not None or self.layout.pp > 1:
             said["sample_input"] = sample

@@ -358,14 +358,14 @@ class Search:
         reshards = pins.get("reshard_after_forward", (None, False) if sharded else (None,))
         offloads = pins.get("offload", ("none", "boundary"))
         if layout.pp > 1:
-            # Stages stay gathered for a whole step, and no budget is planned for weights that tp splits.
+            # Stages stay gathered for a whole step.
             reshards = tuple(dict.fromkeys(reshard if reshard else None for reshard in reshards))
             # A budget for each stage takes long to plan: where nobody asks for one, the winner alone gets it.
-            modes = tuple(mode for mode in modes if mode != "plan" or (layout.tp == 1 and "ac" in pins))
+            modes = tuple(mode for mode in modes if mode != "plan" or "ac" in pins)
             offloads = tuple(offload for offload in offloads if offload == "none")
             states = tuple(state for state in states if not state)
             if True in reshards or not modes or not offloads or not states:
-                self.found.rejected["not planned beside pp: resharding, offloading, cpu_offload, a budget with tp"] += 1
+                self.found.rejected["not planned beside pp: resharding, offloading, cpu_offload"] += 1
                 return
         elif True in states and self._overfills_host(shape, layout):
             states = tuple(state for state in states if not state)
@@ -474,7 +474,7 @@ class Search:
         shape, variant = self._traced(ShapeKey.of(best.layout)), self._variant(best)
         if isinstance(shape, str):
             return best
-        if isinstance(shape, StagedShape) and best.layout.tp == 1 and "ac" not in self.question.pins:
+        if isinstance(shape, StagedShape) and "ac" not in self.question.pins:
             variant = replace(variant, ac="plan")
         elif best.plan is None:
             return best
