@@ -16,10 +16,10 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
-from nemo_like.planning.fit.need import RESERVED, WITH_OVERHEAD, Need
+from nemo_like.planning.fit.need import ALLOCATED, RESERVED, WITH_OVERHEAD, Need
 from nemo_like.planning.fit.network import gather_seconds, group_of
 from nemo_like.planning.fit.question import Question, read_pins
-from nemo_like.planning.fit.report import recipe
+from nemo_like.planning.fit.report import explanation, recipe
 from nemo_like.planning.fit.seconds import fused
 from nemo_like.planning.fit.shapes import Variant
 from nemo_like.planning.schedule_time import timeline
@@ -123,15 +123,24 @@ def _half_a_gib() -> torch.nn.Module:
         ).train()  # fmt: skip
 
 
+_INPUT = 4 * 2 * 1024 * 16
+"""Four microbatches of two sequences: token ids and labels."""
+
+
 @pytest.mark.parametrize(
     ("limit", "schedules", "winner", "need"),
     [
-        # With 21 % on top of its peak of 657 MiB, interleaved_1f1b would fit in 814, and reserves 836.
-        (814 << 20, ["1f1b", "interleaved_1f1b", "gpipe", "zbv"], "1f1b", Need(710 << 20, RESERVED, 710 << 20)),
+        # With 21 % on top of its peak of 657 MiB, interleaved_1f1b would fit in 815, and reserves 836.
+        (
+            815 << 20,
+            ["1f1b", "interleaved_1f1b", "gpipe", "zbv"],
+            "1f1b",
+            Need((710 << 20) + _INPUT, RESERVED, 710 << 20, _INPUT),
+        ),
         # With them its peak of 1,044 MiB would not, and it does.
-        (1218 << 20, ["gpipe"], "gpipe", Need(1218 << 20, RESERVED, 1218 << 20)),
+        (1219 << 20, ["gpipe"], "gpipe", Need((1218 << 20) + _INPUT, RESERVED, 1218 << 20, _INPUT)),
         # What zbv reserves is not predicted.
-        (836 << 20, ["interleaved_1f1b", "zbv"], "zbv", Need(854463217, WITH_OVERHEAD)),
+        (837 << 20, ["interleaved_1f1b", "zbv"], "zbv", Need(854463217 + _INPUT, WITH_OVERHEAD, inputs=_INPUT)),
     ],
 )
 def test_what_its_worst_rank_reserves_decides_over_a_pipeline_and_the_search_finds_what_looking_at_everything_finds(
@@ -167,6 +176,17 @@ def test_what_its_worst_rank_reserves_decides_over_a_pipeline_and_the_search_fin
     pins["pp"] = 2
     found = make_search(_half_a_gib(), replace(question, pins=read_pins(pins)))[0].run(1).best[0]
     assert (found.layout, found.ac, found.need) == (staged.layout, staged.ac, need)
+
+
+def test_the_steps_input_must_fit_beside_the_peak_and_is_in_none_of_its_parts():
+    asked = {"gpus": 1, "gpu": "cpu", "seq_len": 64, "ac": "full", "loss": "model", "micro_batch": 4, "offload": "none"}
+    best = fit(llama(), **asked).best
+    inputs = 4 * 64 * 16
+    assert best.need == Need(best.peak_bytes + inputs, ALLOCATED, None, inputs)
+    assert best.as_json()["input_bytes"] == inputs and sum(best.peak.parts.values()) == best.peak_bytes
+    assert f"{inputs / 2**20:8.3f} MiB  step's input" in explanation(best)
+    assert fit(llama(), memory=best.need.bytes, **asked).candidates
+    assert not fit(llama(), memory=best.need.bytes - 1, **asked).candidates
 
 
 def test_layouts_are_all_those_that_use_every_gpu_and_the_global_batch():

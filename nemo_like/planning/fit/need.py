@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from nemo_like.planning.allocator_model import DeviceMemoryError
 from nemo_like.planning.block import Choice
+from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.stage_reserved import is_replayed, ranks_to_replay, replay_rank
 from nemo_like.planning.stages import Choices, PipelinePlanner
+from nemo_like.tensors import tensors_in
 
 OVERHEAD = 0.21
 """Of what tensors take, the share that is reserved beyond it where that is not predicted: about the most that our model of
@@ -37,15 +40,24 @@ class Need:
     """What they are: `RESERVED`, `ALLOCATED`, or `WITH_OVERHEAD`."""
     reserved: int | None = None
     """What the caching allocator reserves at most; None: not known."""
+    inputs: int = 0
+    """Of `bytes`, the step's input (token ids and labels), which peaks and what is reserved for them leave out."""
 
 
-def need_of(question: Question, peak: Peak, reserved: int | None) -> Need:
-    """Of a step with that peak; `reserved`: see `reserved_within`."""
+def need_of(question: Question, peak: Peak, reserved: int | None, inputs: int) -> Need:
+    """Of a step with that peak; `reserved`: see `reserved_within`. `inputs`: bytes of what the model is called with."""
     if question.device.cuda is None:
-        return Need(peak.total, ALLOCATED)
+        return Need(peak.total + inputs, ALLOCATED, inputs=inputs)
     if reserved is None:
-        return Need(int(peak.total * (1 + OVERHEAD)), WITH_OVERHEAD)
-    return Need(reserved, RESERVED, reserved)
+        return Need(int(peak.total * (1 + OVERHEAD)) + inputs, WITH_OVERHEAD, inputs=inputs)
+    return Need(reserved + inputs, RESERVED, reserved, inputs)
+
+
+def input_bytes(sample: Any, rows: int, layout: Layout) -> int:
+    """Of the step's input on one rank, as it is before sequences are cut: of one microbatch, or of all that a pipeline's
+    step is called with. `sample`: of `rows` sequences."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(sample))
+    return size * layout.micro_batch // rows * (layout.grad_accum if layout.pp > 1 else 1)
 
 
 def reserved_within(planner: Planner, choices: Sequence[Choice], limit: int) -> int | None:
@@ -83,8 +95,9 @@ def _within(found: Reserved, limit: int, replayed: Callable[[], Reserved | None]
     return found.reserved if held is None or held.given_back else held.reserved
 
 
-def most_allocated(question: Question, *, predicted: bool) -> int:
-    """The highest peak that could fit; `predicted`: what is reserved beyond it is."""
+def most_allocated(question: Question, inputs: int, *, predicted: bool) -> int:
+    """The highest peak that could fit beside `inputs`; `predicted`: what is reserved beyond it is."""
+    left = max(0, question.limit - inputs)
     if predicted or question.device.cuda is None:
-        return question.limit
-    return int(question.limit / (1 + OVERHEAD))
+        return left
+    return int(left / (1 + OVERHEAD))

@@ -78,6 +78,7 @@ def explanation(candidate: Candidate) -> str:
     rows = ((), ()) if account is None else (account.bytes, account.seconds)
     lines = [f"Peak: {gib(candidate.peak_bytes)}, {candidate.peak.at}"]
     lines += _parts(candidate.peak.parts, rows[0], _size)
+    lines.append(f"Beside it, among what must fit:\n  {_size(candidate.need.inputs)}  step's input")
     if account is not None and account.ranks:
         lines.append("Peak of each rank of the pipeline:")
         lines += [

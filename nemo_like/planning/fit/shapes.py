@@ -18,7 +18,7 @@ from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget,
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice, best_of
 from nemo_like.planning.fit.layouts import Layout
-from nemo_like.planning.fit.need import Need, most_allocated, need_of, reserved_within
+from nemo_like.planning.fit.need import Need, input_bytes, most_allocated, need_of, reserved_within
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
 from nemo_like.planning.known_blocks import KnownBlocks
@@ -320,7 +320,8 @@ class TracedShape:
 
     def most_allocated(self, layout: Layout, variant: Variant) -> int:
         """The highest peak that could fit."""
-        return most_allocated(self.question, predicted=variant.offload == "none" and not variant.cpu_offload)
+        inputs = input_bytes(self.sample, self.key.micro_batch, layout)
+        return most_allocated(self.question, inputs, predicted=variant.offload == "none" and not variant.cpu_offload)
 
     def host_bytes(self, layout: Layout, variant: Variant, choices: Sequence[Choice] = ()) -> int:
         """What one rank has in host memory: parameters, gradients and optimizer state, and of `choices` what layers move."""
@@ -334,8 +335,9 @@ class TracedShape:
         """What decides whether it fits; `peak`: of these choices."""
         key = (layout.shard_ranks, min(layout.grad_accum, 3), variant, tuple(map(id, choices)))
         if key not in self.needs:
-            reserved = reserved_within(self.planner(layout, variant), choices, self.question.limit)
-            self.needs[key] = need_of(self.question, peak, reserved)
+            inputs = input_bytes(self.sample, self.key.micro_batch, layout)
+            reserved = reserved_within(self.planner(layout, variant), choices, self.question.limit - inputs)
+            self.needs[key] = need_of(self.question, peak, reserved, inputs)
             self._kept.append(choices)
         return self.needs[key]
 

@@ -18,7 +18,7 @@ from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget,
 from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
-from nemo_like.planning.fit.need import Need, most_allocated, need_of, reserved_by_ranks
+from nemo_like.planning.fit.need import Need, input_bytes, most_allocated, need_of, reserved_by_ranks
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, Links, StepSeconds, unit_seconds
 from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Shared, TracedShape, Variant
@@ -154,14 +154,16 @@ class StagedShape:
 
     def most_allocated(self, layout: Layout, variant: Variant) -> int:
         """The highest peak that could fit: what is reserved is predicted where backward stays in one piece."""
-        return most_allocated(self.question, predicted=is_replayed(pipeline_of(layout)))
+        inputs = input_bytes(self.sample, self.key.micro_batch, layout)
+        return most_allocated(self.question, inputs, predicted=is_replayed(pipeline_of(layout)))
 
     def need(self, layout: Layout, variant: Variant, choices: Any, peak: Peak) -> Need:
         """What decides whether it fits; `peak`: of these choices, on the highest rank."""
         key = (*self._layout_key(layout), variant, tuple(map(tuple, choices)))
         if key not in self._needs:
-            reserved = reserved_by_ranks(self.planner(layout, variant), choices, self.question.limit)
-            self._needs[key] = need_of(self.question, peak, reserved)
+            inputs = input_bytes(self.sample, self.key.micro_batch, layout)
+            reserved = reserved_by_ranks(self.planner(layout, variant), choices, self.question.limit - inputs)
+            self._needs[key] = need_of(self.question, peak, reserved, inputs)
         return self._needs[key]
 
     # --- seconds --------------------------------------------------------------------------------------------------
