@@ -6,12 +6,15 @@ import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nemo_like.torch_compat import tree_leaves, tree_map
 
 SEQUENCES = (tuple, list)
 """Not ``tuple | list``, which makes a new object each time that it is come to."""
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""What has no tensors inside."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -23,16 +26,27 @@ def tensors_in(value: Any) -> list[Tensor]:
     >>> len(tensors_in(({"a": Tensor(2)}, [Tensor(1), 3, None])))
     2
     """
+    found: list[Tensor] = []
+    _find(value, found)
+    return found
+
+
+def _find(value: Any, found: list[Tensor]) -> None:
+    """By hand: this runs on the arguments and the outputs of every operator, where a pytree is slow."""
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, SEQUENCES):  # by hand: this runs on every operator's outputs, where a pytree is slow
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if value is None or isinstance(value, bool | int | float | str):
-        return []
-    leaves = tree_leaves(value)
-    return [tensor for leaf in leaves if leaf is not value for tensor in tensors_in(leaf)]
+        found.append(value)
+    elif isinstance(value, SEQUENCES):
+        for item in value:
+            _find(item, found)
+    elif value is None or isinstance(value, _PLAIN):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _find(item, found)
+    else:
+        for leaf in tree_leaves(value):
+            if leaf is not value:
+                _find(leaf, found)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -427,6 +427,21 @@ def fake_tensor_types() -> tuple[type[Any], type[Any]]:
         ) from error
 
 
+def fake_parameter(mode: Any, like: Tensor, dtype: torch.dtype) -> Any:
+    """A parameter of the fake `mode` on the CPU, with the shape, strides and `requires_grad` of `like`; None where torch has
+    no such switch as `unseen` needs.
+
+    The public way goes through every active mode three times, and a model has thousands of parameters.
+    """
+    if _no_dispatch is None or _no_function is None:
+        return None
+    with _no_dispatch(), _no_function():
+        elements = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
+        made = fake_tensor_types()[0](mode, elements, torch.device("cpu"))
+        made._is_param = True
+        return made.requires_grad_(like.requires_grad)
+
+
 # --- The compiler -----------------------------------------------------------------------------------------------------
 
 

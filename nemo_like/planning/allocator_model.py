@@ -64,6 +64,8 @@ class CachingAllocator:
         """How often segments were given back, because memory had run out."""
         self._limit = float("inf") if self.config.max_split_size is None else self.config.max_split_size
         self._pools: dict[tuple[Hashable, bool], BlockPool] = {}
+        self._rounded: dict[int, int] = {}
+        """`rounded` of the sizes that were asked for: a step asks for a dozen thousands of times."""
         self._next_address = 0
 
     def allocate(self, size: int, stream: Hashable = 0) -> MemoryBlock:
@@ -72,7 +74,9 @@ class CachingAllocator:
         Raises:
             DeviceMemoryError: `memory` does not suffice.
         """
-        wanted = self.rounded(size)
+        wanted = self._rounded.get(size)
+        if wanted is None:
+            wanted = self._rounded[size] = self.rounded(size)
         small = wanted <= SMALL_REQUEST
         pool = self._pools.get((stream, small))
         if pool is None:
@@ -80,7 +84,7 @@ class CachingAllocator:
         block = self._cached(pool, wanted)
         if block is None:
             block = self._reserve(pool, wanted)
-        if self._splits(block, wanted):
+        if block.size != wanted and self._splits(block, wanted):
             rest = MemoryBlock(block.address + wanted, block.size - wanted, pool)
             block.insert_behind(rest)
             block.size = wanted
@@ -96,8 +100,10 @@ class CachingAllocator:
         assert block.used, "a block is freed twice"
         block.used = False
         self.allocated -= block.size
-        self._merge(block, block.prev)
-        self._merge(block, block.next)
+        if block.prev is not None and not block.prev.used:
+            self._merge(block, block.prev)
+        if block.next is not None and not block.next.used:
+            self._merge(block, block.next)
         block.pool.add(block)
 
     def rounded(self, size: int) -> int:
@@ -130,7 +136,8 @@ class CachingAllocator:
             return None
         if self.config.expandable_segments:
             # A block at the growing end counts as large as it can become: it is the last choice, not the best fit.
-            while at + 1 < len(free) and can_become(free[at + 1][2]) < can_become(free[at][2]):
+            last = len(free) - 1
+            while at < last and can_become(free[at + 1][2]) < can_become(free[at][2]):
                 at += 1
         found = free[at][2]
         if size < self._limit <= found.size:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.expert_parallel import Experts, find_experts
-from nemo_like.distributed.expert_parallel.expert_adapters import adapters_on, pass_through
+from nemo_like.distributed.expert_parallel.expert_adapters import adapters_in, pass_through
 from nemo_like.distributed.expert_parallel.find_experts import EACH, experts_per_token
 from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
 from nemo_like.distributed.expert_parallel.split_experts import SplitExperts
@@ -58,11 +58,12 @@ def expert_twin(
         memo[id(parameter)] = _cut(parameter, split.get(id(parameter)), ep)
     twin = copy.deepcopy(model, memo)
     here = tuple(Experts(e.fqn, twin.get_submodule(e.fqn), e.count, e.call) for e in found)
+    adapted = adapters_in(twin)
     for experts in here:
         # Called with a row for each expert and token, such a module sends those that the router chose.
         sent = (experts_per_token(model) or 1) / experts.count if zero_rows_stay_zero(experts.module) else 1.0
         key = f"{_PLANNED}:{ep}:{imbalance}:{sent}"
-        adapters = adapters_on(twin, experts.module)
+        adapters = adapted.get(id(experts.module), ())
         pass_through(adapters)
         beside = TensorRanks(tp, 0, _PLANNED) if tp > 1 else None
         experts.module.forward = _PlannedExperts(experts, ranks=ep, group=key, adapters=adapters, tp=beside)

@@ -22,7 +22,7 @@ from nemo_like.planning.cuda_ops import CudaOps
 from nemo_like.planning.expert_twin import planned_table
 from nemo_like.planning.remembered import RememberedTables
 from nemo_like.tensors import map_tensors, tensors_in
-from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types
+from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
 
@@ -178,16 +178,18 @@ class FakeRun(TorchDispatchMode):
         """Fake stand-ins for all parameters (in `dtype`, if given) and buffers of `module`, tied ones being one object."""
         made: dict[int, torch.Tensor] = {}
         state: dict[str, torch.Tensor] = {}
-        with self.fake, torch.no_grad():  # entered once: there are thousands of parameters
-            for name, tensor in module.named_parameters(remove_duplicate=False):
-                if id(tensor) not in made:
-                    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
-                    made[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad)
-                state[name] = made[id(tensor)]
+        for name, tensor in module.named_parameters(remove_duplicate=False):
+            if id(tensor) not in made:
+                made[id(tensor)] = self._parameter(tensor, dtype)
+            state[name] = made[id(tensor)]
         for name, buffer in module.named_buffers(remove_duplicate=False):
             state[name] = made.setdefault(id(buffer), self.sample(buffer))
         return state
+
+    def _parameter(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Any:
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = fake_parameter(self.fake, tensor, kind)
+        return nn.Parameter(self.like(tensor, dtype), tensor.requires_grad) if made is None else made
 
 
 def _rms_norm(

@@ -13,8 +13,8 @@ import torch
 from nemo_like.planning.block_trace import TraceMismatchError
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.scratch import scratch_bytes
-from nemo_like.tensors import map_tensors
-from nemo_like.torch_compat import TorchDispatchMode, tree_flatten
+from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.torch_compat import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
@@ -38,13 +38,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for tensor in tree_flatten((args, kwargs))[0]:
-            if isinstance(tensor, torch.Tensor):
-                self._seen.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
+        for tensor in tensors_in((args, kwargs)):
+            self._seen.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, torch.Tensor):
-                self.count(tensor)
+        for tensor in tensors_in(out):
+            self.count(tensor)
         scratch = scratch_bytes(func, args, kwargs or {}, out)
         if scratch:
             self.peak = max(self.peak, self.live + scratch)

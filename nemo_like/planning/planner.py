@@ -25,7 +25,6 @@ from nemo_like.distributed.launch import pick_device_type
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.tensor_parallel import sequence_places
 from nemo_like.distributed.tp_plan import resolve_plan
-from nemo_like.distributed.units import UnitPlan
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
 from nemo_like.log import warn_once
@@ -60,6 +59,7 @@ from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan import BudgetError, LayerPlan, Plan, gib, layer_signature
 from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.sharding import (
+    ParameterForms,
     Sharding,
     axis,
     same_on_all_ranks,
@@ -206,7 +206,7 @@ class Planner:
         self._numbers: dict[int, int] = {}
         self.outers: dict[tuple[bool, bool], OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
-        self._unit_plans: dict[bool, UnitPlan] = {}
+        self._known_forms: dict[tuple[bool, int], ParameterForms] = {}
         self._optimizers: dict[tuple[int, str], tuple[Sharding, int, int]] = {}
 
     @property
@@ -382,17 +382,19 @@ class Planner:
         return sharding_of(
             self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
             trained=self.trained, experts=self.experts, expert_ranks=s.shard_ranks * s.tp // s.ep,
-            gloo=self.device.kind == "cpu", alone=s.tp * s.replicas > 1 and s.fsdp is not None, plan=self._unit_plan(),
+            gloo=self.device.kind == "cpu", alone=s.tp * s.replicas > 1 and s.fsdp is not None, forms=self._forms(),
             # Of a CPU, host memory is its own.
             host=s.fsdp is not None and s.fsdp.cpu_offload and several and self.device.kind != "cpu",
         )  # fmt: skip
 
-    def _unit_plan(self) -> UnitPlan:
+    def _forms(self) -> ParameterForms:
         """Found once for all copies of this planner."""
         whole = self.setup.shard_ranks == 1
-        if whole not in self._unit_plans:
-            self._unit_plans[whole] = units_for(self.model, self.layers, whole=whole, experts=self.experts)
-        return self._unit_plans[whole]
+        key = (whole, id(self.trained))
+        if key not in self._known_forms:
+            plan = units_for(self.model, self.layers, whole=whole, experts=self.experts)
+            self._known_forms[key] = ParameterForms(self.model, self.layers, plan, self.trained, self.experts)
+        return self._known_forms[key]
 
     @cached_property
     def _cuts(self) -> frozenset[str]:
@@ -568,13 +570,13 @@ class Planner:
         return self.memory(kind, full).held - routing if full.decisions else 0
 
     @cached_property
-    def _names_of_parameters(self) -> dict[str, int]:
+    def names_of_parameters(self) -> dict[str, int]:
         """Ids of the model's parameters."""
         return {name: id(p) for name, p in self.model.named_parameters()}
 
     def outer_grads(self, micro: Microbatch) -> tuple[int, int]:
         """Whole gradients of the root's parameters and of the tail's that a backward makes, bytes."""
-        names = self._names_of_parameters
+        names = self.names_of_parameters
         grads = {} if micro.accumulates else self.outer().param_grads
         tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
         return sum(grads.values()) - tail, tail

@@ -86,16 +86,19 @@ class Replayed:
 
     def play(self, events: Events) -> None:
         """A step's events, which are forgotten then."""
-        retries = self.allocator.retries
+        retries, live, sizes = self.allocator.retries, self._live, self._sizes
+        allocate, free, now, most = self.allocator.allocate, self.allocator.free, self._now, self._tensors
         for storage, size, stream in events.log:
             if size:
-                self._live[storage] = self.allocator.allocate(size, stream)
-                self._sizes[storage] = size
-                self._now += size
-                self._tensors = max(self._tensors, self._now)
+                live[storage] = allocate(size, stream)
+                sizes[storage] = size
+                now += size
+                if now > most:
+                    most = now
             else:
-                self.allocator.free(self._live.pop(storage))
-                self._now -= self._sizes.pop(storage)
+                free(live.pop(storage))
+                now -= sizes.pop(storage)
+        self._now, self._tensors = now, most
         events.log.clear()
         self._given_back = self.allocator.retries - retries
 

@@ -9,6 +9,7 @@ buffer stays alive until the next unit's.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -114,32 +115,82 @@ class Sharding:
         return sum(unit.shard for unit in self.all) + self.replicated
 
 
+class ParameterForms:
+    """A model's parameters by what decides their bytes, whatever the number of ranks: thousands have a dozen forms.
+
+    Args:
+        model: whose they are. layers: its layers. plan: what `units_for` returned for both.
+        trained: ids of the parameters that get a gradient; None: all that require one.
+        experts: those of one rank, whose weights are units of their own.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Any], plan: UnitPlan, trained: frozenset[int] | None,
+        experts: Sequence[Experts],
+    ) -> None:  # fmt: skip
+        self.plan, self.trained = plan, trained
+        self._forms: dict[Any, int] = {}
+        self._of: dict[int, int] = {}
+        self.first: list[nn.Parameter] = []
+        """By number of a form, the first parameter that has it."""
+        own = {id(weight) for each in experts for weight in each.weights}
+        in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
+        self.trains: list[tuple[int, bool, bool]] = [
+            (self.form(p), id(p) in in_layers, id(p) in own)
+            for p in model.parameters()
+            if p.requires_grad and (trained is None or id(p) in trained)
+        ]
+        """In the order of ``model.parameters()``, those that train: form, whether in a layer, whether an expert's."""
+        self.units = {id(unit): tuple(map(self.form, unit.params)) for unit in (*plan.units, *plan.by_dtype)}
+        """The forms of each of the plan's units, by its id."""
+        self.sharded = Counter(form for unit in plan.units for form in self.units[id(unit)])
+        """How often each form is in the plan's units."""
+        self.experts: dict[int, tuple[int, ...]] = {}
+        """Of the weights of experts inside, by id of the bare layer."""
+        for layer in (bare(source.modules[0]) for source in plan.layers if experts):
+            inside = set(layer.modules())
+            weights = [weight for each in experts if each.module in inside for weight in each.weights]
+            if weights:
+                self.experts[id(layer)] = tuple(map(self.form, weights))
+
+    def form(self, param: nn.Parameter) -> int:
+        """The number of a parameter's form."""
+        known = self._of.get(id(param))
+        if known is None:
+            trains = param.requires_grad and (self.trained is None or id(param) in self.trained)
+            key = (type(param), param.shape, param.dtype, trains)
+            known = self._of[id(param)] = self._forms.setdefault(key, len(self._forms))
+            if known == len(self.first):
+                self.first.append(param)
+        return known
+
+
 def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
     trained: frozenset[int] | None = None, experts: Sequence[Experts] = (), expert_ranks: int = 1,
-    gloo: bool = False, alone: bool = False, plan: UnitPlan | None = None, host: bool = False,
+    gloo: bool = False, alone: bool = False, forms: ParameterForms | None = None, host: bool = False,
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
     `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: those of one
     rank, units of their own that the `expert_ranks` ranks with the same experts shard. `gloo`: it does the collectives.
     `alone`: FSDP2 is there, whatever the number of ranks.
-    `plan`: what `units_for` returned for the same model, layers and experts; None: it is asked.
+    `forms`: the parameters of the same model, layers, `trained` and experts; None: they are looked at.
     `host`: shards, gradients and optimizer state lie in host memory, which the device does not share.
     """
-    plan = plan or units_for(model, layers, whole=shard_ranks == 1, experts=experts)
-    own = [weight for each in experts for weight in each.weights]
+    if forms is None:
+        plan = units_for(model, layers, whole=shard_ranks == 1, experts=experts)
+        forms = ParameterForms(model, layers, plan, trained, experts)
+    plan = forms.plan
     last = plan.layers[-1] if plan.layers else None
     dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
     known: dict[Any, UnitBytes] = {}
 
-    def made(kind: str, params: Sequence[nn.Parameter], ranks: int, reshard: bool) -> UnitBytes:
+    def made(kind: str, of: tuple[int, ...], ranks: int, reshard: bool) -> UnitBytes:
         """Equal layers have equal units: one of each is counted."""
-        alike = tuple(
-            (type(p), p.shape, p.dtype, p.requires_grad and (trained is None or id(p) in trained)) for p in params
-        )
-        key = (kind, alike, ranks, reshard)
+        key = (kind, of, ranks, reshard)
         if key not in known:
+            params = [forms.first[form] for form in of]
             known[key] = _unit(
                 kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained, host
             )
@@ -150,24 +201,23 @@ def sharding_of(
             reshard = True if asked is None else bool(asked)
         else:
             reshard = asked if isinstance(asked, bool) and source.kind != "dtype" else False
-        return made(source.kind, source.params, shard_ranks, bool(reshard))
+        return made(source.kind, forms.units[id(source)], shard_ranks, bool(reshard))
 
-    inner = {}
-    for layer in (bare(source.modules[0]) for source in plan.layers if experts):
-        inside = set(layer.modules())
-        params = [weight for each in experts if each.module in inside for weight in each.weights]
-        if params:
-            reshard = asked if isinstance(asked, bool) else True
-            inner[id(layer)] = made("experts", params, expert_ranks, reshard)
-    theirs = {id(p) for p in own}
-    in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
-    sharded = [p for source in plan.units for p in source.params]
-    padded = _Padded()
-    trains = tuple(
-        TrainedParameter(tuple(p.shape), padded(p, ranks) // ranks, p.element_size(), id(p) in in_layers)
-        for p, ranks in ((p, expert_ranks if id(p) in theirs else shard_ranks) for p in model.parameters())
-        if p.requires_grad and (trained is None or id(p) in trained)
-    )
+    def trains_as(form: int, in_layer: bool, ranks: int) -> TrainedParameter:
+        param = forms.first[form]
+        return TrainedParameter(tuple(param.shape), _padded(param, ranks) // ranks, param.element_size(), in_layer)
+
+    reshard = asked if isinstance(asked, bool) else True
+    inner = {layer: made("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
+    of_trained = {
+        (form, in_layer, own): trains_as(form, in_layer, expert_ranks if own else shard_ranks)
+        for form, in_layer, own in dict.fromkeys(forms.trains)
+    }
+    trains = tuple(map(of_trained.__getitem__, forms.trains))
+    padding = 0
+    for form, count in forms.sharded.items():
+        param = forms.first[form]
+        padding += count * (_padded(param, shard_ranks) - param.numel()) * param.element_size()
     root = unit(plan.root)
     for extra in plan.by_dtype:
         root = joined(root, unit(extra))
@@ -184,7 +234,7 @@ def sharding_of(
         # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
-        padding=sum((padded(p, shard_ranks) - p.numel()) * p.element_size() for p in sharded) // shard_ranks,
+        padding=padding // shard_ranks,
         trained=() if host else trains,
         trained_on_host=trains if host else (),
     )
@@ -235,19 +285,6 @@ def joined(a: UnitBytes, b: UnitBytes) -> UnitBytes:
     """Both as one unit, of the kind of the first."""
     numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard")}
     return UnitBytes(kind=a.kind, reshard=a.reshard, **numbers)
-
-
-class _Padded:
-    """`_padded`, asked once for parameters of one shape: a model has thousands of a dozen shapes."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, int] = {}
-
-    def __call__(self, param: torch.Tensor, ranks: int) -> int:
-        key = (type(param), param.shape, ranks)
-        if key not in self.known:
-            self.known[key] = _padded(param, ranks)
-        return self.known[key]
 
 
 def _padded(param: torch.Tensor, ranks: int) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
+from nemo_like import torch_compat
 from nemo_like.planning.block_trace import record
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
@@ -159,3 +161,34 @@ def test_the_gradient_of_a_layer_norm_is_in_rows_whatever_comes_in() -> None:
         fake = run.like(x)
         made = torch.autograd.grad(torch.layer_norm(fake, (8,), run.like(weight)), fake, run.like(grad))[0]
     assert made.stride() == real.stride() == (40, 8, 1)
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_parameters_of_a_fake_run_have_the_forms_of_the_modules(switch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this torch cannot make them behind the modes' backs."""
+    if not switch:
+        monkeypatch.setattr(torch_compat, "_no_dispatch", None)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3), nn.Embedding(7, 3), nn.BatchNorm1d(3))
+    model[1].weight = nn.Parameter(model[0].weight.detach().t())  # not in rows
+    model[2].weight.requires_grad_(False)
+    tied = nn.Linear(3, 5, bias=False)
+    tied.weight = model[0].weight
+    model.append(tied)
+    with FakeRun(cuda=(9, 0), model=model) as run:
+        state = run.state(model, torch.bfloat16)
+    assert list(state) == [
+        name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    ]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        made = state[name]
+        assert is_fake(made) and isinstance(made, nn.Parameter) and made.is_leaf and made.grad is None
+        assert (made.shape, made.stride(), made.device.type) == (parameter.shape, parameter.stride(), "cpu")
+        assert (made.dtype, made.requires_grad) == (torch.bfloat16, parameter.requires_grad)
+        assert made.untyped_storage().nbytes() == 2 * parameter.numel()
+    assert state["0.weight"] is state["4.weight"]
+    assert len({state[name].untyped_storage()._cdata for name, _ in model.named_parameters()}) == 7
+    with run:
+        torch.func.functional_call(
+            model[0], {"weight": state["0.weight"], "bias": state["0.bias"]}, torch.ones(2, 3, dtype=torch.bfloat16)
+        ).sum().backward()
+    assert state["0.weight"].grad.shape == (5, 3)

@@ -14,10 +14,19 @@ import torch
 from torch import Tensor, nn
 
 
+def adapters_in(model: nn.Module) -> dict[int, tuple[nn.Module, ...]]:
+    """The wrappers in `model` that adapt a weight of a module, from the outside in, by the id of that module."""
+    found: dict[int, tuple[nn.Module, ...]] = {}
+    for module in model.modules():
+        if type(module).__name__ == "ParamWrapper":
+            inside = id(module.get_base_layer())  # type: ignore[operator]
+            found[inside] = (*found.get(inside, ()), module)
+    return found
+
+
 def adapters_on(model: nn.Module, experts: nn.Module) -> tuple[nn.Module, ...]:
     """The wrappers in `model` that adapt a weight of the module `experts`, from the outside in."""
-    wrappers = (module for module in model.modules() if type(module).__name__ == "ParamWrapper")
-    return tuple(wrapper for wrapper in wrappers if wrapper.get_base_layer() is experts)  # type: ignore[operator]
+    return adapters_in(model).get(id(experts), ())
 
 
 def pass_through(adapters: Iterable[nn.Module]) -> None:

@@ -181,7 +181,7 @@ class TracedShape:
         if key not in self.planners:
             base = self.base if variant.loss == "model" else self.chunked
             assert base is not None, "variants with a loss in chunks are only asked for where there are chunks"
-            _ = base.trained  # traced once for all copies
+            _ = base.trained, base.names_of_parameters  # found once for all copies
             made = copy.copy(base)
             made.setup = replace(
                 base.setup, shard_ranks=layout.shard_ranks, replicas=layout.dp_replicate,

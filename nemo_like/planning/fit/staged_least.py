@@ -8,7 +8,8 @@ head's products), how unevenly gathers and reductions are dealt out, and what a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, Action, actions_of
@@ -40,7 +41,10 @@ class StagedLeast:
         self.bounds = StagedBounds(whole)
         self._timelines: dict[Any, float] = {}
         self._states: dict[Any, list[set[State]]] = {}
-        self._lies: dict[Any, list[tuple[int, int]]] = {}
+        self._lies: dict[Any, list[int]] = {}
+        self._flights: dict[Any, list[int]] = {}
+        self._cuts: dict[int, list[StageSlice]] = {}
+        self._placed: dict[Any, list[tuple[int, ...]]] = {}
 
     @property
     def is_known(self) -> bool:
@@ -67,72 +71,141 @@ class StagedLeast:
         return timeline(actions_of(pp), action_seconds_of(parts, pp), len(parts), handed).seconds
 
     def _stages(self, pp: PipelineParallel) -> list[StageSlice]:
-        return slices(counts_of(self.parts, pp))
+        if pp.stages not in self._cuts:
+            self._cuts[pp.stages] = slices(counts_of(self.parts, pp))
+        return self._cuts[pp.stages]
 
     # --- bytes ----------------------------------------------------------------------------------------------------
 
     def bytes(self, layout: Layout, mode: str) -> int:
         """Of the highest rank's peak: what lies there, and what its microbatches in flight hold."""
-        pp, hidden = pipeline_of(layout), self.hidden
+        pp = pipeline_of(layout)
         stages = self._stages(pp)
-        lies, choices = self._lying(layout, stages), self.bounds.choices("full" if mode == "plan" else mode)
-        held = [sum(choices[i].held_bytes for i in stage.layers) for stage in stages]
-        key, most = (layout.pp, layout.schedule, layout.grad_accum), 0
+        lies, flies = self._lying(layout, stages), self._flying(layout, stages, "full" if mode == "plan" else mode)
+        return max(0, *(sum(lies[n] for n in stages_of(pp, rank)) + most for rank, most in enumerate(flies)))
+
+    def _flying(self, layout: Layout, stages: Sequence[StageSlice], mode: str) -> list[int]:
+        """Of each rank, the most that buffers, microbatches in flight and whole gradients take, however many ranks share a
+        stage's parameters."""
+        on = self.bounds.sharding(layout).on
+        key = (layout.pp, layout.schedule, layout.grad_accum, mode, on)
+        if key not in self._flights:
+            pp, hidden, choices = pipeline_of(layout), self.hidden, self.bounds.choices(mode)
+            held = [sum(choices[i].held_bytes for i in stage.layers) for stage in stages]
+            gradients, found = self._gradients(pp, stages, on=on), []
+            for rank, states in enumerate(self._states_of(pp, layout)):
+                own = stages_of(pp, rank)
+                # What a stage is called with is in a buffer, and what it hands on to the next one here takes the place of
+                # one.
+                each = [max(0, held[n] - hidden * (n > 0) - hidden * (n + 1 in own)) for n in own]
+                buffers = sum(hidden * ((n > 0) + (n + 1 < len(stages))) for n in own) * layout.grad_accum
+                most = 0
+                for flights, back in states:
+                    alive = sum(flight * size for flight, size in zip(flights, each))
+                    most = max(most, alive + sum(gradients[n] for n, begun in zip(own, back) if begun))
+                found.append(buffers + most)
+            self._flights[key] = found
+        return self._flights[key]
+
+    def _states_of(self, pp: PipelineParallel, layout: Layout) -> list[set[State]]:
+        key = (layout.pp, layout.schedule, layout.grad_accum)
         if key not in self._states:
             actions = walked_actions(pp)
             self._states[key] = [set(_states(actions[rank], stages_of(pp, rank))) for rank in range(pp.size)]
-        for rank, states in enumerate(self._states[key]):
-            own = stages_of(pp, rank)
-            # What a stage is called with is in a buffer, and what it hands on to the next one here takes the place of one.
-            each = [max(0, held[n] - hidden * (n > 0) - hidden * (n + 1 in own)) for n in own]
-            buffers = sum(hidden * ((n > 0) + (n + 1 < len(stages))) for n in own) * layout.grad_accum
-            stay = buffers + sum(lies[n][0] for n in own)
-            for flights, back in states:
-                alive = sum(flight * size for flight, size in zip(flights, each))
-                most = max(most, stay + alive + sum(lies[n][1] for n, begun in zip(own, back) if begun))
-        return most
+        return self._states[key]
 
-    def _lying(self, layout: Layout, stages: Sequence[StageSlice]) -> list[tuple[int, int]]:
-        """Of each stage, parameters, stored and gathered, and optimizer state; and whole gradients, which come with its
-        first backward."""
+    def _lying(self, layout: Layout, stages: Sequence[StageSlice]) -> list[int]:
+        """Of each stage, parameters, stored and gathered, and optimizer state."""
         pp = pipeline_of(layout)
-        together = rank_of(pp, 0) == rank_of(pp, len(stages) - 1)
-        key = (layout.shard_ranks, len(stages), together)
+        key = (layout.shard_ranks, len(stages), _shares_ends(pp, stages))
         if key not in self._lies:
             base, sharding = self.whole.base, self.bounds.sharding(layout)
-            dtypes, ranks = base.setup.precision.dtypes, layout.shard_ranks
+            ranks = layout.shard_ranks
             expert_ranks = max(1, ranks * layout.tp // layout.ep)
-            experts = {id(p) for each in base.experts for p in each.weights}
-            states = iter(optimizer_memory(sharding.trained, base.setup.step.optimizer, foreach=False).states)
-            found, where = [[0, 0] for _ in stages], self._places(stages)
-            for name, param in base.model.named_parameters():
-                size, gradient = param.numel() * param.element_size(), 0
-                stays = size // (expert_ranks if id(param) in experts else ranks)
-                trains = param.requires_grad and id(param) in base.trained
-                if trains:
-                    stays += sum(next(states))
-                if sharding.on and param.is_floating_point() and param.dim():
-                    stays += param.numel() * (dtypes["param_dtype"] or param.dtype).itemsize
-                    reduced = dtypes["reduce_dtype"] or dtypes["param_dtype"] or param.dtype
-                    gradient = param.numel() * reduced.itemsize if trains else 0
-                # Of a tied parameter, stages of one rank have one copy, unless FSDP2 gives each its own.
-                for n in where(name)[: 1 if together and not sharding.on else None]:
-                    found[n][0] += stays
-                    found[n][1] += gradient
-            self._lies[key] = [(stays, gradients) for stays, gradients in found]
+            memory = optimizer_memory(sharding.trained, base.setup.step.optimizer, foreach=False)
+            states, found = map(sum, memory.states), [0] * len(stages)
+            for param, where in zip(self._parameters, self._places(pp, stages, on=sharding.on)):
+                stays = param.size // (expert_ranks if param.is_expert else ranks)
+                if param.trains:
+                    stays += next(states)
+                if sharding.on:
+                    stays += param.gathered
+                for n in where:
+                    found[n] += stays
+            self._lies[key] = found
         return self._lies[key]
 
-    def _places(self, stages: Sequence[StageSlice]) -> Any:
-        """Which stages hold a parameter, by its name."""
-        names = self.parts.layers
-        layers = {names[i] + ".": stage.index for stage in stages for i in stage.layers}
-        ends = ((self.parts.before, 0), (self.parts.after, len(stages) - 1))
+    def _gradients(self, pp: PipelineParallel, stages: Sequence[StageSlice], *, on: bool) -> list[int]:
+        """Of each stage, whole gradients, which come with its first backward."""
+        found = [0] * len(stages)
+        for param, where in zip(self._parameters, self._places(pp, stages, on=on)):
+            for n in where if on else ():
+                found[n] += param.gradient
+        return found
 
-        def stages_with(name: str) -> list[int]:
-            inside = [index for prefix, index in layers.items() if name.startswith(prefix)]
-            return inside or [index for held, index in ends if name in held]
+    @cached_property
+    def _parameters(self) -> list[_Parameter]:
+        base = self.whole.base
+        dtypes = base.setup.precision.dtypes
+        experts = {id(p) for each in base.experts for p in each.weights}
+        found = []
+        for _, param in base.model.named_parameters():
+            cut = param.is_floating_point() and param.dim() > 0
+            trains = param.requires_grad and id(param) in base.trained
+            reduced = dtypes["reduce_dtype"] or dtypes["param_dtype"] or param.dtype
+            found.append(
+                _Parameter(
+                    param.numel() * param.element_size(), id(param) in experts, trains,
+                    param.numel() * (dtypes["param_dtype"] or param.dtype).itemsize if cut else 0,
+                    param.numel() * reduced.itemsize if cut and trains else 0,
+                )
+            )  # fmt: skip
+        return found
 
-        return stages_with
+    def _places(self, pp: PipelineParallel, stages: Sequence[StageSlice], *, on: bool) -> list[tuple[int, ...]]:
+        """Of each parameter, which stages hold it."""
+        # Of a tied parameter, stages of one rank have one copy, unless FSDP2 gives each its own.
+        once = _shares_ends(pp, stages) and not on
+        key = (len(stages), once)
+        if key not in self._placed:
+            names = self.parts.layers
+            layers = {names[i]: stage.index for stage in stages for i in stage.layers}
+            ends = ((self.parts.before, 0), (self.parts.after, len(stages) - 1))
+            found = []
+            for name, _ in self.whole.base.model.named_parameters():
+                inside = [layers[prefix] for prefix in _prefixes(name) if prefix in layers]
+                where = inside or [index for held, index in ends if name in held]
+                found.append(tuple(where[:1] if once else where))
+            self._placed[key] = found
+        return self._placed[key]
+
+
+class _Parameter(NamedTuple):
+    """What of a parameter's bytes does not depend on how many ranks share it."""
+
+    size: int
+    is_expert: bool
+    trains: bool
+    gathered: int
+    gradient: int
+    """Whole; 0: it has none."""
+
+
+def _shares_ends(pp: PipelineParallel, stages: Sequence[StageSlice]) -> bool:
+    """Whether one rank has the first stage and the last one."""
+    return rank_of(pp, 0) == rank_of(pp, len(stages) - 1)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Names of the modules that a parameter is in, from the outermost.
+
+    >>> list(_prefixes("layers.0.weight"))
+    ['layers', 'layers.0']
+    """
+    at = name.find(".")
+    while at >= 0:
+        yield name[:at]
+        at = name.find(".", at + 1)
 
 
 def _states(actions: Sequence[Action], own: Sequence[int]) -> Iterator[State]:
