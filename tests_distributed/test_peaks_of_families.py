@@ -22,6 +22,7 @@ FEW = (
     Cell("smollm3", {"dp_replicate": 2, "pp": 2}, "full"),
     Cell("flex_olmo", {"dp_shard": 2, "ep": 2, "pp": 2}, "full"),  # gradients of split experts that are added to others
     Cell("helium", {"tp": 2, "pp": 2}, "plan", "gpipe"),
+    Cell("qwen2_moe", {"tp": 2, "pp": 2}, "selective"),  # splits experts inside
 )
 
 

@@ -152,11 +152,11 @@ def check_tensor_budget(
 
 
 def has_known_rules(
-    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = ()
+    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = (), *, exact: bool = True
 ) -> bool:
-    """Whether `tensor_twin` can be made."""
+    """Whether `known_rules` knows all rules: with `exact` a plan can be made, without it `tensor_twin`."""
     try:
-        known_rules(model, tp, plan, whole)
+        known_rules(model, tp, plan, whole, exact=exact)
     except UnknownStyleError:
         return False
     return True

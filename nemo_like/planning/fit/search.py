@@ -361,11 +361,12 @@ class Search:
             # Stages stay gathered for a whole step.
             reshards = tuple(dict.fromkeys(reshard if reshard else None for reshard in reshards))
             # A budget for each stage takes long to plan: where nobody asks for one, the winner alone gets it.
-            modes = tuple(mode for mode in modes if mode != "plan" or "ac" in pins)
+            assert isinstance(shape, StagedShape)
+            modes = tuple(mode for mode in modes if mode != "plan" or ("ac" in pins and shape.takes_budget))
             offloads = tuple(offload for offload in offloads if offload == "none")
             states = tuple(state for state in states if not state)
             if True in reshards or not modes or not offloads or not states:
-                self.found.rejected["not planned beside pp: resharding, offloading, cpu_offload"] += 1
+                self.found.rejected[_NOT_BESIDE_PP] += 1
                 return
         elif True in states and self._overfills_host(shape, layout):
             states = tuple(state for state in states if not state)
@@ -474,7 +475,7 @@ class Search:
         shape, variant = self._traced(ShapeKey.of(best.layout)), self._variant(best)
         if isinstance(shape, str):
             return best
-        if isinstance(shape, StagedShape) and "ac" not in self.question.pins:
+        if isinstance(shape, StagedShape) and shape.takes_budget and "ac" not in self.question.pins:
             variant = replace(variant, ac="plan")
         elif best.plan is None:
             return best
@@ -510,6 +511,7 @@ class Search:
 
 Entry = tuple[Layout, Variant, Resolved | None] | StateOnHost
 _HOST_MEMORY = "host memory"
+_NOT_BESIDE_PP = "not planned beside pp: resharding, offloading, cpu_offload, a budget with experts that tp splits inside"
 
 
 def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:

@@ -43,10 +43,12 @@ class StagedShape:
     ) -> None:
         """Nothing is traced yet, but for the model as a whole; raises ValueError where it cannot be cut."""
         apart = [experts.fqn for experts in find_experts(model)] if key.ep > 1 else []
-        if key.tp > 1 and not has_known_rules(model, key.tp, whole=apart):
+        if key.tp > 1 and not has_known_rules(model, key.tp, whole=apart, exact=False):
             raise ValueError(
                 "tp beside pp: the bytes of one rank are not known, where weights are split by unknown rules"
             )
+        self.takes_budget = key.tp == 1 or has_known_rules(model, key.tp, whole=apart)
+        """Whether plans can be made: not of experts' weights that `tp` splits inside, of which bytes alone are known."""
         self.shared = shared
         self.key, self.question, self.sample = key, question, sample(key.micro_batch)
         self.model = model if key.cp == 1 else copy.deepcopy(model)  # stages cut the layers that they trace for good
