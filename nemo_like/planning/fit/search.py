@@ -511,7 +511,9 @@ class Search:
 
 Entry = tuple[Layout, Variant, Resolved | None] | StateOnHost
 _HOST_MEMORY = "host memory"
-_NOT_BESIDE_PP = "not planned beside pp: resharding, offloading, cpu_offload, a budget with experts that tp splits inside"
+_NOT_BESIDE_PP = (
+    "not planned beside pp: resharding, offloading, cpu_offload, a budget with experts that tp splits inside"
+)
 
 
 def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:
