@@ -177,7 +177,7 @@ def test_memory_from_outside_alone_is_referred_to_once_that_is_known() -> None:
     for _ in range(3):
         region = Region(block, FullPolicy(), "", None, True)
         y = region.forward((x,), {}, True)
-        counts.append((len(region.storages), len(region.saved)))
+        counts.append((len(region.storages), len(region.handles)))
         y.sum().backward()
     first, second, third = counts
     assert first[0] == first[1] and second == third  # all of them, while nothing is known
@@ -186,7 +186,7 @@ def test_memory_from_outside_alone_is_referred_to_once_that_is_known() -> None:
     block.cached = torch.ones(4)  # what is an attribute from now on may be saved in the place of what was made inside
     region = Region(block, FullPolicy(), "", None, True)
     region.forward((x,), {}, True)
-    assert len(region.storages) == len(region.saved)
+    assert len(region.storages) == len(region.handles)
 
 
 def test_another_number_of_saved_tensors_is_another_forward() -> None:
@@ -202,4 +202,4 @@ def test_another_number_of_saved_tensors_is_another_forward() -> None:
     for Grows.times in (1, 2, 2):
         region = Region(module, FullPolicy(), "", None, True)
         region.forward((x,), {}, True).sum().backward()
-    assert len(region.storages) == len(region.saved)  # not those that the shorter forward taught
+    assert len(region.storages) == len(region.handles)  # not those that the shorter forward taught

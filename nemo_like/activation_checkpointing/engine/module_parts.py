@@ -1,8 +1,8 @@
 """What there is to look at in the modules of a region, found once and looked up before every forward.
 
 A walk over a layer's modules and their attributes in Python costs more than a small layer's forward. So what they consist of
-is remembered as a `Snapshot`, and good for as long as all of it is the same: that is two long lists, of names and of
-objects, compared without a loop in Python. The walk is made again only where they differ.
+is remembered as a `Snapshot`, and good for as long as all of it is the same, which is compared without a loop in Python.
+The walk is made again only where something differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, call, eq, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,10 @@ _REGISTERS = frozenset(vars(nn.Module()))
 """nn.Module's own attributes; of the containers among them, those in `_TABLES` are looked at."""
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 _tables_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_TABLES)
+_LEADING = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The tables that are looked at even where they are empty. The others say more of some hook; `nn.Module`'s own forward does
+not look at them where there is none, and what only we look at has to be fetched from far away, region by region."""
+_leading_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_LEADING)
 _PLAIN = frozenset({
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type, frozenset,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
@@ -74,8 +78,8 @@ class Part:
     """What is to be looked at in one module, or in one configuration that modules share."""
 
     __slots__ = (
-        "buffers", "containers", "generators", "get_watched", "kinds", "modules", "name", "names", "own", "tuples",
-        "watched",
+        "buffers", "containers", "generators", "get_looked_at", "get_watched", "kinds", "modules", "name", "names", "own",
+        "tuples", "watched",
     )  # fmt: skip
 
     def __init__(self, own: dict[str, Any], name: str, is_module: bool) -> None:
@@ -89,6 +93,7 @@ class Part:
         self.watched = [name for name, kind in named if is_plain(kind) or _is_configuration(name, own[name])]
         """The attributes that a `Snapshot` may hold: others would live for longer, and their graphs."""
         self.get_watched = _getter(self.watched)
+        self.get_looked_at = _getter([*self.watched, *_LEADING]) if is_module else self.get_watched
         free = [(name, kind) for name, kind in named if name not in _REGISTERS]
         self.tuples = [name for name, kind in free if kind is tuple]
         self.containers = [name for name, kind in free if kind in _CONTAINERS]
@@ -144,20 +149,24 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_empty", "_filled", "_keys", "_lengths", "_modules", "_others", "_owns", "_tables", "_values",
-        "_whole", "counted", "parameters", "taken",
+        "_empty", "_entries", "_filled", "_filled_lengths", "_getters", "_keys", "_lengths", "_modules", "_others",
+        "_others_then", "_owns", "_tables", "_values", "counted", "parameters", "taken",
     )  # fmt: skip
 
     def __init__(self, parts: list[Part]) -> None:
         self._owns = [part.own for part in parts]
         self._lengths = list(map(len, self._owns))
+        self._getters = [part.get_looked_at for part in parts]
+        self._values = list(map(call, self._getters, self._owns))
         self._others = [part for part in parts if not part.is_watched_whole()]
-        self._whole = [part.own for part in parts if part.is_watched_whole()]
+        self._others_then = self._others_now()
         self._modules = [part.own for part in parts if part.modules is not None]
         self._tables = list(chain.from_iterable(map(_tables_of, self._modules)))
-        self._filled, self._empty = [t for t in self._tables if t], [t for t in self._tables if not t]
+        self._filled = [table for table in self._tables if table]
+        self._empty = [table for table in chain.from_iterable(map(_leading_of, self._modules)) if not table]
+        self._filled_lengths = list(map(len, self._filled))
         self._keys = list(chain.from_iterable(self._filled))
-        self._values = _values_of(self._whole), self._others_now(), _values_of(self._filled)
+        self._entries = list(chain.from_iterable(map(dict.values, self._filled)))
         self.taken = [part.take() for part in parts]
         present = {id(t): t for state in self.taken for t in state.parameters.values() if t is not None}
         self.parameters = [tensor for tensor in present.values() if tensor.is_leaf]
@@ -167,17 +176,12 @@ class Snapshot:
         """Those with a version to compare."""
 
     def _others_now(self) -> list[Any]:
-        """What is watched of the parts that have other attributes besides, and the types of all of theirs."""
-        return [(part.get_watched(part.own), list(map(type, part.own.values()))) for part in self._others]
+        """The types of all attributes of the parts that have some which are not watched."""
+        return [list(map(type, part.own.values())) for part in self._others]
 
     def has_same_attributes(self) -> bool:
         """Whether the parts have the same attributes, as far as these are watched, and as many."""
-        if list(map(len, self._owns)) != self._lengths or not self._has_same_values():
-            return False
-        try:
-            return not self._others or self._others_now() == self._values[1]
-        except KeyError:  # one was taken away, and another one put in
-            return False
+        return self._has_same_values() and (not self._others or self._others_now() == self._others_then)
 
     def is_untouched(self) -> bool:
         """Whether all is the same, and there is nothing but what is watched: the quick way to say that it holds."""
@@ -188,15 +192,20 @@ class Snapshot:
         return not any(self._empty) and self.has_same_attributes() and self._has_same_entries()
 
     def _has_same_values(self) -> bool:
+        # No long lists are made: writing them takes longer than reading what is in them.
+        if list(map(len, self._owns)) != self._lengths:
+            return False
         try:
-            return _values_of(self._whole) == self._values[0]
+            return all(map(eq, map(call, self._getters, self._owns), self._values))
+        except KeyError:  # one was taken away, and another one put in
+            return False
         except RuntimeError:  # a table was exchanged, and the tensors in both are compared
             return False
 
     def _has_same_entries(self) -> bool:
-        if list(chain.from_iterable(self._filled)) != self._keys:
+        if list(map(len, self._filled)) != self._filled_lengths or not all(map(eq, chain(*self._filled), self._keys)):
             return False
-        return all(map(is_, _values_of(self._filled), self._values[2]))
+        return all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._entries))
 
     def has_same_tables(self) -> bool:
         """Whether parameters, buffers, modules and hooks are still held by the dicts that `is_current` looks into."""
@@ -214,11 +223,7 @@ class Snapshot:
 
     def may_be_remembered(self) -> bool:
         """Whether nothing in it must go before the next forward: no graph, as what a functional call puts in has."""
-        return all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._values[2])
-
-
-def _values_of(tables: list[dict[Any, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, tables)))
+        return all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._entries)
 
 
 class Contents:

@@ -44,11 +44,18 @@ from nemo_like.tensors import tensors_in
 class _Handle:
     """What autograd keeps in the place of one tensor."""
 
-    # Without an `__init__`: one is made for every tensor that autograd saves. What is known of it is in `Region.saved`.
-    value: Tensor | None = None
-    replayed = 0
+    # One is made for every tensor that autograd saves, so `Region.pack` fills it in, without the frame of an `__init__`.
+    # And with slots: more objects than these would make Python's garbage collector look more often.
+    __slots__ = ("__weakref__", "dtype", "index", "replayed", "shape", "value", "version")
+    shape: torch.Size
+    """Of the tensor, as are `dtype` and `version`."""
+    dtype: torch.dtype
+    version: int
+    value: Tensor | None
+    """What the replay made in the place of the tensor."""
+    replayed: int
     """The version of `value` when the replay came to it."""
-    index = -1
+    index: int
     """Its number; where backward is cut in two."""
 
 
@@ -74,7 +81,7 @@ class Region:
     __slots__ = (
         "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
         "inputs", "kept", "kinds", "last", "lent", "lock", "looker", "made_inside", "name", "outside", "owner", "policy",
-        "position", "replay_mode", "saved", "split", "storages", "transfer", "unwaited", "verification", "watch_versions",
+        "position", "replay_mode", "split", "storages", "transfer", "unwaited", "verification", "watch_versions",
         "world",
     )  # fmt: skip
 
@@ -86,10 +93,9 @@ class Region:
         self.transfer = transfer or _synchronous
         self.early_stop = early_stop
         self.handles: list[ref[_Handle]] = []
-        self.saved: list[tuple[torch.Size, torch.dtype, int]] = []
-        """Of each handle: shape, dtype and version of its tensor"""
         self.storages = torch_compat.WeakStorages()
-        """... and its memory, if it may come from outside. Weakly: autograd alone decides how long that lives."""
+        """Of each handle: the memory of its tensor, if it may come from outside. Weakly: autograd alone decides how long
+        that lives."""
         self.outside: frozenset[int] | None = None
         """Which handles are for tensors from outside; None: not known"""
         self.made_inside: set[int] | None = None
@@ -170,11 +176,11 @@ class Region:
     @torch_compat.left_to_python
     def pack(self, tensor: Tensor) -> _Handle:
         handle = _Handle()
-        self.handles.append(ref(handle))
-        saved = self.saved
-        if self.outside is None or (self.outside and len(saved) in self.outside):
-            self.refer_to_memory(len(saved), tensor)
-        saved.append((tensor.shape, tensor.dtype, tensor._version))
+        handle.value, handle.shape, handle.dtype, handle.version = None, tensor.shape, tensor.dtype, tensor._version
+        handles = self.handles
+        if self.outside is None or (self.outside and len(handles) in self.outside):
+            self.refer_to_memory(len(handles), tensor)
+        handles.append(ref(handle))
         if self.verification is not None:
             self.verification.saved(tensor)
         return handle
@@ -233,11 +239,10 @@ class Region:
                     self.replay()
                 value = handle.value
             if value is None:
-                shape, dtype, _ = self.saved[[reference() for reference in self.handles].index(handle)]
                 raise RegionError(
-                    f"Region {self.name!r}: replay ended without a tensor of {dtype} and shape {tuple(shape)} that "
-                    "backward needs: fewer tensors were saved than in forward. Something in the region depends on "
-                    "state that changed since."
+                    f"Region {self.name!r}: replay ended without a tensor of {handle.dtype} and shape "
+                    f"{tuple(handle.shape)} that backward needs: fewer tensors were saved than in forward. Something in "
+                    "the region depends on state that changed since."
                 )
         if value._version != handle.replayed:
             raise RegionError(
@@ -403,12 +408,11 @@ class Region:
             return index
         handle = self.handles[index]()
         if handle is not None:
-            shape, dtype, version = self.saved[index]
-            if shape != tensor.shape or dtype != tensor.dtype or isinstance(tensor, Placeholder):
-                self.raise_wrong_tensor(index, tensor)
+            if handle.shape != tensor.shape or handle.dtype != tensor.dtype or isinstance(tensor, Placeholder):
+                self.raise_wrong_tensor(index, handle, tensor)
             now = tensor._version
-            if version != now and self.watch_versions:
-                self.check_same_version(index, tensor)
+            if handle.version != now and self.watch_versions:
+                self.check_same_version(index, handle, tensor)
             if self.made_inside is not None and not self.storages.is_of(index, tensor):
                 self.made_inside.add(index)
             if self.verification is not None:
@@ -438,21 +442,20 @@ class Region:
     def give_lent(self, number: int) -> Tensor:
         return self.lent[number].detach()
 
-    def check_same_version(self, index: int, tensor: Tensor) -> None:
+    def check_same_version(self, index: int, handle: _Handle, tensor: Tensor) -> None:
         """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
         # By storage and not by address, which another tensor may have been given since.
         if type(tensor) in PLAIN_TENSORS and (
             self.storages.is_of(index, tensor) or (self.world is not None and self.world.holds(tensor))
         ):
-            shape, _, version = self.saved[index]
             raise RegionError(
-                f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(shape)}, was changed "
-                f"in place between forward and backward (version {version}, now {tensor._version}): a parameter, "
+                f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed "
+                f"in place between forward and backward (version {handle.version}, now {tensor._version}): a parameter, "
                 "perhaps, that was updated before the backward of an earlier forward. Change it after backward."
             )
 
-    def raise_wrong_tensor(self, index: int, tensor: Tensor) -> None:
-        shape, dtype, _ = self.saved[index]
+    def raise_wrong_tensor(self, index: int, handle: _Handle, tensor: Tensor) -> None:
+        shape, dtype = handle.shape, handle.dtype
         if isinstance(tensor, Placeholder):
             raise RegionError(
                 f"Region {self.name!r}: the plan skips an operator, and backward needs what is made of it: autograd "
