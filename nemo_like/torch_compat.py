@@ -311,6 +311,7 @@ SWITCH_READERS: dict[str, Callable[[], Any]] = {
     "warn_only": _private(torch._C, "_get_deterministic_algorithms_warn_only")
     or torch.is_deterministic_algorithms_warn_only_enabled,
     "matmul_precision": _private(torch._C, "_get_float32_matmul_precision") or torch.get_float32_matmul_precision,
+    "mkldnn": _private(torch._C, "_get_mkldnn_enabled") or (lambda: _backends.mkldnn.enabled),
 }
 """What tells the state of torch's global switches: of SDPA's kernels, of deterministic algorithms, ..."""
 

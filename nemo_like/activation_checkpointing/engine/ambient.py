@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from nemo_like.activation_checkpointing.engine.context_variables import ContextVariables
 from nemo_like.activation_checkpointing.engine.cpu_random import CpuRandom, State
-from nemo_like.activation_checkpointing.engine.flags import put_back, switches_for
+from nemo_like.activation_checkpointing.engine.flags import put_back, read_switches, switches_for
 from nemo_like.activation_checkpointing.engine.generators import Generators
 from nemo_like.activation_checkpointing.engine.host_random import HostRandom
 from nemo_like.torch_compat import function_modes, sdp_priority, set_sdp_priority, without_function_modes
@@ -121,17 +121,15 @@ class Ambient:
     """
 
     __slots__ = (
-        "_cpu_rng", "_device", "_device_rng", "_extras", "_flags", "_host_random", "_state", "_switches", "generators",
-        "variables",
+        "_cpu_rng", "_device", "_device_rng", "_extras", "_flags", "_host_random", "_state", "generators", "variables",
     )  # fmt: skip
 
     def __init__(self, preserve_rng_state: bool = True) -> None:
         self._device = device = accelerator_type()
-        self._switches = switches_for(device)
-        self._flags = [read() for read, _ in self._switches]
+        self._flags = read_switches(device)
         self._state = _state(device)
         self.variables = ContextVariables()
-        self._extras = [restore for capture in _registered.values() if (restore := capture()) is not None]
+        self._extras = tuple([restore for capture in _registered.values() if (restore := capture()) is not None])
         self._cpu_rng: State | None = _cpu_random().now() if preserve_rng_state else None
         self._device_rng = torch.get_device_module(device).get_rng_state() if preserve_rng_state and device else None
         self._host_random: HostRandom | None = HostRandom() if preserve_rng_state else None
@@ -156,8 +154,8 @@ class Ambient:
         for restore in self._extras:
             stack.enter_context(restore())
         self._restore_rng(stack)
-        if [read() for read, _ in self._switches] != self._flags:
-            put_back(self._switches, self._flags, stack)
+        if read_switches(self._device) != self._flags:
+            put_back(switches_for(self._device), self._flags, stack)
         now = _state(self._device)
         # Autocast is entered even where nothing differs: backward may run outside every autocast region, and then the
         # cache of cast weights must be emptied again at the end.

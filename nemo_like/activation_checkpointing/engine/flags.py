@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from operator import call
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ _ALWAYS: list[Switch] = [
         (SWITCH_READERS["matmul_precision"], torch.set_float32_matmul_precision),
         [_backends.cuda.matmul, getattr(_backends.mkldnn, "matmul", _backends.cuda.matmul)],
     ),
-    *_attributes(_backends.mkldnn, "enabled"),
+    (SWITCH_READERS["mkldnn"], lambda value: setattr(_backends.mkldnn, "enabled", value)),
 ]
 _ON_CUDA: list[Switch] = [
     *_attributes(_backends.cudnn, "enabled", "benchmark", "deterministic"),
@@ -77,9 +78,18 @@ _ON_CUDA: list[Switch] = [
 _ON_CPU_AND_CUDA = _ALWAYS + _ON_CUDA
 
 
+_READ_ALWAYS = [read for read, _ in _ALWAYS]
+_READ_ON_CPU_AND_CUDA = [read for read, _ in _ON_CPU_AND_CUDA]
+
+
 def switches_for(device: str | None) -> list[Switch]:
     """Those that exist; those of CUDA's libraries only where `device` is ``"cuda"``."""
     return _ON_CPU_AND_CUDA if device == "cuda" else _ALWAYS
+
+
+def read_switches(device: str | None) -> list[Any]:
+    """What each of `switches_for` reads."""
+    return list(map(call, _READ_ON_CPU_AND_CUDA if device == "cuda" else _READ_ALWAYS))
 
 
 def put_back(switches: list[Switch], wanted: list[Any], stack: ExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ class _Place:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+_place = functools.cache(_Place)
 
 
 class SavedInputs:
@@ -59,7 +63,7 @@ class SavedInputs:
             return value
         self._saved.append(save_tensor(value))
         self._originals.append(value)
-        return _Place(len(self._saved) - 1)
+        return _place(len(self._saved) - 1)
 
     def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
         """The operator `func` is about to write: keep a copy of the input that it writes into.
@@ -78,7 +82,7 @@ class SavedInputs:
 
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'."""
-        self._originals = []
+        self._originals.clear()
 
     def get(self, region: str) -> tuple[list[Any], dict[str, Any]]:
         """The arguments again; raises RegionError if a tensor among them was changed in place."""

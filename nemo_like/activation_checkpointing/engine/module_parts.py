@@ -34,7 +34,9 @@ _REGISTERS = frozenset(vars(nn.Module()))
 """nn.Module's own attributes; of the containers among them, those in `_TABLES` are looked at."""
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 _tables_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_TABLES)
-_LEADING = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LEADING = (
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 """The tables that are looked at even where they are empty. The others say more of some hook; `nn.Module`'s own forward does
 not look at them where there is none, and what only we look at has to be fetched from far away, region by region."""
 _leading_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_LEADING)
