@@ -7,6 +7,7 @@ import importlib
 import logging
 import operator
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -751,3 +752,33 @@ def test_a_pipeline_stage_opens_no_connection_to_its_own_rank(monkeypatch):
     assert [op.group_peer for op in getattr(stage, name)()] == [0, 2]
     monkeypatch.delattr(base, name)  # as a later torch may
     assert getattr(stage, name)() == []
+
+
+WITHOUT_READERS = """
+import torch
+
+NAMES = ["_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
+         "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only", "_get_float32_matmul_precision",
+         "_get_mkldnn_enabled"]
+there = {name: getattr(torch._C, name) for name in NAMES if hasattr(torch._C, name)}
+for name in there:
+    delattr(torch._C, name)
+from nemo_like.torch_compat import SWITCH_READERS
+for name, function in there.items():
+    setattr(torch._C, name, function)  # torch's own functions ask them
+
+assert len(there) == len(SWITCH_READERS) and not set(there.values()) & set(SWITCH_READERS.values())
+before = {kind: read() for kind, read in SWITCH_READERS.items()}
+for kind in ("flash", "mem_efficient", "math", "cudnn"):
+    getattr(torch.backends.cuda, f"enable_{kind}_sdp")(not before[kind])
+torch.use_deterministic_algorithms(not before["deterministic"], warn_only=not before["warn_only"])
+torch.set_float32_matmul_precision("medium")
+torch.backends.mkldnn.enabled = not before["mkldnn"]
+now = {kind: read() for kind, read in SWITCH_READERS.items()}
+assert now.pop("matmul_precision") == "medium" != before.pop("matmul_precision")
+assert now == {kind: not value for kind, value in before.items()}, (before, now)
+"""
+
+
+def test_switches_are_read_by_torchs_public_functions_without_the_names():
+    subprocess.run([sys.executable, "-c", WITHOUT_READERS], check=True, timeout=120)

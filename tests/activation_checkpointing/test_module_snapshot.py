@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -203,3 +204,39 @@ def test_another_number_of_saved_tensors_is_another_forward() -> None:
         region = Region(module, FullPolicy(), "", None, True)
         region.forward((x,), {}, True).sum().backward()
     assert len(region.storages) == len(region.handles)  # not those that the shorter forward taught
+
+
+class Sines(nn.Module):
+    """Has autograd save one tensor for each of `count` operators."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.count):
+            x = x.sin()
+        return x
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective"])
+def test_a_saved_tensor_costs_the_garbage_collector_three_objects(policy: Any) -> None:
+    """A handle, the reference to it, a shape. With more, Python's collector would run in every step of a few layers."""
+    x = torch.ones(3, requires_grad=True)
+
+    def objects(count: int) -> int:
+        layer = Sines(count)
+        for _ in range(2):
+            run_region(layer, (x,), {}, policy=policy).sum().backward()
+        gc.collect()
+        gc.disable()
+        try:
+            before = {id(item) for item in gc.get_objects()}
+            out = run_region(layer, (x,), {}, policy=policy)  # and what it holds
+            found = sum(id(item) not in before for item in gc.get_objects())
+            del out
+            return found
+        finally:
+            gc.enable()
+
+    assert objects(60) - objects(20) == 3 * 40
