@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,7 @@ from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
-from nemo_like.module_tree import bare, bare_modules
+from nemo_like.module_tree import bare
 from nemo_like.options import (
     FSDP2,
     ChunkedLoss,
@@ -40,8 +40,7 @@ from nemo_like.options import (
     StepSpec,
     parse_bytes,
 )
-from nemo_like.options.allocator import AllocatorConfig
-from nemo_like.planning import solver
+from nemo_like.planning import solver, within_budget
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
 from nemo_like.planning.capture import trace_model
@@ -50,13 +49,14 @@ from nemo_like.planning.devices import Device, calibrated, device_at_hand, resol
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
-from nemo_like.planning.last_within import last_within
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
-from nemo_like.planning.plan import BudgetError, LayerPlan, Plan, gib, layer_signature
+from nemo_like.planning.plan import BudgetError, Plan
+from nemo_like.planning.plan_of_choices import plan_of
+from nemo_like.planning.planned_setup import Setup
 from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.sharding import (
     ParameterForms,
@@ -78,46 +78,6 @@ HOST_MEMORY = 64 << 30
 """Host bytes per rank for what plans keep there, where nobody says: a quarter of a node's 2 TiB for eight GPUs."""
 RNG_STATE = torch.get_rng_state().numel()
 """Bytes of the state of the CPU's generator."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a step runs with, besides the model."""
-
-    shard_ranks: int = 1
-    """Ranks that FSDP2 shards parameters over (``dp_shard`` x ``cp``); 1: none."""
-    replicas: int = 1
-    """Copies of what these share (``dp_replicate``): several reduce gradients by FSDP2 also where nothing is sharded."""
-    step: StepSpec = field(default_factory=StepSpec)
-    """How the loop goes through a step."""
-    precision: Precision = field(default_factory=Precision)
-    fsdp: FSDP2 | None = field(default_factory=FSDP2)
-    """None: the model stays whole, and computes under autocast where `precision` lowers its dtype."""
-    ddp: bool = False
-    """`DistributedDataParallel` averages gradients, in buckets that stay."""
-    tp: int = 1
-    """Tensor-parallel ranks (see `nemo_like.planning.tensor_twin`)."""
-    tp_plan: Mapping[str, Any] | None = None
-    """Which weights they split, where the caller says."""
-    sequence_parallel: bool = False
-    """Between attention and MLP each of them has its part of the sequence."""
-    loss_parallel: bool = False
-    """Each of them has its part of the logits, by vocabulary, and the loss is computed of that."""
-    ep: int = 1
-    """Ranks that each layer's experts are split over."""
-    expert_plan: Mapping[str, str] | None = None
-    """Which modules hold experts, where the caller says."""
-    imbalance: float | None = None
-    """Rows of the fullest rank's experts, as a multiple of those of a balanced router; None:
-    `nemo_like.planning.expert_twin.IMBALANCE`, and at most `ep`."""
-    cp: ContextParallel = field(default_factory=ContextParallel)
-    """How sequences are split: the sample has whole ones, the plan is of one rank's part."""
-    offload: OffloadConfig = field(default_factory=lambda: OffloadConfig("none"))
-    """What waits in host memory between forward and backward."""
-    loss: ChunkedLoss | None = None
-    """The chunks that the model's loss is computed in; None: as the model does."""
-    allocator: AllocatorConfig = field(default_factory=AllocatorConfig)
-    """The settings of CUDA's caching allocator, which decide what it reserves."""
 
 
 class Planner:
@@ -475,7 +435,7 @@ class Planner:
         around them, copies that nothing hides, and the optimizer. No communication, no overhead of launches."""
         calls = [self.problems[call.kind] for call in self.traced.calls]
         layers = sum(p.forward_seconds * (3 if p.trace.saves_something else 1) for p in calls)
-        extra = sum(c.replay_seconds for c in choices) + sum(self._exposed(choices)) + self.outer().seconds
+        extra = sum(c.replay_seconds for c in choices) + sum(self.exposed(choices)) + self.outer().seconds
         step = self.setup.step
         return step.microbatches * (layers + extra + self._weight_copies()) + update_seconds(
             self.sharding, step.optimizer, self.device
@@ -495,7 +455,7 @@ class Planner:
         around = [unit for unit in (self.sharding.tail, self.sharding.root) if unit is not None]
         return waits + sum(unit.host_shard + unit.host_grad for unit in around) / link
 
-    def _exposed(self, choices: Sequence[Choice]) -> list[float]:
+    def exposed(self, choices: Sequence[Choice]) -> list[float]:
         """Of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""
         return [
             exposed_seconds(moved, self.problems[call.kind].forward_seconds, self.device)
@@ -619,81 +579,8 @@ class Planner:
         return self.proved_all(stack.assignment(mix)), stack.gap(mix)
 
     def fastest(self, budget: MemoryBudget, asked: str = "") -> tuple[Stack, solver.Mix]:
-        """The mix of choices with the least replay within `budget`, and the stack that it is of; not run by the engine yet.
-
-        Raises:
-            BudgetError: none fits.
-        """
-        limit, stack = self._limit(budget), self.stack
-        bytes_of = self._held_of if budget.fraction is not None else self._peak_of
-
-        def last_that_fits(among: Stack, mixes: Sequence[solver.Mix]) -> int:
-            """Both what is held and the peak grow from mix to mix. -1: none does."""
-            return last_within(limit, lambda at: bytes_of(among, mixes[at]), [mix.bytes for mix in mixes])
-
-        mixes = stack.mixes
-        best = len(mixes) - 1 if bytes_of(stack, mixes[-1]) <= limit else last_that_fits(stack, mixes[:-1])
-        if best < 0:
-            raise self._too_small(budget, limit, asked)
-        mix = mixes[best]
-        if best + 1 < len(mixes):
-            finer = stack.finer(mix, self.problems, skip=self.skip, host=self.host)
-            between = [m for m in finer.mixes if m.bytes < mixes[best + 1].bytes and m.cost < mix.cost]
-            if (found := last_that_fits(finer, between)) >= 0:
-                stack, mix = finer, between[found]
-        return stack, mix
-
-    def _limit(self, budget: MemoryBudget) -> int:
-        """The bytes that a fraction allows the layers to hold, or that a step may peak at."""
-        if budget.fraction is not None:
-            return int(budget.fraction * self.held(self.uniform("none")))
-        share = budget.device_share or 0.0
-        return int(self.device.memory_bytes * share) if budget.peak_bytes is None else budget.peak_bytes
-
-    def _held_of(self, stack: Stack, mix: solver.Mix) -> int:
-        return mix.bytes + self.traced.shared_bytes
-
-    def _peak_of(self, stack: Stack, mix: solver.Mix) -> int:
-        return self.peak(self.proved_all(stack.assignment(mix))).total
-
-    def _too_small(self, budget: MemoryBudget, limit: int, asked: str) -> BudgetError:
-        stack = self.stack
-        if budget.fraction is not None:
-            least, none = self._held_of(stack, stack.mixes[0]), self.held(self.uniform("none"))
-            kept = "the layers' inputs" + (" and what says which rows go to which expert" if self.setup.ep > 1 else "")
-            return BudgetError(
-                f"Budget {asked!r} allows {gib(limit)} of activations, and {kept} alone take {gib(least)} "
-                f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
-                "use a smaller batch or sequence.",
-                least,
-            )
-        peak = self.peak(self.proved_all(stack.assignment(stack.mixes[0])))
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
-        return BudgetError(
-            f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
-            f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
-            f"to shard over (now {self.setup.shard_ranks})"
-            + self._offload_would_save(stack, peak)
-            + self._chunks_would_save(stack, peak)
-            + ".",
-            peak.total,
-        )
-
-    def _offload_would_save(self, stack: Stack, peak: Peak) -> str:
-        """The same for host memory; nothing where it would not lower the least peak."""
-        if self.host or self.setup.offload.mode != "none":
-            return ""
-        other = copy.copy(self)
-        other.setup = replace(self.setup, offload=OffloadConfig("boundary"))
-        saved = peak.total - other.peak(self.proved_all(stack.assignment(stack.mixes[0]))).total
-        return f", host offload (offload='boundary': {gib(saved)} less)" if saved > 0 else ""
-
-    def _chunks_would_save(self, stack: Stack, peak: Peak) -> str:
-        """The end of a sentence of ways out."""
-        chunks = None if self.setup.loss is not None else self.with_chunks(ChunkedLoss())
-        least = self.proved_all(stack.assignment(stack.mixes[0]))
-        saved = 0 if chunks is None else peak.total - chunks.peak(least).total
-        return f", or a chunked loss (loss='chunked': {gib(saved)} less)" if saved > 0 else ""
+        """`within_budget.fastest`: not run by the engine yet."""
+        return within_budget.fastest(self, budget, asked)
 
     def held(self, choices: Sequence[Choice]) -> int:
         """Bytes that all layers hold at the end of forward, with what they share."""
@@ -703,54 +590,8 @@ class Planner:
         return [self.proved(call.kind, choice) for call, choice in zip(self.traced.calls, choices)]
 
     def describe(self, choices: Sequence[Choice], asked: str, gap: float = 0.0) -> Plan:
-        """Choices for all calls as a `Plan`."""
-        peak = self.peak(choices)
-        layers: dict[str, LayerPlan] = {}
-        modules = {name: bare(module) for name, module in bare_modules(self.whole)}
-        exposed = self._exposed(choices)
-        for call, choice, moved, waits in zip(self.traced.calls, choices, self.moved(choices), exposed):
-            problem = self.problems[call.kind]
-            before = layers.get(call.fqn)
-            if before is not None and not problem.trace.saves_something:
-                continue  # a call without gradients: what the layer keeps is decided by its others
-            if before is not None and not before.none_bytes:
-                before = None  # and this is the first of those
-            times = 1 if before is None else before.replay_flops // max(1, choice.replay_flops) + 1
-            rows: Mapping[str, Sequence[str]] | None = None
-            if choice.decisions:
-                rows = {} if choice.is_full else problem.rows(choice, one_attention=True)
-            layers[call.fqn] = LayerPlan(
-                call.fqn, layer_signature(modules[call.fqn]), choice.label, (choice.held_bytes - moved) * times,
-                (choice.host_bytes + moved) * times, problem.trace.none_bytes * times, choice.replay_flops * times,
-                (choice.replay_seconds + waits) * times, rows,
-            )  # fmt: skip
-        calls = [self.problems[call.kind] for call in self.traced.calls]
-        reserved = self.reserved(choices)
-        return Plan(
-            model=type(self.whole).__name__,
-            device=self.device.name,
-            traced_for=self.device.kind,
-            budget=asked,
-            layers=tuple(layers.values()),
-            held_bytes=self.held(choices) - sum(self.moved(choices)),
-            none_bytes=self.held(self.uniform("none")),
-            full_bytes=self.held(self.uniform("full")),
-            forward_flops=sum(p.trace.flops for p in calls),
-            forward_seconds=sum(p.forward_seconds for p in calls),
-            replay_flops=sum(c.replay_flops for c in choices),
-            replay_seconds=sum(c.replay_seconds for c in choices) + sum(exposed),
-            step_seconds=self.step_seconds(choices),
-            gap_seconds=gap,
-            peak=peak.parts,
-            peak_at=peak.at,
-            step=self._step(),
-            reserved_bytes=None if reserved is None else reserved.reserved,
-        )
-
-    def _step(self) -> dict[str, Any]:
-        """`Plan.step`."""
-        said = {k: v for k, v in asdict(self.setup.step).items() if k != "loss_fn"}
-        return said | {"loss": "model" if self.outer().own_loss else "loop", "sample": self.sample}
+        """Choices for all calls as a `Plan`; see `plan_of_choices.plan_of`."""
+        return plan_of(self, choices, asked, gap)
 
 
 def plan_for(

@@ -1,0 +1,102 @@
+"""Which mix of choices is the fastest within a budget; and where none fits, the least and what would lower it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
+from nemo_like.planning import solver
+from nemo_like.planning.last_within import last_within
+from nemo_like.planning.peak import Peak
+from nemo_like.planning.plan import BudgetError, gib
+from nemo_like.planning.stack import Stack
+
+if TYPE_CHECKING:
+    from nemo_like.planning.planner import Planner
+
+
+def fastest(planner: Planner, budget: MemoryBudget, asked: str = "") -> tuple[Stack, solver.Mix]:
+    """The mix of choices with the least replay within `budget`, and the stack that it is of; not run by the engine yet.
+
+    Raises:
+        BudgetError: none fits.
+    """
+    limit, stack = _limit(planner, budget), planner.stack
+    bytes_of = _held_of if budget.fraction is not None else _peak_of
+
+    def last_that_fits(among: Stack, mixes: Sequence[solver.Mix]) -> int:
+        """Both what is held and the peak grow from mix to mix. -1: none does."""
+        return last_within(limit, lambda at: bytes_of(planner, among, mixes[at]), [mix.bytes for mix in mixes])
+
+    mixes = stack.mixes
+    best = len(mixes) - 1 if bytes_of(planner, stack, mixes[-1]) <= limit else last_that_fits(stack, mixes[:-1])
+    if best < 0:
+        raise _too_small(planner, budget, limit, asked)
+    mix = mixes[best]
+    if best + 1 < len(mixes):
+        finer = stack.finer(mix, planner.problems, skip=planner.skip, host=planner.host)
+        between = [m for m in finer.mixes if m.bytes < mixes[best + 1].bytes and m.cost < mix.cost]
+        if (found := last_that_fits(finer, between)) >= 0:
+            stack, mix = finer, between[found]
+    return stack, mix
+
+
+def _limit(planner: Planner, budget: MemoryBudget) -> int:
+    """The bytes that a fraction allows the layers to hold, or that a step may peak at."""
+    if budget.fraction is not None:
+        return int(budget.fraction * planner.held(planner.uniform("none")))
+    share = budget.device_share or 0.0
+    return int(planner.device.memory_bytes * share) if budget.peak_bytes is None else budget.peak_bytes
+
+
+def _held_of(planner: Planner, stack: Stack, mix: solver.Mix) -> int:
+    return mix.bytes + planner.traced.shared_bytes
+
+
+def _peak_of(planner: Planner, stack: Stack, mix: solver.Mix) -> int:
+    return planner.peak(planner.proved_all(stack.assignment(mix))).total
+
+
+def _too_small(planner: Planner, budget: MemoryBudget, limit: int, asked: str) -> BudgetError:
+    stack = planner.stack
+    if budget.fraction is not None:
+        least, none = _held_of(planner, stack, stack.mixes[0]), planner.held(planner.uniform("none"))
+        kept = "the layers' inputs" + (" and what says which rows go to which expert" if planner.setup.ep > 1 else "")
+        return BudgetError(
+            f"Budget {asked!r} allows {gib(limit)} of activations, and {kept} alone take {gib(least)} "
+            f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
+            "use a smaller batch or sequence.",
+            least,
+        )
+    peak = planner.peak(planner.proved_all(stack.assignment(stack.mixes[0])))
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
+    return BudgetError(
+        f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
+        f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
+        f"to shard over (now {planner.setup.shard_ranks})"
+        + _offload_would_save(planner, stack, peak)
+        + _chunks_would_save(planner, stack, peak)
+        + ".",
+        peak.total,
+    )
+
+
+def _offload_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
+    """The same for host memory; nothing where it would not lower the least peak."""
+    if planner.host or planner.setup.offload.mode != "none":
+        return ""
+    other = copy.copy(planner)
+    other.setup = replace(planner.setup, offload=OffloadConfig("boundary"))
+    saved = peak.total - other.peak(planner.proved_all(stack.assignment(stack.mixes[0]))).total
+    return f", host offload (offload='boundary': {gib(saved)} less)" if saved > 0 else ""
+
+
+def _chunks_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
+    """The end of a sentence of ways out."""
+    chunks = None if planner.setup.loss is not None else planner.with_chunks(ChunkedLoss())
+    least = planner.proved_all(stack.assignment(stack.mixes[0]))
+    saved = 0 if chunks is None else peak.total - chunks.peak(least).total
+    return f", or a chunked loss (loss='chunked': {gib(saved)} less)" if saved > 0 else ""
