@@ -70,7 +70,7 @@ def _check(command, pasted, losses, asked):
     if "reshard_after_forward" in asked:
         assert "--reshard-after-forward no" in command and command.endswith("--cpu-offload")
     if "plan" in asked.values():
-        assert re.search(r"--ac [\d.]+[MG]iB", command)
+        assert re.search(r"--ac [\d.]+[KMG]iB", command)
 
 
 def _inputs(folder):

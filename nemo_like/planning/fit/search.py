@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nemo_like.options.words import parse_bytes
 from nemo_like.planning.fit.accounts import account_of
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Layout
@@ -496,7 +497,7 @@ class Search:
         with quietly():
             account = account_of(shape, layout, variant, resolved.choices, resolved.seconds)
             if ac == "plan":
-                ac = budget_word(resolved.budget)
+                ac = budget_word(resolved.budget, resolved.peak.total)
                 plan = shape.plan(layout, variant, resolved.choices, ac)
         return Candidate(
             layout=layout, ac=ac, loss=variant.loss, offload=variant.offload, reshard_after_forward=variant.reshard,
@@ -529,15 +530,15 @@ def _like_weights(one: ShapeKey, other: ShapeKey) -> bool:
     return same and one.ep <= other.ep and (one.tp == 1 or (one.ep > 1) == (other.ep > 1))
 
 
-def budget_word(size: int) -> str:
-    """A limit as one writes it after ``ac=``, rounded down: in tenths of a GiB where it has one, else in MiB, KiB or bytes.
+def budget_word(size: int, peak: int) -> str:
+    """A limit as one writes it after ``ac=``, rounded down as far as the plan that was made for it allows, by its `peak`: to
+    tenths of a GiB, to MiB, KiB or bytes.
 
-    >>> budget_word(72 << 30), budget_word(3 << 20), budget_word(100)
-    ('72.0GiB', '3MiB', '100B')
+    >>> budget_word((72 << 30) - 4096, 70 << 30), budget_word((3 << 20) - 4096, 5 << 19), budget_word(100, 90)
+    ('71.9GiB', '3068KiB', '100B')
     """
-    if size >= 1 << 30:
-        return f"{size * 10 // (1 << 30) / 10:.1f}GiB"
-    return f"{size >> 20}MiB" if size >= 1 << 20 else f"{size}B"
+    words = f"{size * 10 // (1 << 30) / 10:.1f}GiB", f"{size >> 20}MiB", f"{size >> 10}KiB"
+    return next((word for word in words if parse_bytes(word) >= max(peak, 1)), f"{size}B")
 
 
 @contextmanager
