@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
 from nemo_like.log import forget_announcements
-from nemo_like.recipes import pretrain
+from nemo_like.models import resolve_model
+from nemo_like.planning.devices import Device, resolve_device
+from nemo_like.recipes import fitted, pretrain
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.finetune_options import FinetuneOptions
 from nemo_like.recipes.finetuner import FineTuner
@@ -89,6 +93,95 @@ def test_ranks_agree_on_what_fits_and_a_resumed_run_keeps_it(tmp_path: Path) -> 
         torch.tensor(one["losses"] + one["resumed"][1]), torch.tensor(one["plain"]), rtol=1e-5, atol=0
     )
     assert not one["other"]["kept"] and one["other"]["predicted"]["limit_bytes"] == 1 << 30
+
+
+def _small_gpu(kind: str) -> Device:
+    """A GPU whose name alone is at hand: its allocator takes at least 2 MiB, what `cpu_offload` does without."""
+    return replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0)
+
+
+def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    free = {"fit": "ac,cpu_offload", "fit_memory": "2MiB", "grad_accum": 2}
+    asked = _job(Path(folder)) | free
+    own = asked | {"fit": "no", "fit_memory": None, "checkpoint_dir": None, "steps": 6}
+    with joined(Options(**asked)) as ranks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitted, "device_at_hand", _small_gpu)
+        job = Trainer(Options(**asked), ranks)
+        found["first"], found["words"] = vars(job.fitted), job.fitted.words()
+        job.run()
+        found["on"] = {str(p.to_local().device) for p in job.model.parameters()}, hasattr(job.model, CPU_OFFLOAD_MARK)
+        resumed = Trainer(Options(**asked | {"steps": 6, "resume": "must"}), ranks)
+        resumed.run()
+        found["kept"], found["losses"] = vars(resumed.fitted), job.log.losses + resumed.log.losses
+        more = Trainer(Options(**asked | {"steps": 6, "resume": "must", "fit_memory": "1GiB"}), ranks)
+        found["more"] = vars(more.fitted)
+        patch.setattr(fitted, "host_bytes", lambda: 1 << (9 if rank else 40))
+        found["refused"] = []
+        for changed in ({"checkpoint_dir": None}, {"resume": "must"}):
+            with pytest.raises(ValueError) as refused:
+                Trainer(Options(**asked | changed), ranks)
+            found["refused"].append(str(refused.value))
+        enough = Trainer(Options(**asked | {"checkpoint_dir": None, "fit_host_memory": "1GiB"}), ranks)
+        found["enough"] = vars(enough.fitted)
+        plain = Trainer(Options(**own), ranks)
+        plain.run()
+        found["plain"] = plain.log.losses
+        patch.undo()
+        pinned = asked | {"fit": "ac", "cpu_offload": True, "fit_memory": "1MiB", "checkpoint_dir": None}
+        here = Trainer(Options(**pinned), ranks)
+        here.run()
+        found["pinned"] = vars(here.fitted), here.log.losses, _peak(here)
+    return found
+
+
+def test_state_goes_to_the_host_where_that_alone_fits_and_trains_the_same(tmp_path: Path) -> None:
+    one, two = run_ranks(2, _run_on_host, str(tmp_path), init_group=False, timeout=280)
+    assert one == two, "both ranks have the same"
+    chosen = one["first"]
+    assert chosen["options"]["cpu_offload"] is True and set(chosen["options"]) == {"ac", "cpu_offload"}
+    assert one["words"].startswith("--fit chose --ac ") and " --cpu-offload: predicted peak " in one["words"]
+    assert one["on"] == ({"cpu"}, True)
+    assert one["kept"] == chosen | {"kept": True}
+    assert len(one["losses"]) == 6 and one["losses"] == one["plain"]
+    # With more memory on the device it stays there; what the host has counts, on the rank with the least.
+    assert one["more"]["options"]["cpu_offload"] is False and not one["more"]["kept"]
+    assert all("Nothing fits in 2.00MiB" in words for words in one["refused"]) and len(one["refused"]) == 2
+    assert one["enough"]["options"] == chosen["options"] and one["enough"]["asked"]["host_memory"] == "1GiB"
+    there, losses, peak = one["pinned"]
+    assert "cpu_offload" not in there["options"] and losses == one["plain"][:4]
+    assert peak == pytest.approx(there["predicted"]["peak_bytes"], rel=0.01) and peak < 1 << 20
+
+
+def test_adapters_train_with_state_on_the_host_as_fitted(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    make_model(tmp_path / "model")
+    write_lines(tmp_path / "data.jsonl", questions())
+    one, two = run_ranks(2, _tune_on_host, str(tmp_path), init_group=False, timeout=280)
+    assert one == two
+    assert all(chosen["options"]["cpu_offload"] for chosen, _ in one["fitted"])
+    for _, losses in one["fitted"]:
+        assert losses == one["plain"]
+
+
+def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    options: dict[str, Any] = dict(
+        model=f"{folder}/model", data=f"{folder}/data.jsonl", lora=True, steps=4, batch_size=8, eval_samples=0,
+        device="cpu", plain=True, precision="float32", log_every=1, sync_save=True, save_every=2,
+    )  # fmt: skip
+    free = options | {"fit": "ac,cpu_offload", "fit_memory": "2MiB", "output": f"{folder}/out"}
+    found: dict[str, Any] = {"fitted": []}
+    with joined(FinetuneOptions(**options)) as ranks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitted, "device_at_hand", _small_gpu)
+        first = FineTuner(FinetuneOptions(**free | {"steps": 2}), ranks)
+        first.run()
+        resumed = FineTuner(FinetuneOptions(**free | {"resume": "must"}), ranks)
+        resumed.run()
+        plain = FineTuner(FinetuneOptions(**options | {"output": f"{folder}/plain"}), ranks)
+        plain.run()
+        found["fitted"].append((vars(resumed.fitted), first.log.losses + resumed.log.losses))
+        found["plain"] = plain.log.losses
+    return found
 
 
 def test_fine_tuning_fits_its_longest_rows_and_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +263,10 @@ def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
     job = _job(tmp_path)
     line = [f"--{name.replace('_', '-')}={value}" for name, value in job.items() if not isinstance(value, bool)]
     options = parse_options([*line, "--fit", "--ac", "full", "--tp", "1"])
-    assert set(options.free) == set(Options().searched) - {"ac", "tp"}
+    assert set(options.free) == set(Options().searched) - {"ac", "tp"} and "cpu_offload" in options.free
+    for said in ("--cpu-offload", "--no-cpu-offload"):
+        given = parse_options([*line, "--fit", said])
+        assert "cpu_offload" not in given.free and given.cpu_offload is (said == "--cpu-offload")
     assert (
         pretrain.main([*line, "--plain", "--fit", "--fit-memory", "200KiB", "--loss", "chunked", "--ac", "full"]) == 2
     )
@@ -188,11 +284,30 @@ def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
         ({"fit": "loss", "ac": "50%"}, "--ac is '50%', with which --fit"),
         ({"fit_memory": "1GiB"}, "without --fit nothing reads it"),
         ({"fit": "all", "fit_memory": "much"}, "much"),
+        ({"fit_host_memory": "1GiB"}, "--fit-host-memory is '1GiB', and without --fit nothing reads it"),
+        ({"fit": "all", "fit_host_memory": "-1"}, "-1"),
     ],
 )
 def test_what_fit_cannot_do_is_refused(asked: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options(**asked)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "device", "message"),
+    [
+        (1, "h100-80gb", "--cpu-offload beside --fit, and one rank was started.*Start more ranks, or leave"),
+        (2, "rtx-4090", "--cpu-offload beside --fit.*beside rtx-4090 is not known.*Leave one of the two out"),
+    ],
+)
+def test_state_on_the_host_is_refused_where_it_cannot_be_or_nobody_knows_its_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, device: str, message: str
+) -> None:
+    monkeypatch.setattr(fitted, "device_at_hand", lambda kind: resolve_device(device))
+    options = Options(**_job(tmp_path) | {"fit": "ac", "cpu_offload": True})
+    model = resolve_model(options.model).build("meta")
+    with pytest.raises(ValueError, match=message):
+        fitted.choose(options, replace(ALONE, world_size=world_size), model, 64)
 
 
 def test_fit_is_refused_beside_float8_which_is_not_planned() -> None:

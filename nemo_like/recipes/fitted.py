@@ -18,11 +18,12 @@ from torch import nn
 from nemo_like.distributed.launch import local_world_size
 from nemo_like.json_file import write_json
 from nemo_like.log import say_once
-from nemo_like.options import MemoryBudget, normalise, parse_ac
+from nemo_like.options import MemoryBudget, normalise, parse_ac, parse_bytes
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.fit import Candidate, FitReport, fit
 from nemo_like.planning.plan import FORMAT, Plan, gib, layer_signature
 from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.host_memory import host_bytes
 from nemo_like.recipes.run_options import RESHARD, RunOptions, flag
 
 FILE = "fit.json"
@@ -42,7 +43,8 @@ class Fitted:
     """Where ``ac`` is a budget: `Plan.as_json` of what each layer keeps."""
     predicted: Mapping[str, Any]
     """``peak_bytes`` of a rank and the ``limit_bytes`` for it, ``reserved_bytes`` or None, ``step_seconds``,
-    ``tokens_per_second_per_gpu``, ``mfu``, ``rows`` and ``width`` of the largest microbatch, and whose ``rates``."""
+    ``tokens_per_second_per_gpu``, ``mfu``, ``rows`` and ``width`` of the largest microbatch, whose ``rates``, and
+    ``host_bytes`` that a rank has in host memory."""
     kept: bool = False
     """Read from an earlier run's file."""
 
@@ -53,7 +55,7 @@ class Fitted:
     def words(self) -> str:
         """For people, in one line."""
         said = self.predicted
-        chosen = " ".join(f"{flag(name)} {value}" for name, value in self.options.items())
+        chosen = " ".join(_said(name, value) for name, value in self.options.items())
         return (
             f"--fit {'keeps' if self.kept else 'chose'} {chosen or 'nothing'}: predicted peak "
             f"{gib(said['peak_bytes'])} of {gib(said['limit_bytes'])} on each rank, for microbatches "
@@ -71,6 +73,7 @@ class Fitted:
         """What `save` wrote; None where that cannot be read any more."""
         try:
             body = json.loads(text)
+            body["predicted"]["host_bytes"]  # what else is read may be anything
             return cls(**{k: v for k, v in body.items() if k != "format"}) if body["format"] == FORMAT else None
         except (ValueError, KeyError, TypeError):
             return None
@@ -94,27 +97,60 @@ def choose(options: RunOptions, ranks: Ranks, model: nn.Module, width: int) -> t
             f"those of --compile {options.compile} are not known, and may be above: leave room with --fit-memory."
         )
     device = replace(device_at_hand(ranks.device.type), gpus_per_host=local_world_size())
+    _check_state_on_host(options, ranks, device)
     asked = _asked(options, ranks, model, width, device)
-    found = _kept(options, ranks, asked)
+    host = _host_memory(options, ranks)
+    found = _kept(options, ranks, asked, host)
     if found is None:
-        best, report = _best(options, ranks, model, width, device)
+        best, report = _best(options, ranks, model, width, device, host)
         found = _fitted(options, asked, best, report, device)
     changed = replace(options, **found.options)
     axes = changed.axes
     return changed, replace(ranks, tp=axes.get("tp", 1), cp=axes.get("cp", 1), pp=axes.get("pp", 1)), found
 
 
+def _said(name: str, value: Any) -> str:
+    """A chosen option as one writes it."""
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no-{name}")
+    return f"{flag(name)} {value}"
+
+
+def _check_state_on_host(options: RunOptions, ranks: Ranks, device: Device) -> None:
+    """Raise ValueError where ``--cpu-offload`` is given and cannot be, or what it takes cannot be told."""
+    if not options.cpu_offload or "cpu_offload" in options.free:
+        return
+    if ranks.world_size == 1:
+        raise ValueError(
+            "--cpu-offload beside --fit, and one rank was started, which keeps the model whole: what is sharded alone can "
+            "be in host memory. Start more ranks, or leave --cpu-offload out."
+        )
+    if device.kind != "cpu" and not device.host_bandwidth:
+        raise ValueError(
+            "--cpu-offload beside --fit: the optimizer then runs in host memory, and the bandwidth of that beside "
+            f"{device.name} is not known, so nothing can be predicted. Leave one of the two out."
+        )
+
+
+def _host_memory(options: RunOptions, ranks: Ranks) -> int:
+    """Bytes of host memory that each rank may take: as given, else those of the rank that has least. A collective."""
+    if options.fit_host_memory is not None:
+        return parse_bytes(options.fit_host_memory)
+    return -ranks.largest(-host_bytes())
+
+
 def _asked(options: RunOptions, ranks: Ranks, model: nn.Module, width: int, device: Device) -> dict[str, Any]:
     fixed = {name: getattr(options, name) for name in options.searched if name not in options.free}
     return {
-        "free": list(options.free), "fixed": fixed, "memory": options.fit_memory, "ranks": ranks.world_size,
+        "free": list(options.free), "fixed": fixed, "memory": options.fit_memory,
+        "host_memory": options.fit_host_memory, "ranks": ranks.world_size,
         "pp": ranks.pp, "batch_size": options.batch_size, "width": width, "precision": options.precision,
         "compile": options.compile, "device": device.name, "model": layer_signature(model),
     }  # fmt: skip
 
 
-def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any]) -> Fitted | None:
-    """What an earlier run of a job that is resumed chose."""
+def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any], host: int) -> Fitted | None:
+    """What an earlier run of a job that is resumed chose, where ranks that have `host` bytes of host memory can run it."""
     if options.resume == "no" or options.checkpoint_dir is None:
         return None
     path = Path(options.checkpoint_dir) / FILE
@@ -128,11 +164,17 @@ def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any]) -> Fitted
         changes = ", ".join(f"{name} {found.asked.get(name)!r} -> {value!r}" for name, value in other.items())
         say_once(f"--fit chooses anew, since the run that is resumed had other conditions: {changes}.")
         return None
+    if (there := found.predicted["host_bytes"]) > host:
+        say_once(
+            f"--fit chooses anew: what the run that is resumed chose takes {gib(there)} of host memory on each rank, and "
+            f"there are {gib(host)}."
+        )
+        return None
     return replace(found, kept=True)
 
 
 def _best(
-    options: RunOptions, ranks: Ranks, model: nn.Module, width: int, device: Device
+    options: RunOptions, ranks: Ranks, model: nn.Module, width: int, device: Device, host: int
 ) -> tuple[Candidate, FitReport]:
     pins, memory = _pins(options, ranks)
     reports: list[FitReport] = []
@@ -147,7 +189,7 @@ def _best(
         step = replace(options, loss=loss, grad_accum=1).step_spec
         found = fit(
             model, gpus=ranks.world_size, gpu=device, seq_len=width, global_batch=options.batch_size, memory=memory,
-            precision=options.mixed_precision, step=step, count=1, loss=loss, sample=made, **pins,
+            host_memory=host, precision=options.mixed_precision, step=step, count=1, loss=loss, sample=made, **pins,
         )  # fmt: skip
         reports.append(found)
     fitting = [report for report in reports if report.candidates]
@@ -161,10 +203,10 @@ def _pins(options: RunOptions, ranks: Ranks) -> tuple[dict[str, Any], int | str 
     """What is decided, by the names of `fit`, and the memory that a step may take."""
     pins: dict[str, Any] = {name: getattr(options, name, 1) for name in _AXES if name not in options.free}
     memory: int | str | None = options.fit_memory
-    pins["pp"], pins["cpu_offload"] = ranks.pp, False
+    pins["pp"] = ranks.pp
     if ranks.pp > 1 and "pp_schedule" not in options.free:
         pins["schedule"] = getattr(options, "pp_schedule")  # noqa: B009 - only jobs with pipelines have it
-    for name in ("dp_replicate", "grad_accum", "offload", "reshard_after_forward"):
+    for name in ("dp_replicate", "grad_accum", "offload", "reshard_after_forward", "cpu_offload"):
         if name not in options.free:
             value = getattr(options, name)
             pins[name] = RESHARD[value] if name == "reshard_after_forward" else value
@@ -184,7 +226,7 @@ def _fitted(
     values = {
         "dp_replicate": layout.dp_replicate, "grad_accum": layout.grad_accum, "ac": best.ac, "loss": best.loss,
         "offload": best.offload, "reshard_after_forward": words[best.reshard_after_forward],
-        "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp_schedule": layout.schedule,
+        "cpu_offload": best.cpu_offload, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp_schedule": layout.schedule,
     }  # fmt: skip
     chosen = {name: values[name] for name in options.searched if name in options.free and values[name] is not None}
     return Fitted(
@@ -193,5 +235,6 @@ def _fitted(
             "peak_bytes": best.peak_bytes, "limit_bytes": report.question.limit, "reserved_bytes": best.reserved,
             "step_seconds": best.step_seconds, "tokens_per_second_per_gpu": best.tokens_per_second_per_gpu,
             "mfu": best.mfu, "rows": layout.micro_batch, "width": report.question.seq_len, "rates": device.rates,
+            "host_bytes": best.host_bytes,
         },
     )  # fmt: skip

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[RunOpti
         text = text.replace("%", "%%")
         common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
         if kind is bool:
-            parser.add_argument(*names, action="store_true", **common)
+            parser.add_argument(*names, action=argument.pop("action", "store_true"), **common, **argument)
         else:
             parser.add_argument(*names, type=kind, **common, **argument)
 
@@ -102,7 +102,7 @@ def _of_kind(path: str, name: str, kind: Any, value: Any, may_be_none: bool) -> 
 def config_text(options: RunOptions) -> str:
     """`options` in full as YAML that ``--config`` reads: one a line, in the order of the command line's help.
 
-    >>> config_text(RunOptions(lr=0.5)).splitlines()[17]
+    >>> config_text(RunOptions(lr=0.5)).splitlines()[18]
     'lr: 0.5'
     """
     return "".join(f"{name}: {_scalar(value)}\n" for name, value in options.as_said().items())

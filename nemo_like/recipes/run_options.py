@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import os
@@ -37,7 +38,7 @@ RESUME = ("no", "must", "auto")
 OFFLOADS = ("none", "boundary", "saved", "all")
 DEVICES = ("auto", *reversed(BACKENDS))
 RESHARD = {"default": None, "yes": True, "no": False}
-SEARCHED = ("dp_replicate", "grad_accum", "ac", "loss", "offload", "reshard_after_forward")
+SEARCHED = ("dp_replicate", "grad_accum", "ac", "loss", "offload", "reshard_after_forward", "cpu_offload")
 """Options that ``--fit`` can choose in every job."""
 
 
@@ -71,7 +72,10 @@ class RunOptions:
     )
     device: str = option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one")
     offload: str = option("none", f"activations that wait in host memory: {' | '.join(OFFLOADS)}")
-    cpu_offload: bool = option(False, "keep weights, gradients and optimizer state in host memory (fsdp2)", bool)
+    cpu_offload: bool = option(
+        False, "keep weights, gradients and optimizer state in host memory (fsdp2)", bool,
+        action=argparse.BooleanOptionalAction,  # without it --fit chooses
+    )  # fmt: skip
     reshard_after_forward: str = option(
         "default", f"free gathered layers after forward (fsdp2): {' | '.join(RESHARD)}; default: all but the last"
     )
@@ -83,6 +87,9 @@ class RunOptions:
         const="all",
     )
     fit_memory: str | None = option(None, "bytes of each device that --fit may use (default: all but a tenth)")
+    fit_host_memory: str | None = option(
+        None, "bytes of host memory that --fit may use for each rank (default: an equal share of all but a tenth)"
+    )
     dp_replicate: int = option(1, "replicas of the sharded model (HSDP); must divide the number of ranks", int)
     seq_len: int = option(256, "tokens per sample", int)
     batch_size: int = option(8, "samples per step over all ranks and microbatches", int)
@@ -168,10 +175,11 @@ class RunOptions:
                 f"{', '.join(self.searched)}." + did_you_mean(unknown[0], self.searched)
             )
         if not self.free:
-            if self.fit_memory is not None:
-                raise ValueError(f"--fit-memory is {self.fit_memory!r}, and without --fit nothing reads it. Add --fit.")
+            for name in ("fit_memory", "fit_host_memory"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{flag(name)} is {value!r}, and without --fit nothing reads it. Add --fit.")
             return
-        for name, only in (("strategy", "fsdp2"), ("cpu_offload", False), ("scope", "all")):
+        for name, only in (("strategy", "fsdp2"), ("scope", "all")):
             if getattr(self, name) != only:
                 raise ValueError(
                     f"{flag(name)} is {getattr(self, name)!r}, with which --fit predicts nothing. Leave one of the two out."
@@ -181,8 +189,9 @@ class RunOptions:
                 f"--precision is {self.precision!r}, with which --fit predicts nothing: no float8 kernels are planned. "
                 "Leave one of the two out."
             )
-        if self.fit_memory is not None:
-            parse_bytes(self.fit_memory)
+        for size in (self.fit_memory, self.fit_host_memory):
+            if size is not None:
+                parse_bytes(size)
         budget = parse_ac(self.ac)
         if "ac" not in self.free and (
             budget.fraction is not None
