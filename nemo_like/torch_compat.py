@@ -707,6 +707,20 @@ def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
     yield from getattr(state, "_fsdp_param_groups", ())
 
 
+def free_last_gather(module: nn.Module) -> None:
+    """Free the flat buffer that the FSDP2 unit at `module` was gathered into last, of which its parameters are copies.
+
+    FSDP2 keeps it until the next unit is gathered in forward, also where the forward is a replay in backward, behind which
+    there may be none before the next step. Nothing happens where torch keeps no such buffer, or has other names for it.
+    """
+    for group in fsdp_param_groups(module):
+        comm, wait = getattr(group, "comm_ctx", None), getattr(group, "_wait_all_gather_streams_on_event", None)
+        kept = getattr(comm, "all_gather_state", None)
+        if kept is not None and wait is not None:
+            wait(kept.event)  # the streams of gathers get its memory: not before it is copied out
+            comm.all_gather_state = None  # type: ignore[union-attr]
+
+
 def accumulated_gradient(fsdp_param: Any) -> Tensor | None:
     """What an FSDP2 parameter has accumulated, whole, without communication; None: nothing, or torch does not tell."""
     return getattr(fsdp_param, "unsharded_accumulated_grad", None)

@@ -782,3 +782,26 @@ assert now == {kind: not value for kind, value in before.items()}, (before, now)
 
 def test_switches_are_read_by_torchs_public_functions_without_the_names():
     subprocess.run([sys.executable, "-c", WITHOUT_READERS], check=True, timeout=120)
+
+
+def _unit(**group):
+    """What `free_last_gather` reads of an FSDP2 unit."""
+    return SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=[SimpleNamespace(**group)]))
+
+
+def test_the_buffer_of_the_last_gather_is_freed_behind_its_event():
+    waited = []
+    unit = _unit(comm_ctx=SimpleNamespace(all_gather_state=SimpleNamespace(event="copied out")),
+                 _wait_all_gather_streams_on_event=waited.append)  # fmt: skip
+    (group,) = torch_compat.fsdp_param_groups(unit)
+    for _ in range(2):  # nothing is there the second time
+        torch_compat.free_last_gather(unit)
+        assert group.comm_ctx.all_gather_state is None and waited == ["copied out"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [nn.Linear(1, 1), _unit(), _unit(comm_ctx=SimpleNamespace()), _unit(_wait_all_gather_streams_on_event=list)],
+)
+def test_a_buffer_of_the_last_gather_that_torch_does_not_show_is_left_alone(other):
+    torch_compat.free_last_gather(other)

@@ -11,6 +11,7 @@ from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, SelectivePolicy
+from nemo_like.torch_compat import fsdp_param_groups, in_backward
 from tests.models.expert_families import build, tokens
 from tests_distributed.counting import CountCollectives, CountOps
 from tests_distributed.spawn import run_ranks
@@ -97,3 +98,25 @@ def _gathered(rank: int, world_size: int) -> list[tuple[int, int]]:
 def test_a_replay_gathers_no_experts_twice() -> None:
     """Units: root, tail, two layers, and the experts of each; the last layer and the root are not freed after forward."""
     assert run_ranks(4, _gathered)[0] == [(6, 3)] * 3
+
+
+def _gathered_in_replay(rank: int, world_size: int) -> None:
+    ids = tokens(world_size)[rank : rank + 1]
+    # Its shared experts come first in backward and start the replay, so that it is the replay that gathers the others.
+    model = parallelize(build("glm4_moe"), ac="full", ep=2, device="cpu")
+    experts = model.model.layers[1].mlp.experts
+    held: list[tuple[bool, bool]] = []
+
+    def holds() -> bool:
+        (group,) = fsdp_param_groups(experts)
+        return group.comm_ctx.all_gather_state is not None
+
+    experts.act_fn.register_forward_hook(lambda *_: held.append((in_backward(), holds())))
+    _step(model, ids)
+    # Forward holds the flat buffer till another unit is gathered; behind a replay there may be none before the next step.
+    assert held == [(False, True), (True, False)]
+    assert not holds()
+
+
+def test_replay_lets_go_of_what_experts_were_gathered_into() -> None:
+    run_ranks(4, _gathered_in_replay)

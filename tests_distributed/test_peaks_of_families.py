@@ -23,6 +23,7 @@ FEW = (
     Cell("flex_olmo", {"dp_shard": 2, "ep": 2, "pp": 2}, "full"),  # gradients of split experts that are added to others
     Cell("helium", {"tp": 2, "pp": 2}, "plan", "gpipe"),
     Cell("qwen2_moe", {"tp": 2, "pp": 2}, "selective"),  # splits experts inside
+    Cell("solar_open", {"dp_shard": 4, "ep": 2}, "selective"),  # gathers experts in replay
 )
 
 

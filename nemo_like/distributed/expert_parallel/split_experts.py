@@ -25,7 +25,7 @@ from nemo_like.distributed.mesh import axis_size
 from nemo_like.module_tree import bare_modules, glob_to_regex
 from nemo_like.options import ExpertParallel
 from nemo_like.options.parallel import DISPATCHES
-from nemo_like.torch_compat import root_mesh
+from nemo_like.torch_compat import free_last_gather, in_backward, root_mesh
 
 
 def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) -> tuple[Experts, ...]:
@@ -184,6 +184,8 @@ class SplitExperts:
 
     @torch.compiler.disable
     def __call__(self, hidden: Tensor, *routing: Any, **named: Any) -> Tensor:
+        if in_backward():
+            free_last_gather(self.module)  # a replay: FSDP2 would hold it as in forward, beside backward's own memory
         if self.call == EVERY:
             return self.every(hidden)
         if self.call == EACH:
