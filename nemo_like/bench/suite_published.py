@@ -42,7 +42,7 @@ def published_device() -> Device:
     """The H100 of torchtitan's tables: 96 GB of HBM2e at 2.4 TB/s and 500 W, as their page says.
 
     Everything else is the table's H100 with 80 GB and 700 W. Its reachable FLOP/s are lowered with the power: an assumption,
-    not a measurement, and the one constant that was chosen with these rows in sight (see docs/benchmarks/published.md).
+    not a measurement, and the one constant that was chosen with their rows in sight (see docs/benchmarks/published.md).
     """
     known = resolve_device("h100-80gb")
     clock = 500 / 700
@@ -91,7 +91,7 @@ def predicted(row: dict[str, str], gpu: str = "h100") -> dict[str, Any]:
         "tokens_per_second": speed, "speed_off": speed / theirs["published_tokens_per_second"] - 1,
         "reserved_gib": reserved, "memory_off": reserved / theirs["published_reserved_gib"] - 1,
         "peak_gib": planned.memory.tensors / 2**30,
-        "left_out": ", ".join(left + ["the ring's memory"] * (step.cp > 1)) or None,
+        "left_out": ", ".join(left) or None,
     }  # fmt: skip
 
 

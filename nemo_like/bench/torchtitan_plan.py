@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nemo_like.bench import torchtitan_step
-from nemo_like.bench.torchtitan_model import tensor_parallel_rank
+from nemo_like.bench.torchtitan_model import tensor_parallel_rank, with_ring
 from nemo_like.bench.torchtitan_seconds import HowRun, LayerSeconds, layer_seconds
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.models import resolve_model
@@ -97,9 +97,8 @@ class _Step:
     def __init__(self, step: PublishedStep, device: Device) -> None:
         self.step, self.device, self.links = step, device, Links.of(step.layout, device)
         self.whole = resolve_model(step.model).build("meta")
-        self.model = tensor_parallel_rank(self.whole, step.tp)
-        # Twice the products per second in 8 bits (data sheet: 1,979 and 989.4 TFLOPS).
-        rate = 2 * device.matmul_flops["half"] if step.fp8 else 0.0
+        self.model = with_ring(tensor_parallel_rank(self.whole, step.tp), step.cp)
+        rate = device.matmul_flops["float8"] if step.fp8 else 0.0
         self.how = HowRun(step.compiled, rate, step.async_tp, step.tp, step.cp)
         loop = torchtitan_step.STEP
         if step.compiled_loss:

@@ -7,8 +7,11 @@ What differs from `nemo_like.planning.fit.seconds`, after its files and PyTorch'
 - With asynchronous tensor parallelism each gather and each sum runs beside the product that it belongs to, in as many pieces
   as there are ranks: what shows is the longer of the two and a piece of the shorter.
 - Context parallelism (``torch.distributed.tensor.experimental``) deals two chunks of the sequence to each rank, so that all
-  have the same share of a causal mask. Keys and values, repeated for all heads before, arrive while a rank attends to its
-  own; in backward their gradients go round in float32.
+  have the same share of a causal mask. Keys and values, repeated for all heads before, are gathered at once; in backward
+  their gradients go round in float32, as often as there are ranks. Run eagerly, what is gathered arrives while a rank attends
+  to its own keys. Where ``torch.compile`` takes the layers, as in all their rows with ``cp``, nothing of that runs beside
+  attention: while it traces, functional collectives wait for themselves at once (``_maybe_wrap_tensor``). What blocks
+  return is added up in float32 (``_SDPAMerger``).
 """
 
 from __future__ import annotations
@@ -144,11 +147,29 @@ def _last_product(records: Sequence[OpRecord]) -> int:
 
 
 def _ring(attention: OpRecord, block: float, how: HowRun, links: Links) -> list[float]:
-    """What shows of keys' and values' way round, forward and backward; `block`: seconds of attention to the own ones."""
+    """What shows of the ring, forward and backward; `block`: seconds of attention to the own keys."""
     if how.cp == 1:
         return [0.0, 0.0]
-    states = 2 * attention.bytes  # as large as the output, whose heads they are repeated for
+    states = 2 * attention.bytes  # keys and values; each as large as the output, whose heads they are repeated for
     arriving = network.gather_seconds(states * how.cp, links.sequence, links.device)
     step = network.send_seconds(2 * states, links.sequence.hosts == 1, links.device)  # gradients, in float32
+    added_up, added_back = (passes * states / links.device.bandwidth for passes in _passes(how.cp))
+    if how.compiled:
+        return [arriving + added_up, arriving + how.cp * step + added_back]
     back = block * BACKWARD_TIMES[True]
-    return [max(0.0, arriving - block), max(0.0, arriving - back) + (how.cp - 1) * max(0.0, step - back)]
+    return [
+        max(0.0, arriving - block) + added_up,
+        max(0.0, arriving - back) + (how.cp - 1) * max(0.0, step - back) + step + added_back,
+    ]
+
+
+def _passes(cp: int) -> tuple[float, float]:
+    """How often a rank reads or writes as many bytes as its keys and values have, beside attention itself, if each sum is
+    one kernel; forward and backward. `states` bytes are those of an output or a query in float32, too.
+
+    Forward: keys and values are put side by side (2); the first block's output is cast (1.5); each later one is added to
+    the sum (2.5: both read, the sum written), which is cast in the end (1.5). Backward: keys and values again (2); for each
+    block the sums for keys and values (5: they are twice as large in float32) and for queries (2.5), and copies of output and
+    its gradient for the kernel (2); in the end all three are cast (4.5).
+    """
+    return 2 + 1.5 + 2.5 * (cp - 1) + 1.5, 2 + 9.5 * cp + 4.5

@@ -27,7 +27,7 @@ class Device:
     name: str
     memory_bytes: int
     matmul_flops: Mapping[str, float]
-    """FLOP/s of large matrix products: ``"half"`` (bfloat16, float16) and ``"single"`` (float32)."""
+    """FLOP/s of large matrix products: ``"half"`` (bfloat16, float16), ``"single"`` (float32), and ``"float8"`` where known."""
     attention_flops: Mapping[str, float]
     """FLOP/s of fused attention, likewise."""
     bandwidth: float
@@ -58,6 +58,13 @@ class Device:
     """Bytes per second between the host's memory and its processors, one device's share of a full host; 0: not known."""
     processors: int = 0
     """Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted."""
+
+    def flops_of(self, op: OpRecord) -> float:
+        """FLOP/s that the kernel of `op` reaches."""
+        if "float8" in self.matmul_flops and op.op.name().startswith("aten::_scaled_mm"):
+            return self.matmul_flops["float8"]
+        rates = self.attention_flops if facts(op.op).attention else self.matmul_flops
+        return rates["half" if op.half else "single"]
 
     def check_host_rates(self, asked: str) -> None:
         """Raise ValueError where `asked`, which has the optimizer step on the host, takes seconds that nobody knows."""
@@ -185,10 +192,13 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     if missing:
         raise ValueError(f"Device {name!r} lacks {', '.join(missing)}; a device needs {', '.join(_FIELDS)} as numbers.")
     peak = {"half": entry["bf16_tflops"] * 1e12, "single": entry["fp32_tflops"] * 1e12}
+    matmul = {kind: value * entry["matmul"] for kind, value in peak.items()}
+    if "fp8_tflops" in entry:
+        matmul["float8"] = entry["fp8_tflops"] * 1e12 * entry["matmul_fp8"]
     return Device(
         name=name,
         memory_bytes=int(entry["memory_gb"] * 1e9),
-        matmul_flops={kind: value * entry["matmul"] for kind, value in peak.items()},
+        matmul_flops=matmul,
         attention_flops={kind: value * entry["attention"] for kind, value in peak.items()},
         bandwidth=entry["memory_gbps"] * 1e9 * entry["bandwidth"],
         host_link=entry["host_link_gbps"] * 1e9,
@@ -234,6 +244,4 @@ def op_seconds(op: OpRecord, device: Device) -> float:
         # Gathering, a rank receives what it has not got; by all-to-all, at most as much as it has.
         received = 2 * op.bytes - op.moved if op.op.name() == _SEQUENCE_OPS[0] else op.bytes
         return max(received / device.host_link, op.moved / device.bandwidth)
-    kind = "half" if op.half else "single"
-    speed = (device.attention_flops if facts(op.op).attention else device.matmul_flops)[kind]
-    return max(op.flops / speed, op.moved / device.bandwidth)
+    return max(op.flops / device.flops_of(op), op.moved / device.bandwidth)

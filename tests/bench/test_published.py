@@ -40,9 +40,11 @@ def test_sums_that_run_beside_products_are_faster():
     _assert_order(rows, "tokens_per_second")
 
 
-def test_stages_are_predicted():
-    row = predicted(published_rows()[14])
-    _assert_near([row], memory=0.05, speed=0.15)
+def test_stages_that_share_sequences_between_hosts_are_predicted():
+    """405B with `cp` of 1 and 4: under `torch.compile` the ring runs beside nothing."""
+    rows = [predicted(published_rows()[number]) for number in (14, 16)]
+    _assert_near(rows, memory=0.05, speed=0.05)
+    _assert_order(rows, "tokens_per_second")
 
 
 def test_two_stages_on_a_rank_take_less_than_one():
@@ -50,21 +52,22 @@ def test_two_stages_on_a_rank_take_less_than_one():
     rows = [predicted(row) for row in published_rows()[12:14]]
     _assert_order(rows, "tokens_per_second")
     _assert_order(rows, "reserved_gib")
-    _assert_near(rows, memory=0.11, speed=0.20)
+    _assert_near(rows, memory=0.11, speed=0.06)
 
 
 @pytest.mark.long
 def test_all_rows_are_near_and_the_speeds_in_order():
     """The bounds are what the page says is left over."""
     rows = [predicted(row) for row in published_rows()]
-    _assert_near(rows, memory=0.13, speed=0.40)
+    _assert_near(rows, memory=0.13, speed=0.28)
     for table in (rows[:3], rows[3:7], rows[7:10], rows[10:12], rows[12:14], rows[14:]):
         _assert_order(table, "tokens_per_second")
         by_memory = sorted(table, key=lambda row: row["published_reserved_gib"])
         for less, more in itertools.pairwise(by_memory):  # equal ones are not told apart
             assert less["reserved_gib"] <= more["reserved_gib"] + 0.1, (less, more)
-    # All without context parallelism and stages.
-    _assert_near([*rows[:4], *rows[7:10]], memory=0.05, speed=0.15)
+    _assert_near([*rows[:4], *rows[7:10]], memory=0.05, speed=0.05)  # one model on one axis
+    _assert_near([*rows[:5], *rows[7:]], memory=0.13, speed=0.15)  # all but long rings within a host
+    _assert_near([predicted(row, "h200") for row in published_rows("h200")], memory=0.11, speed=0.18)
 
 
 def _assert_near(rows: list[dict[str, Any]], *, memory: float, speed: float) -> None:

@@ -35,9 +35,7 @@ def kernel_seconds(op: OpRecord, device: Device) -> float:
     known = facts(op.op)
     if op.view or known.exchange or _sequence_op(op):
         return 0.0
-    kind = "half" if op.half else "single"
-    speed = (device.attention_flops if known.attention else device.matmul_flops)[kind]
-    computing = op.flops / speed
+    computing = op.flops / device.flops_of(op)
     if op.flops and not known.attention:
         computing /= wave_share(op.shapes, device.processors)
     return max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
@@ -66,10 +64,8 @@ def least_seconds(problem: BlockProblem, device: Device, only: Collection[int] |
         known = facts(op.op)
         if known.exchange or _sequence_op(op) or (only is not None and number not in only):
             continue
-        kind = "half" if op.half else "single"
         moved = 0 if known.attention else max(0, op.moved - problem.trace.param_bytes)
-        speed = (device.attention_flops if known.attention else device.matmul_flops)[kind]
-        least = max(op.flops / speed, moved / device.bandwidth)
+        least = max(op.flops / device.flops_of(op), moved / device.bandwidth)
         forward += least
         backward += least * BACKWARD_TIMES[known.attention]
     return forward, backward if problem.trace.saves_something else 0.0
