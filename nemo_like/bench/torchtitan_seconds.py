@@ -8,9 +8,9 @@ What differs from `nemo_like.planning.fit.seconds`, after its files and PyTorch'
   as there are ranks: what shows is the longer of the two and a piece of the shorter.
 - Context parallelism (``torch.distributed.tensor.experimental``) deals two chunks of the sequence to each rank, so that all
   have the same share of a causal mask. Keys and values, repeated for all heads before, are gathered at once; in backward
-  their gradients go round in float32, as often as there are ranks. Run eagerly, what is gathered arrives while a rank attends
-  to its own keys. Where ``torch.compile`` takes the layers, as in all their rows with ``cp``, nothing of that runs beside
-  attention: while it traces, functional collectives wait for themselves at once (``_maybe_wrap_tensor``). What blocks
+  their gradients go round in float32, as often as there are ranks. Run eagerly, what is gathered arrives while a rank
+  attends to its own keys. Where ``torch.compile`` takes the layers, as in all their rows with ``cp``, nothing of that runs
+  beside attention: while it traces, functional collectives wait for themselves at once (``_maybe_wrap_tensor``). What blocks
   return is added up in float32 (``_SDPAMerger``).
 """
 
@@ -169,7 +169,7 @@ def _passes(cp: int) -> tuple[float, float]:
 
     Forward: keys and values are put side by side (2); the first block's output is cast (1.5); each later one is added to
     the sum (2.5: both read, the sum written), which is cast in the end (1.5). Backward: keys and values again (2); for each
-    block the sums for keys and values (5: they are twice as large in float32) and for queries (2.5), and copies of output and
-    its gradient for the kernel (2); in the end all three are cast (4.5).
+    block the sums for keys and values (5: they are twice as large in float32) and for queries (2.5), and copies of output
+    and its gradient for the kernel (2); in the end all three are cast (4.5).
     """
     return 2 + 1.5 + 2.5 * (cp - 1) + 1.5, 2 + 9.5 * cp + 4.5

@@ -27,7 +27,7 @@ class Device:
     name: str
     memory_bytes: int
     matmul_flops: Mapping[str, float]
-    """FLOP/s of large matrix products: ``"half"`` (bfloat16, float16), ``"single"`` (float32), and ``"float8"`` where known."""
+    """FLOP/s of large matrix products: ``"half"`` (bfloat16, float16), ``"single"`` (float32), ``"float8"`` where known."""
     attention_flops: Mapping[str, float]
     """FLOP/s of fused attention, likewise."""
     bandwidth: float
@@ -61,8 +61,6 @@ class Device:
 
     def flops_of(self, op: OpRecord) -> float:
         """FLOP/s that the kernel of `op` reaches."""
-        if "float8" in self.matmul_flops and op.op.name().startswith("aten::_scaled_mm"):
-            return self.matmul_flops["float8"]
         rates = self.attention_flops if facts(op.op).attention else self.matmul_flops
         return rates["half" if op.half else "single"]
 
@@ -194,7 +192,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     peak = {"half": entry["bf16_tflops"] * 1e12, "single": entry["fp32_tflops"] * 1e12}
     matmul = {kind: value * entry["matmul"] for kind, value in peak.items()}
     if "fp8_tflops" in entry:
-        matmul["float8"] = entry["fp8_tflops"] * 1e12 * entry["matmul_fp8"]
+        matmul["float8"] = entry["fp8_tflops"] * 1e12 * entry.get("matmul_fp8", entry["matmul"])
     return Device(
         name=name,
         memory_bytes=int(entry["memory_gb"] * 1e9),

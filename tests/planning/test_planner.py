@@ -455,7 +455,9 @@ def test_device_files(tmp_path):
     path = tmp_path / "mine.json"
     entry = dict(memory_gb=48, bf16_tflops=100, fp32_tflops=50, memory_gbps=900, host_link_gbps=30)
     path.write_text(json.dumps(entry | dict(matmul=0.5, attention=0.5, bandwidth=1)))
-    assert resolve_device(path).matmul_flops["half"] == 50e12
+    assert resolve_device(path).matmul_flops == {"half": 50e12, "single": 25e12}
+    path.write_text(json.dumps(entry | dict(matmul=0.5, attention=0.5, bandwidth=1, fp8_tflops=200, matmul_fp8=0.4)))
+    assert resolve_device(path).matmul_flops["float8"] == 80e12
     path.write_text(json.dumps(entry))
     with pytest.raises(ValueError, match="lacks matmul, attention, bandwidth"):
         resolve_device(path)
