@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.extras import require
 from nemo_like.log import say_once
+from nemo_like.options import Precision
 
 _RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise", "fp8-gather": "tensorwise"}
 
@@ -19,6 +20,11 @@ def check_float8(matmuls: str | None) -> None:
     """Raise MissingExtraError where they are asked for and torchao is not installed."""
     if matmuls is not None:
         require("torchao.float8", "fp8", f"for precision={matmuls!r}")
+
+
+def effective_matmuls(precision: Precision, *, sharded: bool) -> str | None:
+    """`precision.matmuls`, or ``"fp8"`` for ``"fp8-gather"`` where FSDP2 shards nothing, so that nothing is gathered."""
+    return "fp8" if precision.matmuls == "fp8-gather" and not sharded else precision.matmuls
 
 
 def float8_linears(layers: Sequence[nn.Module], matmuls: str, device_type: str, *, sharded: bool = False) -> None:

@@ -38,7 +38,7 @@ from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel, cut_outside_of_regions
 from nemo_like.distributed.units import sharded_by_caller
-from nemo_like.float8 import check_float8, float8_linears, scale_before_forward
+from nemo_like.float8 import check_float8, effective_matmuls, float8_linears, scale_before_forward
 from nemo_like.layers import find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
@@ -216,7 +216,7 @@ def parallelize(
     found, chosen = layers_for(model, asked, ac_scope, layers)
     backend = parse_compile(compile)
     _check_compile(backend is not None, asked)
-    _check_float8(cast, asked, {"tp": tensor.size, "ep": expert.size}, fsdp)
+    _check_float8(cast, {"tp": tensor.size, "ep": expert.size}, fsdp)
     in_chunks = ChunkedLoss.of(loss)
     if in_chunks is not None:
         check_head(model)
@@ -247,6 +247,8 @@ def parallelize(
                 "loss_parallel": tensor.loss_parallel,
             },
         )  # fmt: skip
+    elif isinstance(asked, Plan):
+        asked.check_matmuls(effective_matmuls(cast, sharded=shard_mesh is not None))
     specs = resolve(model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None)
     check_specs(model, specs, compile=backend is not None)
 
@@ -300,13 +302,11 @@ def parallelize(
     return model
 
 
-def _check_float8(cast: Precision, asked: Any, sizes: Mapping[str, int], fsdp: FSDP2) -> None:
+def _check_float8(cast: Precision, sizes: Mapping[str, int], fsdp: FSDP2) -> None:
     """Raise where float8 matmuls are asked for beside what was never tried with them, or torchao is not installed."""
     if cast.matmuls is None:
         return
     split = next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
-    if split is None and isinstance(asked, MemoryBudget | Plan):
-        split = f"ac={asked if isinstance(asked, MemoryBudget) else 'a plan'}"
     if cast.matmuls == "fp8-gather" and fsdp.cpu_offload:
         raise ValueError(
             "precision is 'fp8-gather' beside cpu_offload: shards would be cast to float8 on the host, which was not "
@@ -314,8 +314,8 @@ def _check_float8(cast: Precision, asked: Any, sizes: Mapping[str, int], fsdp: F
         )
     if split is not None:
         raise ValueError(
-            f"precision is {cast.matmuls!r} beside {split}: the planner knows no float8 kernels, and weights that are split "
-            "were not tried with them. Use a mode such as ac='selective', without tp and ep; or precision='bf16'."
+            f"precision is {cast.matmuls!r} beside {split}: weights that are split were not tried with float8. Leave one of "
+            "the two out, or use precision='bf16'."
         )
     check_float8(cast.matmuls)
 

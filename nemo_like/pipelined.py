@@ -80,6 +80,9 @@ def parallelize_pipeline(
     asked = read_ac(options["ac"])
     found, _ = layers_for(model, asked, options["ac_scope"], options["layers"])
     _refuse(model, found, pp, asked)
+    precision = Precision.of(options["precision"])
+    if isinstance(asked, Plan):  # before stages are cut
+        asked.check_matmuls(precision.matmuls)
     if options["compile"] and kind_of(pp).splits_backward and not splits_compiled_backward():
         raise ValueError(
             f"compile is {options['compile']!r} beside the schedule {pp.schedule!r}, which cuts backward in two: torch "
@@ -89,7 +92,6 @@ def parallelize_pipeline(
     context = ContextParallel.of(options["cp"])
     if word != "fsdp2" and context.size > 1:
         raise ValueError(f"cp splits sequences over ranks beside FSDP2; strategy {word!r} has none. Use 'fsdp2'.")
-    precision = Precision.of(options["precision"])
     sizes = {"pp": pp.size, "dp_replicate": options["dp_replicate"], "tp": tensor.size, "cp": context.size}
     mesh = _mesh(options["mesh"], sizes, options["device"])
     context = replace(context, size=axis_size(mesh, "cp"))

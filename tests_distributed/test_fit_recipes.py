@@ -310,6 +310,25 @@ def test_state_on_the_host_is_refused_where_it_cannot_be_or_nobody_knows_its_sec
         fitted.choose(options, replace(ALONE, world_size=world_size), model, 64)
 
 
-def test_fit_is_refused_beside_float8_which_is_not_planned() -> None:
-    with pytest.raises(ValueError, match="--precision is 'fp8', with which --fit predicts nothing"):
-        FinetuneOptions(model="model", data="data.jsonl", precision="fp8", fit="all")
+def test_fine_tuning_fits_float8(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.float8")
+    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    write_lines(tmp_path / "data.jsonl", questions(60))
+    said: dict[str, Any] = dict(precision="fp8", loss="model", pack=True, seq_len=128)
+    job = _tuned(tmp_path, output=str(tmp_path / "out"), fit="ac", fit_memory="5MiB", **said)
+    plain = _tuned(tmp_path, output=str(tmp_path / "plain"), ac="none", **said)
+    assert job.fitted is not None and job.fitted.plan is not None and job.fitted.plan["matmuls"] == "fp8"
+    job.run()
+    plain.run()
+    assert job.log.losses == plain.log.losses
+    peak = _peak(job)
+    assert peak == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01) and peak < 5 * 2**20 < _peak(plain)
+
+
+def test_weights_gathered_in_float8_are_no_plans_and_fit_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.float8")
+    options = FinetuneOptions(model="model", data="data.jsonl", precision="fp8-gather", fit="ac", output=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    model = resolve_model(str(tmp_path / "config.json")).build("meta")
+    with pytest.raises(ValueError, match="--fit: No combination can be run on 2 GPU.*gathers in float8 are not known"):
+        fitted.choose(options, replace(ALONE, world_size=2), model, 32)

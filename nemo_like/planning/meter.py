@@ -38,6 +38,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of others (torchao's float8): what its op runs inside comes here
         for tensor in tensors_in((args, kwargs)):
             self._seen.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
         out = func(*args, **(kwargs or {}))

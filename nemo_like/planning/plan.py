@@ -92,6 +92,8 @@ class Plan:
     step: Mapping[str, Any] = field(default_factory=dict)
     """The step that the peak is of: the fields of its `StepSpec`; ``loss``, of the ``model`` or of the ``loop``; and the
     tensors of the ``sample``."""
+    matmuls: str | None = None
+    """What the layers' linears multiply in, in the words of `nemo_like.options.Precision.matmuls`; None: as they do."""
     torch: str = torch.__version__
 
     @property
@@ -155,6 +157,16 @@ class Plan:
                     f"(its class or the shapes of its parameters differ: {found}, planned {layer.signature}). Make "
                     "the plan again for this model."
                 )
+
+    def check_matmuls(self, matmuls: str | None) -> None:
+        """Raise PlanError where linears will multiply in something else than what the plan was made for; `matmuls`: in the
+        words of `nemo_like.options.Precision.matmuls`."""
+        if matmuls != self.matmuls:
+            there, here = (f"precision={word!r}" if word else "linears as they are" for word in (self.matmuls, matmuls))
+            raise PlanError(
+                f"The plan was made for {there}, and the model is to run with {here}: it has other operators and other "
+                "bytes then. Make the plan again with the same precision, or leave that as it was."
+            )
 
     def save(self, path: str | Path) -> None:
         """Write `as_json` to a file."""

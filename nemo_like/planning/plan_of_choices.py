@@ -56,6 +56,7 @@ def plan_of(planner: Planner, choices: Sequence[Choice], asked: str, gap: float)
         peak=peak.parts,
         peak_at=peak.at,
         step=_step(planner),
+        matmuls=planner.matmuls,
         reserved_bytes=None if reserved is None else reserved.reserved,
     )
 

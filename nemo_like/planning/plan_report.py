@@ -255,6 +255,8 @@ def _precision(precision: Precision) -> str | None:
         return None
     if precision == Precision(dtypes["param_dtype"]):
         return repr(dtypes["param_dtype"])
+    if precision.matmuls is not None and precision == Precision.of(precision.matmuls):
+        return repr(precision.matmuls)
     return f"Precision({', '.join(f'{name}={dtype!r}' for name, dtype in dtypes.items() if dtype is not None)})"
 
 

@@ -27,6 +27,7 @@ from nemo_like.distributed.tensor_parallel import sequence_places
 from nemo_like.distributed.tp_plan import resolve_plan
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.layers import find
+from nemo_like.float8 import effective_matmuls
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.module_tree import bare
@@ -47,6 +48,7 @@ from nemo_like.planning.capture import trace_model
 from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
+from nemo_like.planning.float8_twin import convert, copy_for_float8, of_layers
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
@@ -102,7 +104,7 @@ class Planner:
         # A DTensor cannot be stood in for by a placeholder.
         self.skip = (_can_skip() if skip is None else skip) and setup.tp == 1
         self.whole = model
-        self.model = model
+        self.model = copy_for_float8(model, setup, device)
         self.experts: tuple[Experts, ...] = ()
         # A stage of a pipeline may be one without experts.
         if setup.ep > 1 and not (hasattr(model, STAGE_MARK) and not has_experts(model, setup.expert_plan)):
@@ -127,6 +129,7 @@ class Planner:
                 )
             check_head(self.model)
         self.layers, self.chosen = _found_and_chosen(self.model, layers)
+        convert(self.layers, setup, device)
         if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
             raise ValueError(
                 f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
@@ -159,8 +162,9 @@ class Planner:
             self.traced: ModelTrace = trace_model(
                 self.model, self.layers, sample_input, dtype=dtype, autocast=lower, cuda=device.cuda
             )
+        rates = of_layers(device, self.setup)
         self.problems = [
-            BlockProblem(trace, device, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
+            BlockProblem(trace, rates, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
         ]
         self._numbers: dict[int, int] = {}
@@ -187,6 +191,11 @@ class Planner:
         """The layers that the sample input did not go through: the tower of another kind of input, as a rule."""
         ran = {id(call.module) for call in self.traced.calls}
         return tuple(layer for layer in self.layers if id(bare(layer.module)) not in ran)
+
+    @property
+    def matmuls(self) -> str | None:
+        """What the layers' linears multiply in: weights that are not sharded are not gathered, either."""
+        return effective_matmuls(self.setup.precision, sharded=self.setup.fsdp is not None)
 
     def idle_layers(self) -> str:
         """`not_run` in words; empty where all layers ran."""

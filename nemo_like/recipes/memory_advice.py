@@ -16,7 +16,6 @@ from nemo_like.options import (
     ContextParallel,
     MemoryBudget,
     OffloadConfig,
-    Precision,
     parse_ac,
     parse_dtype,
 )
@@ -104,7 +103,7 @@ class PlannedStep:
             shard_ranks=ranks.data_ranks * ranks.cp // options.dp_replicate if sharded else 1,
             replicas=options.dp_replicate if sharded else 1,
             step=options.step_spec,
-            precision=Precision(parse_dtype("--precision", options.compute)),
+            precision=options.mixed_precision,
             fsdp=FSDP2(cpu_offload=options.cpu_offload) if sharded else None,
             ddp=options.strategy == "ddp" and ranks.world_size > 1,
             tp=ranks.tp, ep=getattr(options, "ep", 1), cp=ContextParallel(ranks.cp),

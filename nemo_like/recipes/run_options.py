@@ -184,11 +184,6 @@ class RunOptions:
                 raise ValueError(
                     f"{flag(name)} is {getattr(self, name)!r}, with which --fit predicts nothing. Leave one of the two out."
                 )
-        if self.mixed_precision.matmuls is not None:
-            raise ValueError(
-                f"--precision is {self.precision!r}, with which --fit predicts nothing: no float8 kernels are planned. "
-                "Leave one of the two out."
-            )
         for size in (self.fit_memory, self.fit_host_memory):
             if size is not None:
                 parse_bytes(size)

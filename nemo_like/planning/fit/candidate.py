@@ -139,4 +139,4 @@ class Candidate:
 
 def precision_word(precision: Precision) -> str:
     """The shortest word for it; ``fp32`` where nothing is cast."""
-    return dtype_word(precision.dtypes["param_dtype"]) or "fp32"
+    return precision.matmuls or dtype_word(precision.dtypes["param_dtype"]) or "fp32"

@@ -1,0 +1,69 @@
+"""The model as ``precision="fp8"`` makes it, to plan with: linears of its layers that multiply in float8 (torchao's)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from nemo_like.distributed.pipeline.cut import STAGE_MARK
+from nemo_like.float8 import check_float8, float8_linears
+from nemo_like.module_tree import bare
+from nemo_like.planning.devices import Device
+from nemo_like.planning.planned_setup import Setup
+
+FASTER = 2
+"""How many times bfloat16's FLOPs a GPU's data sheet has for float8."""
+_LEAST = (8, 9)
+"""Compute capability of the first GPUs that multiply in float8."""
+
+
+def copy_for_float8(model: nn.Module, setup: Setup, device: Device) -> nn.Module:
+    """A copy of `model` whose linears may be replaced; parameters, buffers and their values are shared with it. `model`
+    itself where nothing multiplies in float8.
+
+    Raises:
+        ValueError: float8 beside what is not planned with it, or a GPU that does not multiply in it. MissingExtraError:
+            torchao is not installed.
+    """
+    word = setup.precision.matmuls
+    if word is None:
+        return model
+    split = next((f"{name}={size}" for name, size in (("tp", setup.tp), ("ep", setup.ep)) if size > 1), None)
+    split = "pp" if hasattr(model, STAGE_MARK) else split
+    if split is not None:
+        raise ValueError(
+            f"precision is {word!r} beside {split}: no plan is made of float8 there. Leave one of the two out, or use "
+            "precision='bf16'."
+        )
+    if word == "fp8-gather" and setup.fsdp is not None:
+        raise ValueError(
+            "precision is 'fp8-gather': the bytes of weights that FSDP2 gathers in float8 are not known, so no plan is made. "
+            "Use precision='fp8', or a mode such as ac='selective'."
+        )
+    if device.cuda is not None and device.cuda < _LEAST:
+        raise ValueError(
+            f"precision is {word!r}, and {device.name} has compute capability {device.cuda[0]}.{device.cuda[1]}; products in "
+            f"float8 need {_LEAST[0]}.{_LEAST[1]}. Use precision='bf16'."
+        )
+    check_float8(word)
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
+
+
+def convert(layers: Sequence[Any], setup: Setup, device: Device) -> None:
+    """Replace the linears in `layers` of a copy, as `nemo_like.parallelize` does in the model itself."""
+    if setup.precision.matmuls is not None:
+        modules = [bare(layer.module) for layer in layers]
+        float8_linears(modules, setup.precision.matmuls, device.kind, sharded=setup.fsdp is not None)
+
+
+def of_layers(device: Device, setup: Setup) -> Device:
+    """`device` at the rates of the layers' operators: on a GPU all of their matrix products count at float8's, those of
+    the few linears too that it does not fit."""
+    if setup.precision.matmuls is None or device.kind == "cpu":
+        return device
+    return replace(device, matmul_flops={**device.matmul_flops, "half": FASTER * device.matmul_flops["half"]})

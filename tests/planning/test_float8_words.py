@@ -1,0 +1,135 @@
+"""``precision="fp8"`` beside a memory budget: planned on the model as `parallelize` converts it, emulated on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like import parallelize
+from nemo_like.extras import MissingExtraError
+from nemo_like.options import Precision
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.fit import fit
+from nemo_like.planning.fit.report import recipe, table
+from nemo_like.planning.plan import Plan, PlanError
+from nemo_like.planning.planner import Planner, Setup, plan_for
+from tests.models.fit_models import llama
+from tests_distributed.allocated import loop_peak_bytes
+
+pytest.importorskip("torchao.float8")
+pytest.importorskip("transformers")
+
+BUDGETS = {"fp8": "4800KiB", "fp8-rowwise": "4800KiB", "fp8-gather": "4800KiB"}
+
+
+def _sample() -> dict[str, torch.Tensor]:
+    ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _gradients(model: Any) -> list[torch.Tensor]:
+    model(**_sample()).loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("word", BUDGETS)
+def test_a_budget_beside_the_word_gives_the_same_gradients_and_peaks_as_planned(word: str) -> None:
+    budget, sample = BUDGETS[word], _sample()
+    said = {"precision": word, "device": "cpu"}
+    plan = plan_for(llama(), budget, sample, fsdp=None, **said)
+    model = parallelize(llama(), "single", ac=budget, sample_input=sample, **said)
+    own, plain = _gradients(model), _gradients(parallelize(llama(), "single", ac="none", **said))
+    assert len(own) == len(plain) and all(torch.equal(one, other) for one, other in zip(own, plain))
+    lowered = _gradients(parallelize(llama(), "single", ac="none", precision="bf16", device="cpu"))
+    assert not all(torch.equal(one, other) for one, other in zip(own, lowered)), "float8 rounds otherwise"
+    model.zero_grad()
+    measured = loop_peak_bytes(model, sample)
+    bf16 = plan_for(llama(), budget, sample, fsdp=None, precision="bf16", device="cpu")
+    assert plan.peak_bytes <= 4800 << 10 and abs(plan.peak_bytes - measured) <= 0.01 * measured
+    assert {layer.label for layer in plan.layers} - {"none", "full"}, "a plan that keeps some outputs"
+    assert plan.matmuls == ("fp8" if word == "fp8-gather" else word) and bf16.matmuls is None
+
+
+def test_the_model_that_is_planned_stays_as_it_is() -> None:
+    model = llama()
+    before = {name: (type(module), id(module)) for name, module in model.named_modules()}
+    tensors = [(id(p), p.clone()) for p in model.parameters()]
+    plan_for(model, "4800KiB", _sample(), fsdp=None, precision="fp8", device="cpu")
+    assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
+    assert all(id(p) == n and torch.equal(p, was) for p, (n, was) in zip(model.parameters(), tensors))
+
+
+def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any) -> None:
+    said = {"fsdp": None, "device": "cpu"}
+    plan = plan_for(llama(), "4800KiB", _sample(), precision="fp8", **said)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    model = parallelize(llama(), "single", ac=again, precision="fp8", device="cpu")
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(
+            _gradients(model), _gradients(parallelize(llama(), "single", ac="none", precision="fp8", device="cpu"))
+        )
+    )
+    bare = llama()
+    for precision in ("fp8-rowwise", "bf16", None):
+        with pytest.raises(PlanError, match="was made for precision='fp8'.*Make the plan again"):
+            parallelize(bare, "single", ac=again, precision=precision, device="cpu")
+    other = plan_for(llama(), "5MiB", _sample(), precision="bf16", **said)
+    with pytest.raises(PlanError, match="linears as they are, and the model is to run with precision='fp8'"):
+        parallelize(bare, "single", ac=other, precision="fp8", device="cpu")
+    assert not any("Float8" in type(module).__name__ for module in bare.modules())
+
+
+@pytest.mark.parametrize(
+    ("setup", "device", "message"),
+    [
+        ({"tp": 2}, "cpu", "beside tp=2: no plan"),
+        ({"ep": 2}, "cpu", "beside ep=2: no plan"),
+        ({"precision": Precision("bf16", matmuls="fp8-gather"), "shard_ranks": 2}, "cpu", "gathers in float8 are not"),
+        ({"fsdp": None}, "a100-80gb", "a100-80gb has compute capability 8.0; products in float8 need 8.9"),
+    ],
+)
+def test_what_is_not_planned_is_refused(setup: dict[str, Any], device: str, message: str) -> None:
+    made = Setup(**{"precision": Precision("bf16", matmuls="fp8")} | setup)
+    with pytest.raises(ValueError, match=message):
+        Planner(llama(), _sample(), device=resolve_device(device), setup=made)
+
+
+def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'nemo_like\[fp8\]'"):
+        plan_for(llama(), "4800KiB", _sample(), fsdp=None, precision="fp8", device="cpu")
+    with pytest.raises(MissingExtraError, match=r"pip install 'nemo_like\[fp8\]'"):
+        parallelize(llama(), "single", ac="4800KiB", precision="fp8", sample_input=_sample(), device="cpu")
+    with pytest.raises(MissingExtraError, match=r"pip install 'nemo_like\[fp8\]'"):
+        fit(llama(), gpus=1, gpu="cpu", seq_len=64, micro_batch=4, precision="fp8")
+
+
+def test_fit_plans_for_float8_and_its_answer_runs_as_predicted() -> None:
+    asked = dict(gpus=1, gpu="cpu", seq_len=64, micro_batch=4, memory="4800KiB", offload="none", loss="model", ac="plan")
+    report = fit(llama(), precision="fp8", **asked)
+    best, sample = report.best, _sample()
+    assert best.plan is not None and best.plan.matmuls == "fp8" and best.kwargs()["precision"].matmuls == "fp8"
+    assert "precision='fp8'" in best.call() and "--precision fp8" in recipe(report, best)
+    model = parallelize(llama(), **best.kwargs())
+    own = _gradients(model)
+    plain = _gradients(parallelize(llama(), "single", ac="none", precision="fp8", device="cpu"))
+    assert all(torch.equal(one, other) for one, other in zip(own, plain))
+    model.zero_grad()
+    measured = loop_peak_bytes(model, sample)
+    assert abs(best.peak_bytes - measured) <= 0.01 * measured
+
+
+def test_fit_leaves_out_what_is_not_planned_and_compares_precisions() -> None:
+    asked = dict(gpu="h100-80gb", seq_len=64, micro_batch=4, offload="none", loss="model", cp=1)
+    report = fit(llama(), gpus=2, precision=["fp8", "bf16"], pp=[1, 2], schedule="1f1b", global_batch=8, **asked)
+    assert {c.precision.matmuls for c in report.candidates} == {"fp8", None}
+    assert all(c.layout.tp == c.layout.pp == 1 for c in report.candidates if c.precision.matmuls)
+    reasons = [reason for reason in report.rejected if "no plan is made of float8" in reason]
+    assert any("tp=2" in reason for reason in reasons) and any("beside pp" in reason for reason in reasons)
+    assert "fp8" in table(report)
