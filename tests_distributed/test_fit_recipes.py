@@ -330,5 +330,5 @@ def test_weights_gathered_in_float8_are_no_plans_and_fit_says_so(tmp_path: Path)
     options = FinetuneOptions(model="model", data="data.jsonl", precision="fp8-gather", fit="ac", output=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     model = resolve_model(str(tmp_path / "config.json")).build("meta")
-    with pytest.raises(ValueError, match="--fit: No combination can be run on 2 GPU.*gathers in float8 are not known"):
+    with pytest.raises(ValueError, match=r"--fit: No combination can be run on 2 GPU.*gathers in float8 are not known"):
         fitted.choose(options, replace(ALONE, world_size=2), model, 32)

@@ -15,8 +15,6 @@ from nemo_like.module_tree import bare
 from nemo_like.planning.devices import Device
 from nemo_like.planning.planned_setup import Setup
 
-FASTER = 2
-"""How many times bfloat16's FLOPs a GPU's data sheet has for float8."""
 _LEAST = (8, 9)
 """Compute capability of the first GPUs that multiply in float8."""
 
@@ -41,13 +39,13 @@ def copy_for_float8(model: nn.Module, setup: Setup, device: Device) -> nn.Module
         )
     if word == "fp8-gather" and setup.fsdp is not None:
         raise ValueError(
-            "precision is 'fp8-gather': the bytes of weights that FSDP2 gathers in float8 are not known, so no plan is made. "
-            "Use precision='fp8', or a mode such as ac='selective'."
+            "precision is 'fp8-gather': the bytes of weights that FSDP2 gathers in float8 are not known, so no plan is "
+            "made. Use precision='fp8', or a mode such as ac='selective'."
         )
     if device.cuda is not None and device.cuda < _LEAST:
         raise ValueError(
-            f"precision is {word!r}, and {device.name} has compute capability {device.cuda[0]}.{device.cuda[1]}; products in "
-            f"float8 need {_LEAST[0]}.{_LEAST[1]}. Use precision='bf16'."
+            f"precision is {word!r}, and {device.name} has compute capability {device.cuda[0]}.{device.cuda[1]}; products "
+            f"in float8 need {_LEAST[0]}.{_LEAST[1]}. Use precision='bf16'."
         )
     check_float8(word)
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -62,8 +60,8 @@ def convert(layers: Sequence[Any], setup: Setup, device: Device) -> None:
 
 
 def of_layers(device: Device, setup: Setup) -> Device:
-    """`device` at the rates of the layers' operators: on a GPU all of their matrix products count at float8's, those of
-    the few linears too that it does not fit."""
-    if setup.precision.matmuls is None or device.kind == "cpu":
+    """`device` at the rates of the layers' operators: all of their matrix products count at float8's, those of the few
+    linears too that it does not fit; at bfloat16's where no rate of float8 is known (a CPU emulates it)."""
+    if setup.precision.matmuls is None or "float8" not in device.matmul_flops:
         return device
-    return replace(device, matmul_flops={**device.matmul_flops, "half": FASTER * device.matmul_flops["half"]})
+    return replace(device, matmul_flops={**device.matmul_flops, "half": device.matmul_flops["float8"]})

@@ -26,8 +26,8 @@ from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.tensor_parallel import sequence_places
 from nemo_like.distributed.tp_plan import resolve_plan
 from nemo_like.extras import MissingExtraError, require
-from nemo_like.layers import find
 from nemo_like.float8 import effective_matmuls
+from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.module_tree import bare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any
     )
     bare = llama()
     for precision in ("fp8-rowwise", "bf16", None):
-        with pytest.raises(PlanError, match="was made for precision='fp8'.*Make the plan again"):
+        with pytest.raises(PlanError, match=r"was made for precision='fp8'.*Make the plan again"):
             parallelize(bare, "single", ac=again, precision=precision, device="cpu")
     other = plan_for(llama(), "5MiB", _sample(), precision="bf16", **said)
     with pytest.raises(PlanError, match="linears as they are, and the model is to run with precision='fp8'"):
@@ -111,7 +112,9 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fit_plans_for_float8_and_its_answer_runs_as_predicted() -> None:
-    asked = dict(gpus=1, gpu="cpu", seq_len=64, micro_batch=4, memory="4800KiB", offload="none", loss="model", ac="plan")
+    asked = dict(
+        gpus=1, gpu="cpu", seq_len=64, micro_batch=4, memory="4800KiB", offload="none", loss="model", ac="plan"
+    )
     report = fit(llama(), precision="fp8", **asked)
     best, sample = report.best, _sample()
     assert best.plan is not None and best.plan.matmuls == "fp8" and best.kwargs()["precision"].matmuls == "fp8"
@@ -123,6 +126,18 @@ def test_fit_plans_for_float8_and_its_answer_runs_as_predicted() -> None:
     model.zero_grad()
     measured = loop_peak_bytes(model, sample)
     assert abs(best.peak_bytes - measured) <= 0.01 * measured
+
+
+def test_products_of_layers_count_at_the_rate_of_float8_where_it_is_known() -> None:
+    device = resolve_device("h100-80gb")
+    for float8 in (True, False):
+        rates = {name: rate for name, rate in device.matmul_flops.items() if name != "float8" or float8}
+        own, plain = (
+            Planner(llama(), _sample(), device=replace(device, matmul_flops=rates), setup=Setup(precision=precision))
+            for precision in (Precision("bf16", matmuls="fp8"), Precision("bf16"))
+        )
+        assert own.problems[0].device.matmul_flops["half"] == rates["float8" if float8 else "half"]
+        assert own.device.matmul_flops == plain.problems[0].device.matmul_flops == rates
 
 
 def test_fit_leaves_out_what_is_not_planned_and_compares_precisions() -> None:
