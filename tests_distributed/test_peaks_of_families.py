@@ -24,6 +24,7 @@ FEW = (
     Cell("helium", {"tp": 2, "pp": 2}, "plan", "gpipe"),
     Cell("qwen2_moe", {"tp": 2, "pp": 2}, "selective"),  # splits experts inside
     Cell("solar_open", {"dp_shard": 4, "ep": 2}, "selective"),  # gathers experts in replay
+    Cell("granitemoe", {"tp": 2, "pp": 2}, "selective", "zbv"),  # adds gradients to one that came from the next stage
 )
 
 

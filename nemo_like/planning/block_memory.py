@@ -45,7 +45,7 @@ class BlockMemory:
 
 def block_memory(
     kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int] | None = None, *, accumulate: bool = False,
-    layouts: Mapping[int, tuple[int, ...]] | None = None,
+    layouts: Mapping[int, tuple[int, ...]] | None = None, received: bool = False,
 ) -> BlockMemory:  # fmt: skip
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
 
@@ -58,6 +58,8 @@ def block_memory(
         used: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
         layouts: strides of those of these gradients that are not in rows (`OuterMemory.layouts`).
         accumulate: its parameters have gradients before, which are not counted, and backward adds to them.
+        received: the gradients of its output stay, as a pipeline's receiving buffers do: nothing is added into them. They
+            are counted all the time.
 
     Raises:
         RegionError, PlanMismatchError: `policy` does not fit the block.
@@ -102,7 +104,8 @@ def block_memory(
         given, given_to = sum(t.numel() * t.element_size() for t in roots), len(roots)
         # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
-        gradients = OutputGradients.apply([(layouts or {}).get(i) for i in at], *roots)
+        stay: list[torch.Tensor] | None = [] if received else None
+        gradients = OutputGradients.apply([(layouts or {}).get(i) for i in at], stay, *roots)
         del out, roots, made, at
         meter.lap()
         begun = len(meter.log)
@@ -160,11 +163,13 @@ def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.T
 
 
 class OutputGradients(torch.autograd.Function):
-    """Nothing, made of all outputs; its backward makes their gradients."""
+    """Nothing, made of all outputs; its backward makes their gradients, and puts them into the list that it is given."""
 
     @staticmethod
-    def forward(ctx: Any, strides: list[tuple[int, ...] | None], *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.layouts = [(t.shape, stride, t.dtype) for t, stride in zip(outputs, strides)]
+    def forward(
+        ctx: Any, strides: list[tuple[int, ...] | None], stay: list[torch.Tensor] | None, *outputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layouts, ctx.stay = [(t.shape, stride, t.dtype) for t, stride in zip(outputs, strides)], stay
         return outputs[0].new_empty(0, dtype=torch.float32)
 
     @staticmethod
@@ -173,4 +178,6 @@ class OutputGradients(torch.autograd.Function):
             torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
             for shape, stride, dtype in ctx.layouts
         )
-        return None, *made
+        if ctx.stay is not None:
+            ctx.stay += made
+        return None, None, *made

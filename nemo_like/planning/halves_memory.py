@@ -75,24 +75,27 @@ class _WatchedGradients(torch.autograd.Function):
     """`OutputGradients` that says of those that it makes whether they are alive."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[weakref.ref[Any]], *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, made: list[weakref.ref[Any]], stay: list[torch.Tensor] | None, *outputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.made = made
-        return OutputGradients.forward(ctx, [None] * len(outputs), *outputs)
+        return OutputGradients.forward(ctx, [None] * len(outputs), stay, *outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         found = OutputGradients.backward(ctx, *grads)
-        ctx.made.extend(weakref.ref(grad.untyped_storage()) for grad in found[1:])
+        ctx.made.extend(weakref.ref(grad.untyped_storage()) for grad in found[2:])
         return found
 
 
 def halves_memory(
-    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int], *, accumulate: bool, once: bool = True
-) -> HalvesMemory:
+    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int], *, accumulate: bool, once: bool = True,
+    received: bool = False,
+) -> HalvesMemory:  # fmt: skip
     """Run a block forward and through both halves of its backward on fake tensors, as `block_memory` does in one piece.
 
     Args:
-        kind, policy, run, used, accumulate: as for `block_memory`.
+        kind, policy, run, used, accumulate, received: as for `block_memory`.
         once: whether the first half replays for both.
     """
     state = {
@@ -102,14 +105,14 @@ def halves_memory(
     block = _Called(kind, state)
     found = None
     for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
-        found = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once)
+        found = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)
     assert found is not None
     return found
 
 
 def _run(
     block: _Called, kind: Kind, state: Mapping[str, torch.Tensor], policy: Policy | None, run: FakeRun,
-    used: Collection[int], *, accumulate: bool, once: bool,
+    used: Collection[int], *, accumulate: bool, once: bool, received: bool,
 ) -> HalvesMemory:  # fmt: skip
     replaced: dict[int, torch.Tensor] = {}
 
@@ -133,7 +136,8 @@ def _run(
         if not roots:
             return HalvesMemory(meter.lap(), 0, 0, 0, 0, 0)
         made: list[weakref.ref[Any]] = []
-        gradients = _WatchedGradients.apply(made, *roots)
+        stay: list[torch.Tensor] | None = [] if received else None
+        gradients = _WatchedGradients.apply(made, stay, *roots)
         del out, roots
         meter.lap()
         rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, state.values(), once)

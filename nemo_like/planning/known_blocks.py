@@ -15,8 +15,8 @@ class KnownBlocks:
     """Memories by the number of a block, its choice, and how its step is run."""
 
     def __init__(self) -> None:
-        self.whole: dict[tuple[int, Choice, bool], BlockMemory] = {}
-        self.halves: dict[tuple[int, Choice, bool, bool], HalvesMemory] = {}
+        self.whole: dict[tuple[int, Choice, bool, bool], BlockMemory] = {}
+        self.halves: dict[tuple[int, Choice, bool, bool, bool], HalvesMemory] = {}
         self.trained: dict[Any, frozenset[str]] = {}
         """Of a model, by the names of its parameters and which of them require gradients: those that get one in a step."""
         self._numbers: dict[Any, int] = {}

@@ -257,9 +257,10 @@ class Planner:
             return KeepRouting(FullPolicy()) if "save" in choice.decisions else FullPolicy()
         return DecisionTable.from_json(self.problems[kind].rows(choice))
 
-    def memory(self, kind: int, choice: Choice, accumulate: bool = False) -> BlockMemory:
-        """What the block needs while it runs under `choice`; the engine runs it on fake tensors."""
-        key = (self.block_number(kind), choice, accumulate)
+    def memory(self, kind: int, choice: Choice, accumulate: bool = False, *, received: bool = False) -> BlockMemory:
+        """What the block needs while it runs under `choice`; the engine runs it on fake tensors. `accumulate`, `received`:
+        as for `block_memory`."""
+        key = (self.block_number(kind), choice, accumulate, received)
         if key not in self.known.whole:
             self.known.whole[key] = block_memory(
                 self.traced.kinds[kind],
@@ -268,6 +269,7 @@ class Planner:
                 self.outer().used[kind],
                 accumulate=accumulate,
                 layouts=self.outer().layouts[kind],
+                received=received,
             )
         return self.known.whole[key]
 
@@ -483,15 +485,19 @@ class Planner:
         """Whether torch's optimizers step all parameters together where nobody says."""
         return self.device.kind == "cuda"  # for sharded parameters, too: DTensor is among the types that it takes
 
-    def layer_events(self, choices: Sequence[Choice], accumulates: bool) -> list[LayerEvents]:
-        """What each layer call allocates and frees; `accumulates`: backward adds to gradients that are there."""
+    def layer_events(
+        self, choices: Sequence[Choice], accumulates: bool, *, received: bool = False
+    ) -> list[LayerEvents]:
+        """What each layer call allocates and frees; `accumulates`: backward adds to gradients that are there. `received`: as
+        for `layer_memories`."""
         sharding = self.sharding
         units = dict(zip(sharding.modules, sharding.units))
         made = []
-        for call, choice in zip(self.traced.calls, choices):
+        for i, (call, choice) in enumerate(zip(self.traced.calls, choices), 1):
             trace, module = self.problems[call.kind].trace, id(call.module)
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-            events = self.memory(call.kind, choice, accumulates).events
+            last = received and i == len(self.traced.calls)
+            events = self.memory(call.kind, choice, accumulates, received=last).events
             made.append(LayerEvents(events, units.get(module), sharding.experts.get(module), inputs))
         return made
 
@@ -505,22 +511,26 @@ class Planner:
             remembered=self.traced.run.tables.bytes, copies_at_once=self.device.kind == "cpu", log=log,
         )  # fmt: skip
 
-    def layer_memories(self, choices: Sequence[Choice], micro: Microbatch) -> list[LayerMemory]:
-        """What each call needs in a step with these choices."""
+    def layer_memories(
+        self, choices: Sequence[Choice], micro: Microbatch, *, received: bool = False
+    ) -> list[LayerMemory]:
+        """What each call needs in a step with these choices. `received`: the gradient of what the last one returns comes
+        from a pipeline's next stage, into a buffer that stays."""
         sharding = self.sharding
         units = dict(zip(sharding.modules, sharding.units))
         layers: list[LayerMemory] = []
         known: dict[Any, LayerMemory] = {}
-        for call, choice, copies in zip(self.traced.calls, choices, self._copies(choices)):
+        for i, (call, choice, copies) in enumerate(zip(self.traced.calls, choices, self._copies(choices)), 1):
+            last = received and i == len(self.traced.calls)
             unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
             whole_input = call.fqn in self._cuts and bool(choice.decisions)
-            key = (call.kind, id(choice), id(unit), id(experts), copies, whole_input)
+            key = (call.kind, id(choice), id(unit), id(experts), copies, whole_input, last)
             if key in known:
                 layers.append(known[key])
                 continue
             trace, params = self.problems[call.kind].trace, self.traced.kinds[call.kind].state.values()
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-            memory = self.memory(call.kind, choice, micro.accumulates)
+            memory = self.memory(call.kind, choice, micro.accumulates, received=last)
             # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
             state = RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
             state += (trace.state_bytes if choice.decisions else 0) + self.leaves(call.kind)

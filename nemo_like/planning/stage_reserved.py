@@ -155,7 +155,9 @@ class _ReplayedStage:
 
     def _events(self, turn: Pass) -> list[LayerEvents]:
         if turn.accumulates not in self._layers:
-            self._layers[turn.accumulates] = self.planner.layer_events(self.choices, turn.accumulates)
+            self._layers[turn.accumulates] = self.planner.layer_events(
+                self.choices, turn.accumulates, received=not self.is_last
+            )
         return self._layers[turn.accumulates]
 
 

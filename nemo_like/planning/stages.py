@@ -262,6 +262,7 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
     else:
         first, rest = Microbatch(stays, accumulates=bool(stays)), Microbatch(own, accumulates=True)
     splits = kind_of(pp).splits_backward and stage.slice.index > 0
+    received = not stage.slice.is_last
 
     def one(micro: Microbatch) -> StageRound:
         root, tail = planner.outer_grads(micro)
@@ -271,12 +272,13 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
         outer: OuterMemory | None = None
         if splits:
             halves = tuple(
-                _halves(planner, call.kind, choice, micro, pp) for call, choice in zip(planner.traced.calls, choices)
+                _halves(planner, call.kind, choice, micro, pp, received=received and i == len(choices))
+                for i, (call, choice) in enumerate(zip(planner.traced.calls, choices), 1)
             )
             outer = _outer_halves(planner, micro)
         return StageRound(
-            tuple(planner.layer_memories(choices, micro)), planner.outer(micro.accumulates, choices), root, tail, micro,
-            halves, outer,
+            tuple(planner.layer_memories(choices, micro, received=received)),
+            planner.outer(micro.accumulates, choices), root, tail, micro, halves, outer,
         )  # fmt: skip
 
     return StageMemory(
@@ -285,13 +287,15 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
     )  # fmt: skip
 
 
-def _halves(planner: Planner, kind: int, choice: Choice, micro: Microbatch, pp: PipelineParallel) -> HalvesMemory:
+def _halves(
+    planner: Planner, kind: int, choice: Choice, micro: Microbatch, pp: PipelineParallel, *, received: bool
+) -> HalvesMemory:
     known, once = planner.known.halves, pp.replay != "twice"
-    key = (planner.block_number(kind), choice, micro.accumulates, once)
+    key = (planner.block_number(kind), choice, micro.accumulates, once, received)
     if key not in known:
         known[key] = halves_memory(
             planner.traced.kinds[kind], planner.policy(kind, choice), planner.traced.run, planner.outer().used[kind],
-            accumulate=micro.accumulates, once=once,
+            accumulate=micro.accumulates, once=once, received=received,
         )  # fmt: skip
     return known[key]
 
