@@ -1,5 +1,5 @@
-"""The gradient of what a pipeline's stage sent on comes into a buffer that stays: nothing is added into it in place, and it is
-there as long as the last layer's backward runs. By the CPU allocator's events."""
+"""The gradient of what a pipeline's stage sent on comes into a buffer that stays: nothing is added into it in place, and it
+is there as long as the last layer's backward runs. By the CPU allocator's events."""
 
 from __future__ import annotations
 
