@@ -166,7 +166,7 @@ def facts(op: Op) -> OpFacts:
         exchange=row.exchange,
         free=free or namespace in _FREE_NAMESPACES,
         random=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
-        mutating=bool(schema is not None and schema.is_mutable),
+        mutating=bool(schema is not None and schema.is_mutable) or _writes_first(op),
         flops=row.flops or op_flops.rule_of_torch(op),
     )
 
@@ -230,8 +230,16 @@ def draws(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     return "dropout_p" not in argument_positions(op) or bool(argument(op, args, kwargs, "dropout_p"))
 
 
+def _writes_first(op: Op) -> bool:
+    """Whether `op` is a collective that writes into its first argument. Schemas of ``c10d`` do not say so, and it changes
+    no version counter."""
+    return getattr(op, "namespace", "") == "c10d" and packet_name(op).endswith("_") and "barrier" not in packet_name(op)
+
+
 def written_tensors(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[torch.Tensor]:
-    """The tensors that this call writes into, by the operator's schema."""
+    """The tensors that this call writes into, by the operator's schema; of a collective, its first argument."""
+    if _writes_first(op):
+        return tensors_in(args[0] if args else next(iter((kwargs or {}).values())))
     schema = getattr(op, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
