@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from nemo_like.options import PipelineParallel, Precision
+from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
+from nemo_like.planning.planner import Setup
+from nemo_like.planning.stage_reserved import replay_rank
+from nemo_like.planning.stages import PipelinePlanner
 from tests.models.fit_models import llama
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 _STAGES = {"gpus": 2, "pp": 2, "gpu": "cpu", "schedule": "1f1b", "loss": "model", "offload": "none", "seq_len": 64}
@@ -45,3 +52,25 @@ def test_a_smaller_optimizer_and_more_stages_are_named_where_they_help():
 def test_a_microbatch_that_nobody_pinned_is_not_advised():
     report = fit(llama(2), gpus=1, gpu="cpu", seq_len=64, memory=1 << 20, global_batch=2, ac="full", loss="model")
     assert report.helps and not any("micro-batch" in words for words in report.helps)
+
+
+def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_with_them():
+    config = transformers.LlamaConfig(
+        hidden_size=1024, intermediate_size=2752, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=2000, max_position_embeddings=2048, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).train()
+    asked = _STAGES | _AXES | {"gpu": "h100-80gb", "seq_len": 1500, "micro_batch": 2, "global_batch": 8}
+    report = fit(model, memory="875MiB", **asked)
+    ids = torch.zeros(2, 1500, dtype=torch.long)
+    planner = PipelinePlanner(
+        model, {"input_ids": ids, "labels": ids}, pp=PipelineParallel(2, "1f1b", 4), device=resolve_device("h100-80gb"),
+        setup=Setup(fsdp=None, precision=Precision("bf16")),
+    )  # fmt: skip
+    whole, growing = (
+        max(replay_rank(planner, rank, planner.uniform("full"), config).reserved for rank in range(2))
+        for config in (AllocatorConfig(), AllocatorConfig(expandable_segments=True))
+    )
+    assert report.nearest.reserved == whole == 920 << 20 and growing == 848 << 20
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True: -72.00MiB" in report.helps

@@ -88,8 +88,7 @@ def ways_out(
         asked = replace(question, step=step)
         eight_bit = shape.with_setup(step=step) if isinstance(shape, TracedShape) else remade(key, asked)
         consider("an 8-bit optimizer (optimizer='adamw-8bit')", _needs(eight_bit, layout, variant))
-    if isinstance(shape, TracedShape):
-        consider(_GROWING, _needs(shape.with_setup(allocator=growing), layout, variant))
+    consider(_GROWING, _needs(shape.with_setup(allocator=growing), layout, variant))
     rows = _fewer_rows(question, layout, variant, lambda rows: remade(replace(key, micro_batch=rows), question))
     if rows is not None:
         fitting.append(f"micro-batch {rows} instead of {layout.micro_batch}")
@@ -166,15 +165,14 @@ def _with_more_gpus(
     gpus = _more_gpus(shape, limit, variant, _sharded_over_more(layout))
     if gpus is not None:
         said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
+    fewer = _more_gpus(shape.with_setup(allocator=growing), limit, variant, _sharded_over_more(layout))
+    if fewer is not None and (gpus is None or fewer < gpus):
+        said.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
     if isinstance(shape, StagedShape):
         if gpus is None and (gpus := _more_gpus(shape, limit, variant, _in_more_stages(layout))) is not None:
             said.append(
                 f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // layout.gpus} times as many stages"
             )
-        return said
-    fewer = _more_gpus(shape.with_setup(allocator=growing), limit, variant, _sharded_over_more(layout))
-    if fewer is not None and (gpus is None or fewer < gpus):
-        said.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
     return said
 
 

@@ -65,6 +65,13 @@ class StagedShape:
         self._needs: dict[Any, Need] = {}
         self._least: StagedLeast | None = None
 
+    def with_setup(self, **changed: Any) -> StagedShape:
+        """The same shape, and nothing traced again, for other settings of the ``allocator=``."""
+        other = copy.copy(self)
+        other.setup, other._first = replace(self.setup, **changed), dict(self._first)
+        other._planners, other._plans, other._needs = {}, {}, {}
+        return other
+
     def planner(self, layout: Layout, variant: Variant) -> PipelinePlanner:
         """Of this layout and variant; stages of the same layers are traced once for all of them."""
         key = (*self._layout_key(layout), variant.loss, variant.offload)
