@@ -168,8 +168,9 @@ def _with_more_gpus(
     fewer = _more_gpus(shape.with_setup(allocator=growing), limit, variant, _sharded_over_more(layout))
     if fewer is not None and (gpus is None or fewer < gpus):
         said.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
-    if isinstance(shape, StagedShape):
-        if gpus is None and (gpus := _more_gpus(shape, limit, variant, _in_more_stages(layout))) is not None:
+    if gpus is None and isinstance(shape, StagedShape):
+        gpus = _more_gpus(shape, limit, variant, _in_more_stages(layout))
+        if gpus is not None:
             said.append(
                 f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // layout.gpus} times as many stages"
             )
