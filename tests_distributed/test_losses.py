@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import parallelize
@@ -20,6 +21,7 @@ from nemo_like.losses import chunked_cross_entropy, chunked_kl, chunked_log_prob
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import FSDP2, ChunkedLoss, Precision, TensorParallel
 from tests.models.decoders import batch, build
+from tests_distributed.allocated import local
 from tests_distributed.spawn import run_ranks
 
 CHUNKS = ChunkedLoss(chunk_tokens=5)
@@ -111,15 +113,33 @@ def test_other_ways(arguments):
     check(run_ranks(2, _train, "llama", CHUNKS, arguments, 1), "llama")
 
 
-@pytest.mark.parametrize("loss_parallel", [True, False])
-def test_two_by_two_with_tensor_parallel(loss_parallel):
-    arguments = dict(ac="none", tp=TensorParallel(2, loss_parallel=loss_parallel))
+@pytest.mark.parametrize("split", [True, False])
+def test_two_by_two_with_tensor_parallel(split):
+    arguments = dict(ac="none", tp=TensorParallel(2, loss_parallel=split))
     check(run_ranks(4, _train, "llama", CHUNKS, arguments, 2, timeout=150), "llama", tp=2)
 
 
 def test_sequence_parallel_with_a_cut_vocabulary():
     arguments = dict(ac="none", tp=TensorParallel(2, sequence_parallel=True, loss_parallel=True))
     check(run_ranks(4, _train, "llama", CHUNKS, arguments, 2, timeout=150), "llama", tp=2)
+
+
+def _staged(rank, world_size, split):
+    with loss_parallel() if split else nullcontext():
+        ids, tensor = batch(4), TensorParallel(2, loss_parallel=split)
+        sample = {"input_ids": ids[:2], "labels": ids[:2]}
+        pipeline = parallelize(undropped("llama"), ac="selective", tp=tensor, pp=2, sample_input=sample)
+        losses = [float(each(input_ids=ids, labels=ids)) for each in (pipeline.step, pipeline.eval_step)]
+    return losses, [local(p.grad) for p in pipeline.parameters()]
+
+
+def test_stages_whose_logits_stay_split_by_vocabulary():
+    """The model's own loss is a DTensor there; sums over the vocabulary go another way, so not bitwise."""
+    split, whole = (run_ranks(4, _staged, answer, timeout=150) for answer in (True, False))
+    for (losses, own), (wanted, other) in zip(split, whole):
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        for gradient, same in zip(own, other, strict=True):
+            assert (gradient - same).norm() <= 1e-5 * same.norm()
 
 
 def test_replicas_of_shards():

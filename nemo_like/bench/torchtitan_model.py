@@ -37,7 +37,9 @@ def with_ring(model: nn.Module, cp: int) -> nn.Module:
     if cp > 1:
         inner: Any = model.get_submodule("model")
         for layer in inner.layers:
-            layer.self_attn.o_proj.register_forward_pre_hook(lambda _module, args: (_Ring.apply(args[0], cp), *args[1:]))
+            layer.self_attn.o_proj.register_forward_pre_hook(
+                lambda _module, args: (_Ring.apply(args[0], cp), *args[1:])
+            )
     return model
 
 

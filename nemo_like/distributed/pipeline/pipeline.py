@@ -156,7 +156,8 @@ class Pipeline:
             stage.forward.microbatches = ()
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for loss in losses:
-            total += loss.detach().reshape(())
+            value = loss.detach()  # of logits that stay split by vocabulary a DTensor, whole on every rank of `tp`
+            total += (value.full_tensor() if isinstance(value, DTensor) else value).reshape(())
         dist.broadcast(total, group=self.group, group_src=self._last_rank)
         return total
 
