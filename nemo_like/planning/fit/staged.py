@@ -68,9 +68,14 @@ class StagedShape:
     def with_setup(self, **changed: Any) -> StagedShape:
         """The same shape, and nothing traced again, for other settings of the ``allocator=``."""
         other = copy.copy(self)
-        other.setup, other._first = replace(self.setup, **changed), dict(self._first)
-        other._planners, other._plans, other._needs = {}, {}, {}
+        other.setup = replace(self.setup, **changed)
+        other.ask_anew()
         return other
+
+    def ask_anew(self) -> None:
+        """Forget what is known of layouts; what was traced stays."""
+        self._first = dict(self._first)
+        self._planners, self._plans, self._needs = {}, {}, {}
 
     def planner(self, layout: Layout, variant: Variant) -> PipelinePlanner:
         """Of this layout and variant; stages of the same layers are traced once for all of them."""
