@@ -136,9 +136,10 @@ def _parts(rank: int, world_size: int, options: TensorParallel, asked: tuple[str
 
 
 def _assert_near(ranks: list[list[Any]]) -> None:
+    """A part of a hidden state, which the first region is given, is 1 % of `full`."""
     for rows in ranks:
         for ac, planned, measured in rows:
-            assert abs(planned - measured) <= 0.01 * measured, (ac, planned, measured)
+            assert abs(planned - measured) <= 0.003 * measured, (ac, planned, measured)
 
 
 def test_budgets_beside_sequences_and_logits_in_parts() -> None:

@@ -23,8 +23,6 @@ from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.expert_parallel.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
-from nemo_like.distributed.tensor_parallel import sequence_places
-from nemo_like.distributed.tp_plan import resolve_plan
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.float8 import effective_matmuls
 from nemo_like.layers import find
@@ -367,14 +365,6 @@ class Planner:
             self._known_forms[key] = ParameterForms(self.model, self.layers, plan, self.trained, self.experts)
         return self._known_forms[key]
 
-    @cached_property
-    def _cuts(self) -> frozenset[str]:
-        """Layers whose region is given the whole sequence, and cuts it inside: the first of each stack."""
-        if not self.setup.sequence_parallel or self.setup.tp == 1:
-            return frozenset()
-        rules = resolve_plan(self.whole, self.setup.tp_plan, self.setup.tp, [e.fqn for e in self.experts])
-        return frozenset(sequence_places(self.whole, rules).first)
-
     @property
     def _splits_loss(self) -> bool:
         return self.setup.loss_parallel and self.setup.tp > 1
@@ -523,8 +513,7 @@ class Planner:
         for i, (call, choice, copies) in enumerate(zip(self.traced.calls, choices, self._copies(choices)), 1):
             last = received and i == len(self.traced.calls)
             unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
-            whole_input = call.fqn in self._cuts and bool(choice.decisions)
-            key = (call.kind, id(choice), id(unit), id(experts), copies, whole_input, last)
+            key = (call.kind, id(choice), id(unit), id(experts), copies, last)
             if key in known:
                 layers.append(known[key])
                 continue
@@ -534,7 +523,6 @@ class Planner:
             # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
             state = RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
             state += (trace.state_bytes if choice.decisions else 0) + self.leaves(call.kind)
-            state += (self.setup.tp - 1) * trace.input_bytes if whole_input else 0
             whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
             copied = copied_in_forward(call.module) if choice.decisions else 0
             held = choice.held_bytes + state
