@@ -67,7 +67,7 @@ def layer_seconds(problem: BlockProblem, choice: Choice, how: HowRun, links: Lin
     """Of a block traced with one rank's tokens and weights."""
     device = links.device
     records = fused(problem.records) if how.compiled else problem.records
-    plain = BlockSeconds.of(problem, device, compiled=how.compiled, fp8_flops=how.fp8_flops).kernels
+    plain = BlockSeconds.of(problem, compiled=how.compiled, fp8_flops=how.fp8_flops).kernels
     kernels = [_kernel(records, k, seconds, how, device) for k, seconds in enumerate(plain)]
     run = [
         k for k, word in enumerate(choice.decisions) if word == "recompute" and k < problem.reachable

@@ -18,6 +18,7 @@ from nemo_like.distributed.launch import current_device, pick_device_type
 from nemo_like.log import warn_once
 from nemo_like.options import did_you_mean
 from nemo_like.planning.block_trace import OpRecord
+from nemo_like.torch_compat import OpOverload
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,19 @@ class Device:
     processors: int = 0
     """Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted."""
 
-    def flops_of(self, op: OpRecord) -> float:
-        """FLOP/s that the kernel of `op` reaches."""
-        rates = self.attention_flops if facts(op.op).attention else self.matmul_flops
-        return rates["half" if op.half else "single"]
+    def flops_of(self, op: OpOverload, *, half: bool) -> float:
+        """FLOP/s that the kernel of `op` reaches; `half`: in a 16-bit type."""
+        rates = self.attention_flops if facts(op).attention else self.matmul_flops
+        return rates["half" if half else "single"]
+
+    @property
+    def knows_host_rates(self) -> bool:
+        """Whether the seconds of an optimizer in host memory are known."""
+        return self.kind == "cpu" or bool(self.host_bandwidth)
 
     def check_host_rates(self, asked: str) -> None:
         """Raise ValueError where `asked`, which has the optimizer step on the host, takes seconds that nobody knows."""
-        if self.kind != "cpu" and not self.host_bandwidth:
+        if not self.knows_host_rates:
             raise ValueError(
                 f"{asked} runs the optimizer in host memory, and the bandwidth of that beside {self.name} is not known. "
                 "Give a device file with 'host_memory_gbps', one device's share of it in GB/s; or leave it out."
@@ -242,4 +248,4 @@ def op_seconds(op: OpRecord, device: Device) -> float:
         # Gathering, a rank receives what it has not got; by all-to-all, at most as much as it has.
         received = 2 * op.bytes - op.moved if op.op.name() == _SEQUENCE_OPS[0] else op.bytes
         return max(received / device.host_link, op.moved / device.bandwidth)
-    return max(op.flops / device.flops_of(op), op.moved / device.bandwidth)
+    return max(op.flops / device.flops_of(op.op, half=op.half), op.moved / device.bandwidth)

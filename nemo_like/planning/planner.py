@@ -475,6 +475,11 @@ class Planner:
         """Whether torch's optimizers step all parameters together where nobody says."""
         return self.device.kind == "cuda"  # for sharded parameters, too: DTensor is among the types that it takes
 
+    def staying(self, received: bool) -> list[bool]:
+        """Of each layer call, whether the gradient of what it returns comes into a buffer that stays; `received`: as for
+        `layer_memories`."""
+        return [False] * (len(self.traced.calls) - 1) + [received]
+
     def layer_events(
         self, choices: Sequence[Choice], accumulates: bool, *, received: bool = False
     ) -> list[LayerEvents]:
@@ -483,11 +488,10 @@ class Planner:
         sharding = self.sharding
         units = dict(zip(sharding.modules, sharding.units))
         made = []
-        for i, (call, choice) in enumerate(zip(self.traced.calls, choices), 1):
+        for call, choice, stays in zip(self.traced.calls, choices, self.staying(received)):
             trace, module = self.problems[call.kind].trace, id(call.module)
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-            last = received and i == len(self.traced.calls)
-            events = self.memory(call.kind, choice, accumulates, received=last).events
+            events = self.memory(call.kind, choice, accumulates, received=stays).events
             made.append(LayerEvents(events, units.get(module), sharding.experts.get(module), inputs))
         return made
 
@@ -510,16 +514,16 @@ class Planner:
         units = dict(zip(sharding.modules, sharding.units))
         layers: list[LayerMemory] = []
         known: dict[Any, LayerMemory] = {}
-        for i, (call, choice, copies) in enumerate(zip(self.traced.calls, choices, self._copies(choices)), 1):
-            last = received and i == len(self.traced.calls)
+        every = zip(self.traced.calls, choices, self._copies(choices), self.staying(received))
+        for call, choice, copies, stays in every:
             unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
-            key = (call.kind, id(choice), id(unit), id(experts), copies, last)
+            key = (call.kind, id(choice), id(unit), id(experts), copies, stays)
             if key in known:
                 layers.append(known[key])
                 continue
             trace, params = self.problems[call.kind].trace, self.traced.kinds[call.kind].state.values()
             inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-            memory = self.memory(call.kind, choice, micro.accumulates, received=last)
+            memory = self.memory(call.kind, choice, micro.accumulates, received=stays)
             # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
             state = RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
             state += (trace.state_bytes if choice.decisions else 0) + self.leaves(call.kind)

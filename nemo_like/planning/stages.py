@@ -272,8 +272,8 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
         outer: OuterMemory | None = None
         if splits:
             halves = tuple(
-                _halves(planner, call.kind, choice, micro, pp, received=received and i == len(choices))
-                for i, (call, choice) in enumerate(zip(planner.traced.calls, choices), 1)
+                _halves(planner, call.kind, choice, micro, pp, received=stays)
+                for call, choice, stays in zip(planner.traced.calls, choices, planner.staying(received))
             )
             outer = _outer_halves(planner, micro)
         return StageRound(

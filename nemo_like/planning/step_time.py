@@ -31,13 +31,9 @@ class OpSeconds(TorchDispatchMode):
         out = func(*args, **kwargs)
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         if inputs and not _views(func):
-            kind = (
-                "half" if any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs) else "single"
-            )
-            facts = ops.facts(func)
-            speed = (self.device.attention_flops if facts.attention else self.device.matmul_flops)[kind]
+            half = any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs)
             flops, moved = ops.kernel_flops(func, args, kwargs, out), ops.moved_bytes(func, inputs, outputs)
-            seconds = max(flops / speed, moved / self.device.bandwidth)
+            seconds = max(flops / self.device.flops_of(func, half=half), moved / self.device.bandwidth)
             self.seconds += seconds
             self.kinds[kernel_kind(func, flops)] += seconds
         return out

@@ -125,7 +125,7 @@ def _check_state_on_host(options: RunOptions, ranks: Ranks, device: Device) -> N
             "--cpu-offload beside --fit, and one rank was started, which keeps the model whole: what is sharded alone can "
             "be in host memory. Start more ranks, or leave --cpu-offload out."
         )
-    if device.kind != "cpu" and not device.host_bandwidth:
+    if not device.knows_host_rates:
         raise ValueError(
             "--cpu-offload beside --fit: the optimizer then runs in host memory, and the bandwidth of that beside "
             f"{device.name} is not known, so nothing can be predicted. Leave one of the two out."

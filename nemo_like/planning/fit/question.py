@@ -68,7 +68,7 @@ class Question:
     def lacks_host_rates(self) -> bool:
         """`cpu_offload` is left out since nobody knows how fast an optimizer on the host is."""
         asked = self.gpus > 1 and "cpu_offload" not in self.pins
-        return asked and self.device.kind != "cpu" and not self.device.host_bandwidth
+        return asked and not self.device.knows_host_rates
 
     def _check_host(self) -> None:
         asked = self.pins.get("cpu_offload", ())

@@ -35,7 +35,7 @@ def kernel_seconds(op: OpRecord, device: Device) -> float:
     known = facts(op.op)
     if op.view or known.exchange or _sequence_op(op):
         return 0.0
-    computing = op.flops / device.flops_of(op)
+    computing = op.flops / device.flops_of(op.op, half=op.half)
     if op.flops and not known.attention:
         computing /= wave_share(op.shapes, device.processors)
     return max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
@@ -54,18 +54,18 @@ def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
     return tiles / (-(-tiles // processors) * processors)
 
 
-def least_seconds(problem: BlockProblem, device: Device, only: Collection[int] | None = None) -> tuple[float, float]:
+def least_seconds(problem: BlockProblem, only: Collection[int] | None = None) -> tuple[float, float]:
     """Forward and backward of a block per call, as a bound for other numbers of tokens: a token's share of the kernels'
     FLOPs and bytes is at least this in any shape with the same weights, since launches, part waves and the bytes of
     weights, which are read once for all tokens, are left out. Attention over all keys of whole sequences has as many FLOPs
     per token however the sequences are cut. `only`: of these of its records; None: of all."""
-    forward = backward = 0.0
+    device, forward, backward = problem.device, 0.0, 0.0
     for number, op in enumerate(problem.records):
         known = facts(op.op)
         if known.exchange or _sequence_op(op) or (only is not None and number not in only):
             continue
         moved = 0 if known.attention else max(0, op.moved - problem.trace.param_bytes)
-        least = max(op.flops / device.flops_of(op), moved / device.bandwidth)
+        least = max(op.flops / device.flops_of(op.op, half=op.half), moved / device.bandwidth)
         forward += least
         backward += least * BACKWARD_TIMES[known.attention]
     return forward, backward if problem.trace.saves_something else 0.0
@@ -125,12 +125,11 @@ class BlockSeconds:
     """Of each of `kernels`: whether it is attention."""
 
     @classmethod
-    def of(
-        cls, problem: BlockProblem, device: Device, *, compiled: bool = False, fp8_flops: float = 0.0
-    ) -> BlockSeconds:
-        """Of one traced block. `compiled`: what stands between matrix products is fused, see `fused`. `fp8_flops`: matrix
-        products run at this rate, and their operands are read once more to be cast; 0: they do not."""
-        records = fused(problem.records) if compiled else problem.records
+    def of(cls, problem: BlockProblem, *, compiled: bool = False, fp8_flops: float = 0.0) -> BlockSeconds:
+        """Of one traced block, at the rates of its device. `compiled`: what stands between matrix products is fused, see
+        `fused`. `fp8_flops`: matrix products run at this rate, and their operands are read once more to be cast; 0: they
+        do not."""
+        records, device = fused(problem.records) if compiled else problem.records, problem.device
         kernels = tuple(kernel_seconds(op, device) for op in records)
         if fp8_flops:
             kernels = tuple(

@@ -124,7 +124,7 @@ class TracedShape:
         known = shared.known(key)
         self.base = Planner(own, self.sample, device=question.device, setup=setup, known=known)
         self.base.outers = self._outers("model")
-        self.blocks = [BlockSeconds.of(problem, problem.device) for problem in self.base.problems]
+        self.blocks = [BlockSeconds.of(problem) for problem in self.base.problems]
         self._least: dict[int, tuple[float, float]] = {}
         self.least_of: dict[Any, tuple[list[Choice], int]] = {}
         self._runs: dict[Any, list[LayerRun]] = {}
@@ -399,8 +399,7 @@ class TracedShape:
         for run in self.layer_runs(layout, variant, self.uniform["none"]):
             kind = next(n for n, block in enumerate(self.blocks) if block is run.block)
             if kind not in self._least:
-                problem = self.base.problems[kind]
-                self._least[kind] = least_seconds(problem, problem.device)
+                self._least[kind] = least_seconds(self.base.problems[kind])
             forward, backward = (seconds * share for seconds in self._least[kind])
             block = replace(
                 run.block, kernels=(), forward=forward, backward=backward,

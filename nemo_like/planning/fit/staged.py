@@ -211,7 +211,7 @@ class StagedShape:
     def block(self, problem: BlockProblem) -> BlockSeconds:
         """Of one kind of layer in one stage."""
         if id(problem) not in self._blocks:
-            self._blocks[id(problem)] = BlockSeconds.of(problem, self.question.device)
+            self._blocks[id(problem)] = BlockSeconds.of(problem)
         return self._blocks[id(problem)]
 
     def stage_parts(self, stage: PlannedStage, choices: Any, links: Links) -> dict[str, float]:

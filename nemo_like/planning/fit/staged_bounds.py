@@ -120,7 +120,7 @@ class StagedBounds:
 
     def _of(self, kind: int) -> tuple[float, float]:
         if kind not in self._least:
-            self._least[kind] = least_seconds(self.shape.base.problems[kind], self.device)
+            self._least[kind] = least_seconds(self.shape.base.problems[kind])
         return self._least[kind]
 
     def _replay(self, kind: int, mode: str) -> float:
@@ -129,7 +129,7 @@ class StagedBounds:
             choice = self._choice(kind, mode)
             reach = problem.reachable
             run = {k for k, word in enumerate(choice.decisions) if word == "recompute" and k < reach}
-            self._again[kind, mode] = least_seconds(problem, self.device, run)[0] if run else 0.0
+            self._again[kind, mode] = least_seconds(problem, run)[0] if run else 0.0
         return self._again[kind, mode]
 
     def choices(self, mode: str) -> list[Choice]:
