@@ -21,7 +21,7 @@ from nemo_like.options import (
     TensorParallel,
 )
 from nemo_like.parallelizer import apply_activation_checkpointing, parallelize
-from nemo_like.planning.plan import Plan
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.planning.planner import plan_for
 from nemo_like.profiling import MemoryProfiler, ProfileReport
 from nemo_like.strategies import ActivationCheckpointTransform, SelectiveCheckpointer

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
-
 from torch import nn
 
 from nemo_like.activation_checkpointing.kv_sharing import shares_states_explicitly
@@ -17,29 +15,8 @@ from nemo_like.layers import find_layers
 from nemo_like.log import warn_once
 from nemo_like.module_tree import bare
 from nemo_like.offload import OffloadWrapper
-from nemo_like.options import COMPILE_BACKENDS, did_you_mean, normalise
+from nemo_like.options import parse_compile
 from nemo_like.torch_compat import wrapped_module
-
-
-def parse_compile(compile: Any) -> str | None:
-    """The backend that ``compile=`` asks for; None for no compilation.
-
-    Raises:
-        ValueError: an unknown backend. TypeError: neither a bool, None nor a string.
-    """
-    if compile is None or compile is False:
-        return None
-    if compile is True:
-        return "inductor"
-    if not isinstance(compile, str):
-        raise TypeError(f"compile is {compile!r}; it must be a bool or one of {', '.join(COMPILE_BACKENDS)}.")
-    backend = normalise(compile)
-    if backend not in COMPILE_BACKENDS:
-        raise ValueError(
-            f"compile is {compile!r}; it must be False, True ('inductor') or one of {', '.join(COMPILE_BACKENDS)}."
-            + did_you_mean(backend, COMPILE_BACKENDS)
-        )
-    return backend
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable[nn.Module] | None = None) -> None:

@@ -60,7 +60,7 @@ from nemo_like.options import (
 from nemo_like.pipelined import parallelize_pipeline
 from nemo_like.planning.first_step import watch_first_step
 from nemo_like.planning.larger_batch import size_watch, warn_of_larger_batches
-from nemo_like.planning.plan import Plan
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.planning.tensor_twin import check_tensor_budget
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, planned, read_ac, resolve

@@ -20,7 +20,7 @@ from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.pipeline import Stage
-from nemo_like.distributed.pipeline.schedules import kind_of, stages_of
+from nemo_like.distributed.pipeline.schedules import stages_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.log import is_rank_zero, logger
 from nemo_like.losses.model_loss import check_head
@@ -39,7 +39,7 @@ from nemo_like.options import (
     parse_strategy,
 )
 from nemo_like.planning.larger_batch import size_watch
-from nemo_like.planning.plan import Plan
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.planning.planner import Setup
 from nemo_like.planning.split_parts import SplitParts
 from nemo_like.planning.stage_parts import stage_parts
@@ -83,7 +83,7 @@ def parallelize_pipeline(
     precision = Precision.of(options["precision"])
     if isinstance(asked, Plan):  # before stages are cut
         asked.check_matmuls(precision.matmuls)
-    if options["compile"] and kind_of(pp).splits_backward and not splits_compiled_backward():
+    if options["compile"] and pp.facts.splits_backward and not splits_compiled_backward():
         raise ValueError(
             f"compile is {options['compile']!r} beside the schedule {pp.schedule!r}, which cuts backward in two: torch "
             f"{torch.__version__} cannot do that to compiled layers (2.13 can). Use 'interleaved_1f1b', or compile=False."

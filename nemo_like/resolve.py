@@ -21,7 +21,7 @@ from nemo_like.module_tree import bare, join
 from nemo_like.offload import placed_on_host
 from nemo_like.options import CheckpointConfig, MemoryBudget, OffloadConfig, parse_ac
 from nemo_like.planning.apply_plan import plan_specs
-from nemo_like.planning.plan import Plan
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.planning.planner import plan_for
 from nemo_like.profiling import MemoryProfiler
 

@@ -16,7 +16,7 @@ import pytest
 
 from nemo_like import CheckpointConfig, CheckpointWrapper, MemoryBudget, parallelize
 from nemo_like.activation_checkpointing import CheckpointSpec
-from nemo_like.planning.plan import Plan
+from nemo_like.activation_checkpointing.plan import Plan
 from tests.models.decoders import PlainDecoder, batch
 
 ROOT = Path(__file__).resolve().parent.parent

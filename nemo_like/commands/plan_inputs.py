@@ -80,12 +80,12 @@ def reach(
 
     def found(limit: int) -> Reach:
         batch = batches(limit)
-        if setup.fsdp is None and full_peak(planner) <= limit:
+        if job.fsdp is None and full_peak(planner) <= limit:
             return replace(batch, least_gpus=1)
-        if setup.ep > 1:
+        if job.ep.size > 1:
             return batch  # other numbers of ranks would hold other experts
         given = _shaped(args) if args.input_shape else sample(args.batch_size)
-        sharded = planner if setup.fsdp else make(given, replace(setup, fsdp=FSDP2(), shard_ranks=2))
+        sharded = planner if job.fsdp else make(given, replace(setup, fsdp=FSDP2(), shard_ranks=2))
         least = least_gpus(sharded, lambda: make(given, replace(setup, fsdp=None, shard_ranks=1)), limit)
         return replace(batch, least_gpus=least)
 

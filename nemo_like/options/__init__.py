@@ -4,8 +4,9 @@ Nothing here touches a model. Everything raises `ValueError` (a wrong value) or 
 the value, the reason and what is accepted. A default stands here and nowhere else.
 """
 
+from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.options.checkpointing import AC_STRATEGIES, CheckpointConfig, MemoryBudget, parse_ac
-from nemo_like.options.chunked_loss import COMPILE_BACKENDS, LOSSES, ChunkedLoss
+from nemo_like.options.chunked_loss import COMPILE_BACKENDS, LOSSES, ChunkedLoss, parse_compile
 from nemo_like.options.parallel import (
     CONTEXT_METHODS,
     DDP,
@@ -17,10 +18,13 @@ from nemo_like.options.parallel import (
     ExpertParallel,
     OffloadConfig,
     Precision,
+    Single,
     TensorParallel,
     parse_strategy,
 )
-from nemo_like.options.pipelining import SCHEDULES, PipelineParallel
+from nemo_like.options.pipelining import PipelineParallel
+from nemo_like.options.plan_search import PlanSearch
+from nemo_like.options.schedules import SCHEDULES, Schedule
 from nemo_like.options.step_spec import OPTIMIZERS, StepSpec
 from nemo_like.options.words import (
     did_you_mean,
@@ -44,6 +48,7 @@ __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
     "STRATEGIES",
+    "AllocatorConfig",
     "CheckpointConfig",
     "ChunkedLoss",
     "ContextParallel",
@@ -51,7 +56,10 @@ __all__ = [
     "MemoryBudget",
     "OffloadConfig",
     "PipelineParallel",
+    "PlanSearch",
     "Precision",
+    "Schedule",
+    "Single",
     "StepSpec",
     "TensorParallel",
     "did_you_mean",
@@ -60,6 +68,7 @@ __all__ = [
     "normalise",
     "parse_ac",
     "parse_bytes",
+    "parse_compile",
     "parse_dtype",
     "parse_shape",
     "parse_strategy",

@@ -32,6 +32,21 @@ class AllocatorConfig:
             raise ValueError(f"max_split_size is {limit} bytes; torch takes no less than {self.large_segment}.")
 
     @classmethod
+    def of(cls, allocator: AllocatorConfig | str | None) -> AllocatorConfig:
+        """Return what ``allocator=`` means: the object, a text as in ``PYTORCH_ALLOC_CONF``, or None: torch's defaults.
+
+        Raises:
+            ValueError: as `parse`. TypeError: something else.
+        """
+        if allocator is None:
+            return cls()
+        if isinstance(allocator, str):
+            return cls.parse(allocator)
+        if isinstance(allocator, AllocatorConfig):
+            return allocator
+        raise TypeError(f"allocator is {allocator!r}; it must be a text such as 'expandable_segments:True', or None.")
+
+    @classmethod
     def parse(cls, text: str) -> AllocatorConfig:
         """The settings in `text`, written as for ``PYTORCH_ALLOC_CONF``; settings that change no size are passed over.
 

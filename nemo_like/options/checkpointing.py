@@ -243,6 +243,23 @@ class MemoryBudget:
                 raise ValueError(f"Budget {text!r} is no percentage between 0% and 100%.") from error
         return cls(peak_bytes=parse_bytes(text))
 
+    @property
+    def words(self) -> str | None:
+        """The string that `parse` makes this budget of; None where there is no such string.
+
+        >>> MemoryBudget(peak_bytes=40 << 30).words, MemoryBudget(fraction=0.5).words
+        ('40GiB', '50%')
+        """
+        if self.fraction is not None:
+            return f"{self.fraction * 100:g}%"
+        if self.device_share is not None:
+            return "auto" if self == MemoryBudget.parse("auto") else None
+        size = self.peak_bytes or 0
+        for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+            if size % (1 << power) == 0:
+                return f"{size >> power}{unit}"
+        return f"{size}B"
+
     def __str__(self) -> str:
         """As one would write it."""
         if self.fraction is not None:

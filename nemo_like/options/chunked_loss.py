@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from nemo_like.options.words import did_you_mean, normalise, parse_bytes
 
 LOSSES: tuple[str, ...] = ("model", "chunked")
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
+
+
+def parse_compile(compile: Any) -> str | None:
+    """The backend that ``compile=`` asks for; None for no compilation.
+
+    Raises:
+        ValueError: an unknown backend. TypeError: neither a bool, None nor a string.
+    """
+    if compile is None or compile is False:
+        return None
+    if compile is True:
+        return "inductor"
+    if not isinstance(compile, str):
+        raise TypeError(f"compile is {compile!r}; it must be a bool or one of {', '.join(COMPILE_BACKENDS)}.")
+    backend = normalise(compile)
+    if backend not in COMPILE_BACKENDS:
+        raise ValueError(
+            f"compile is {compile!r}; it must be False, True ('inductor') or one of {', '.join(COMPILE_BACKENDS)}."
+            + did_you_mean(backend, COMPILE_BACKENDS)
+        )
+    return backend
 
 
 @dataclass(frozen=True)
@@ -61,13 +83,13 @@ class ChunkedLoss:
         return tokens // 64 * 64 if tokens >= 64 else tokens  # matmul kernels like multiples of their tile
 
     @classmethod
-    def of(cls, loss: str | ChunkedLoss) -> ChunkedLoss | None:
+    def of(cls, loss: str | ChunkedLoss | None) -> ChunkedLoss | None:
         """What ``loss=`` means: the object, its defaults for ``"chunked"``, None for ``"model"`` (as the model does).
 
         Raises:
             ValueError: an unknown word. TypeError: something else.
         """
-        if isinstance(loss, ChunkedLoss):
+        if loss is None or isinstance(loss, ChunkedLoss):
             return loss
         if not isinstance(loss, str):
             raise TypeError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, or a ChunkedLoss(...).")

@@ -88,6 +88,11 @@ class DDP:
             raise ValueError(f"bucket_cap_mb is {size!r}; it must be a number of MiB above 0, or None.")
 
 
+@dataclass(frozen=True)
+class Single:
+    """Every rank trains a whole model by itself. ``strategy="single"`` means this."""
+
+
 def _check_timeout(seconds: Any) -> None:
     if seconds is None:
         return
@@ -95,16 +100,14 @@ def _check_timeout(seconds: Any) -> None:
         raise ValueError(f"timeout_seconds is {seconds!r}; it must be a number of seconds above 0, or None.")
 
 
-def parse_strategy(strategy: Any) -> tuple[str, FSDP2, DDP]:
-    """What ``strategy=`` means: ``fsdp2``, ``ddp`` or ``single``, and the options of the first two (else defaults).
+def parse_strategy(strategy: Any) -> FSDP2 | DDP | Single:
+    """Return what ``strategy=`` means: the object, or the defaults that the word ``fsdp2``, ``ddp`` or ``single`` stands for.
 
     Raises:
-        ValueError: an unknown word. TypeError: neither a word nor an `FSDP2` or `DDP`.
+        ValueError: an unknown word. TypeError: neither a word nor an `FSDP2`, `DDP` or `Single`.
     """
-    if isinstance(strategy, FSDP2):
-        return "fsdp2", strategy, DDP()
-    if isinstance(strategy, DDP):
-        return "ddp", FSDP2(), strategy
+    if isinstance(strategy, FSDP2 | DDP | Single):
+        return strategy
     if not isinstance(strategy, str):
         raise TypeError(
             f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}, or an FSDP2(...) or DDP(...)."
@@ -114,7 +117,7 @@ def parse_strategy(strategy: Any) -> tuple[str, FSDP2, DDP]:
         raise ValueError(
             f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}." + did_you_mean(word, STRATEGIES)
         )
-    return word, FSDP2(), DDP()
+    return {"fsdp2": FSDP2, "ddp": DDP, "single": Single}[word]()
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_like.options.schedule_file import ScheduleFile, is_schedule_file, read_schedule
+from nemo_like.options.schedules import SCHEDULE_OBJECTS, SCHEDULES, Schedule
 from nemo_like.options.words import did_you_mean, normalise
 
-SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
-_ONE_STAGE, _V_SHAPED = ("gpipe", "1f1b"), ("zbv", "dualpipev")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class PipelineParallel:
                 + did_you_mean(str(self.schedule), SCHEDULES)
             )
         if self.stages_per_rank is None:
-            object.__setattr__(self, "stages_per_rank", 1 if self.schedule in _ONE_STAGE else 2)
+            object.__setattr__(self, "stages_per_rank", self.facts.default_per_rank)
         if self.microbatches is None:
             object.__setattr__(self, "microbatches", 2 * self.size)
         for name in ("microbatches", "stages_per_rank"):
@@ -108,29 +107,24 @@ class PipelineParallel:
         """The schedule's table, where it is one of a file."""
         return read_schedule(self.schedule) if is_schedule_file(self.schedule) else None
 
+    @property
+    def facts(self) -> Schedule:
+        """What is known of the schedule."""
+        if (table := self.file) is not None:
+            return Schedule(str(self.schedule), None, splits_backward=table.splits_backward)
+        return SCHEDULE_OBJECTS[self.schedule]
+
     def _check_schedule(self) -> None:
         """What torch's schedules ask for."""
-        microbatches, per_rank = self.microbatches or 0, self.stages_per_rank or 0
-        if self.schedule in _ONE_STAGE and per_rank != 1:
-            raise ValueError(f"stages_per_rank is {per_rank}, and {self.schedule!r} has one; use 'interleaved_1f1b'.")
-        if self.schedule in _V_SHAPED and per_rank != 2:
+        microbatches, per_rank, allowed = self.microbatches or 0, self.stages_per_rank or 0, self.facts.stages_per_rank
+        if allowed and per_rank not in allowed:
             raise ValueError(
-                f"stages_per_rank is {per_rank}, and {self.schedule!r} has two on each rank; leave it out."
+                f"stages_per_rank is {per_rank}, and {self.schedule!r} has {allowed[0]} on each rank. Leave it out, or use "
+                "'interleaved_1f1b'."
             )
-        rounds = max(1, microbatches // self.size)
-        if self.schedule.startswith("interleaved") and microbatches % rounds:
+        if (problem := self.facts.check(self.size, microbatches)) is not None:
             raise ValueError(
-                f"microbatches is {microbatches} over {self.size} ranks, and {self.schedule!r} goes {rounds} rounds of "
-                f"equal length: use {rounds * self.size} or {(rounds + 1) * self.size}."
-            )
-        if self.schedule == "1f1b" and microbatches < self.size:
-            raise ValueError(
-                f"microbatches is {microbatches} and pp is {self.size}: with fewer microbatches than stages, stages stand "
-                f"idle all along. Use at least {self.size}, or a smaller pp."
-            )
-        if self.schedule == "dualpipev" and microbatches < 2 * self.size:
-            raise ValueError(
-                f"microbatches is {microbatches}; 'dualpipev' takes at least as many as stages, {2 * self.size} here."
+                f"microbatches is {microbatches} for {self.schedule!r} on {self.size} ranks; {problem}"
             )
 
     def _check_counts(self) -> None:

@@ -9,7 +9,7 @@ from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.distributed.launch import pick_device_type
 from nemo_like.module_tree import bare, bare_modules
-from nemo_like.planning.plan import Plan
+from nemo_like.activation_checkpointing.plan import Plan
 
 
 def plan_specs(

@@ -16,10 +16,10 @@ def balanced_peak(planner: Planner, choices: Sequence[Choice]) -> Peak | None:
 
     None where that is what `planner` counts with already: no experts on other ranks, or ``imbalance=1``.
     """
-    setup = planner.setup
-    if setup.ep == 1 or planned_imbalance(setup) == 1:
+    job = planner.job
+    if job.ep.size == 1 or planned_imbalance(job) == 1:
         return None
-    with planner.again(replace(setup, imbalance=1.0)) as other:
+    with planner.again(replace(job, ep=replace(job.ep, imbalance=1.0))) as other:
         return other.peak([_same(other, call.kind, choice) for call, choice in zip(other.traced.calls, choices)])
 
 

@@ -15,6 +15,7 @@ import torch
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
+from nemo_like.job import Job
 from nemo_like.log import warn_once
 from nemo_like.options import did_you_mean
 from nemo_like.planning.block_trace import OpRecord
@@ -139,6 +140,13 @@ def device_at_hand(kind: str | None = None) -> Device:
     if kind == "cuda":
         at_hand["capability"] = (properties.major, properties.minor)
     return calibrated(Device(**(vars(found) | at_hand)))
+
+
+def device_of(job: Job) -> Device:
+    """Return the device that `job` is predicted for: its `Job.gpu`, with what was calibrated for it, else the one at hand."""
+    if job.gpu is None:
+        return device_at_hand(None if job.device is None else job.device.type)
+    return job.gpu if isinstance(job.gpu, Device) else calibrated(resolve_device(job.gpu))
 
 
 def cache_folder() -> Path:

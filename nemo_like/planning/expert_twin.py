@@ -23,9 +23,9 @@ router that has not been trained yet spreads tokens badly, and its first hundred
 _PLANNED = "planned"
 
 
-def planned_imbalance(setup: Any) -> float:
-    """The imbalance that a `nemo_like.planning.planner.Setup` means."""
-    return min(IMBALANCE, setup.ep) if setup.imbalance is None else setup.imbalance
+def planned_imbalance(job: Job) -> float:
+    """Return the imbalance that `job` is planned with."""
+    return min(IMBALANCE, job.ep.size) if job.ep.imbalance is None else job.ep.imbalance
 
 
 def expert_twin(

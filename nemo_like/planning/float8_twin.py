@@ -12,14 +12,14 @@ from torch import nn
 from nemo_like.distributed.pipeline.cut import STAGE_MARK
 from nemo_like.float8 import check_float8, float8_linears
 from nemo_like.module_tree import bare
+from nemo_like.job import Job
 from nemo_like.planning.devices import Device
-from nemo_like.planning.planned_setup import Setup
 
 _LEAST = (8, 9)
 """Compute capability of the first GPUs that multiply in float8."""
 
 
-def copy_for_float8(model: nn.Module, setup: Setup, device: Device) -> nn.Module:
+def copy_for_float8(model: nn.Module, job: Job, device: Device) -> nn.Module:
     """A copy of `model` whose linears may be replaced; parameters, buffers and their values are shared with it. `model`
     itself where nothing multiplies in float8.
 
@@ -27,17 +27,17 @@ def copy_for_float8(model: nn.Module, setup: Setup, device: Device) -> nn.Module
         ValueError: float8 beside what is not planned with it, or a GPU that does not multiply in it. MissingExtraError:
             torchao is not installed.
     """
-    word = setup.precision.matmuls
+    word = job.precision.matmuls
     if word is None:
         return model
-    split = next((f"{name}={size}" for name, size in (("tp", setup.tp), ("ep", setup.ep)) if size > 1), None)
+    split = next((f"{name}={size}" for name, size in (("tp", job.tp.size), ("ep", job.ep.size)) if size > 1), None)
     split = "pp" if hasattr(model, STAGE_MARK) else split
     if split is not None:
         raise ValueError(
             f"precision is {word!r} beside {split}: no plan is made of float8 there. Leave one of the two out, or use "
             "precision='bf16'."
         )
-    if word == "fp8-gather" and setup.fsdp is not None:
+    if word == "fp8-gather" and job.fsdp is not None:
         raise ValueError(
             "precision is 'fp8-gather': the bytes of weights that FSDP2 gathers in float8 are not known, so no plan is "
             "made. Use precision='fp8', or a mode such as ac='selective'."
@@ -52,16 +52,16 @@ def copy_for_float8(model: nn.Module, setup: Setup, device: Device) -> nn.Module
     return copy.deepcopy(model, memo)
 
 
-def convert(layers: Sequence[Any], setup: Setup, device: Device) -> None:
+def convert(layers: Sequence[Any], job: Job, device: Device) -> None:
     """Replace the linears in `layers` of a copy, as `nemo_like.parallelize` does in the model itself."""
-    if setup.precision.matmuls is not None:
+    if job.precision.matmuls is not None:
         modules = [bare(layer.module) for layer in layers]
-        float8_linears(modules, setup.precision.matmuls, device.kind, sharded=setup.fsdp is not None)
+        float8_linears(modules, job.precision.matmuls, device.kind, sharded=job.fsdp is not None)
 
 
-def of_layers(device: Device, setup: Setup) -> Device:
+def of_layers(device: Device, job: Job) -> Device:
     """`device` at the rates of the layers' operators: all of their matrix products count at float8's, those of the few
     linears too that it does not fit; at bfloat16's where no rate of float8 is known (a CPU emulates it)."""
-    if setup.precision.matmuls is None or "float8" not in device.matmul_flops:
+    if job.precision.matmuls is None or "float8" not in device.matmul_flops:
         return device
     return replace(device, matmul_flops={**device.matmul_flops, "half": device.matmul_flops["float8"]})

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nemo_like.log import warn_once
-from nemo_like.planning.plan import Plan, gib
+from nemo_like.activation_checkpointing.plan import Plan, gib
 from nemo_like.tensors import describe, tensors_in
 
 _WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64")

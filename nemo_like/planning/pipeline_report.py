@@ -11,7 +11,7 @@ from typing import Any
 from nemo_like.extras import require
 from nemo_like.options import MemoryBudget, PipelineParallel
 from nemo_like.planning.peak import Peak
-from nemo_like.planning.plan import BudgetError, Plan, gib
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
 from nemo_like.planning.plan_report import FRACTIONS, MODES, setup_keywords
 from nemo_like.planning.stage_plans import choose, describe, reserved_on_ranks, times
 from nemo_like.planning.stage_walk import Log

@@ -65,17 +65,17 @@ def _reach_lines(report: PlanReport) -> list[str]:
 
 
 def _state_line(report: PlanReport) -> list[str]:
-    setup = report.setup
+    job = report.job
     more = (
-        "run on more than one rank, over which FSDP2 shards them" if setup.fsdp is None
-        else f"shard over more ranks (now {setup.shard_ranks}), or keep them in host memory (FSDP2(cpu_offload=True))"
+        "run on more than one rank, over which FSDP2 shards them" if job.fsdp is None
+        else f"shard over more ranks (now {job.shard_ranks}), or keep them in host memory (FSDP2(cpu_offload=True))"
     )  # fmt: skip
-    light = "" if setup.step.optimizer == "adamw-8bit" else "; an 8-bit optimizer holds a quarter of AdamW's state"
+    light = "" if job.step.optimizer == "adamw-8bit" else "; an 8-bit optimizer holds a quarter of AdamW's state"
     return [f"Parameters, gradients and optimizer state are most of the peak: {more}{light}."]
 
 
 def _gathered_line(report: PlanReport) -> list[str]:
-    fsdp = report.setup.fsdp
+    fsdp = report.job.fsdp
     if fsdp is None:
         return []
     ways = ["a lower param_dtype"]
@@ -87,8 +87,8 @@ def _gathered_line(report: PlanReport) -> list[str]:
 
 
 def _activations_line(report: PlanReport) -> list[str]:
-    ways = [f"a smaller micro-batch with more of them (now {report.setup.step.microbatches} per step)"]
-    if report.setup.offload.mode == "none":
+    ways = [f"a smaller micro-batch with more of them (now {report.job.step.microbatches} per step)"]
+    if report.job.offload.mode == "none":
         ways.append("offload='boundary' beside a budget")
     if report.best is not None and report.best.name != "full":
         ways.append("a lower budget")
@@ -97,13 +97,13 @@ def _activations_line(report: PlanReport) -> list[str]:
 
 def _head_line(report: PlanReport) -> list[str]:
     """A chunked loss has a line of its own."""
-    setup = report.setup
+    job = report.job
     lines = []
-    if report.chunks is None and setup.loss is None:
+    if report.chunks is None and job.loss is None:
         lines.append(
             "What is outside of the layers is most of the peak, and its loss cannot be chunked: a smaller micro-batch."
         )
-    if setup.step.keeps_output and setup.loss is None:
+    if job.step.keeps_output and job.loss is None:
         kept = max(row.plan.peak.get("kept output", 0) for row in report.rows)
         if kept:
             lines.append(
@@ -119,7 +119,7 @@ def _padding_line(report: PlanReport) -> list[str]:
         return []
     return [
         f"Padding: {report.padding / 2**30:.2f} GiB per rank of parameters, gradients and optimizer state belong to no "
-        f"weight, because {report.setup.shard_ranks} ranks do not divide their sizes. Shard over fewer (dp_replicate=)."
+        f"weight, because {report.job.shard_ranks} ranks do not divide their sizes. Shard over fewer (dp_replicate=)."
     ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like.module_tree import bare, bare_modules
 from nemo_like.planning.block import Choice
-from nemo_like.planning.plan import LayerPlan, Plan, layer_signature
+from nemo_like.activation_checkpointing.plan import LayerPlan, Plan, layer_signature
 
 if TYPE_CHECKING:
     from nemo_like.planning.planner import Planner
@@ -63,5 +63,5 @@ def plan_of(planner: Planner, choices: Sequence[Choice], asked: str, gap: float)
 
 def _step(planner: Planner) -> dict[str, Any]:
     """`Plan.step`."""
-    said = {k: v for k, v in asdict(planner.setup.step).items() if k != "loss_fn"}
+    said = {k: v for k, v in asdict(planner.job.step).items() if k != "loss_fn"}
     return said | {"loss": "model" if planner.outer().own_loss else "loop", "sample": planner.sample}

@@ -23,7 +23,7 @@ from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
 from nemo_like.planning.optimizers import optimizer_memory
-from nemo_like.planning.plan import Plan
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.planning.plan_search import Reach
 from nemo_like.planning.planner import BudgetError, Planner, Setup
 from nemo_like.planning.tight import Tight, tight
@@ -101,20 +101,20 @@ class PlanReport:
     @property
     def tp(self) -> int:
         """Tensor-parallel ranks."""
-        return self.setup.tp
+        return self.job.tp.size
 
     def tokens_per_second(self, row: PlanRow) -> float | None:
         """Of one GPU, predicted; None where no text goes in."""
         if self.tokens is None or not row.plan.step_seconds:
             return None
-        return self.tokens * self.setup.step.microbatches / row.plan.step_seconds / self.setup.tp
+        return self.tokens * self.job.step.microbatches / row.plan.step_seconds / self.job.tp.size
 
     def call(self, row: PlanRow, sample: str = "batch") -> str:
         """The line of Python that runs `row` as it was planned."""
         setup, mode = self.setup, row.name in MODES
         ac = f"Plan.load({self.file!r})" if self.special and not mode else repr(row.name)
         said = {
-            "strategy": "'fsdp2'" if setup.fsdp in (None, FSDP2()) else _shown(setup.fsdp),
+            "strategy": "'fsdp2'" if job.fsdp in (None, FSDP2()) else _shown(job.fsdp),
             "ac": ac,
             **setup_keywords(setup, self.dp_replicate, planned=not mode),
             "sample_input": sample if not mode and not self.special else None,
@@ -172,21 +172,21 @@ def _choices(planner: Planner, row: PlanRow) -> list[Choice]:
 
 
 def _balanced(planner: Planner, best: PlanRow | None) -> int | None:
-    if best is None or planner.setup.ep == 1:
+    if best is None or planner.job.ep.size == 1:
         return None
     peak = balanced_peak(planner, _choices(planner, best))
     return None if peak is None else peak.total
 
 
 def _padding(planner: Planner) -> int:
-    sharding, step = planner.sharding, planner.setup.step
+    sharding, step = planner.sharding, planner.job.step
     state = optimizer_memory(sharding.trained, step.optimizer, foreach=False).state
     trained = sum(param.size for param in sharding.trained)
     return int(sharding.padding * (2 + state / trained)) if trained else sharding.padding
 
 
 def _gain(planner: Planner, limit: int) -> ChunkedGain | None:
-    other = None if planner.setup.loss is not None else planner.with_chunks(ChunkedLoss())
+    other = None if planner.job.loss is not None else planner.with_chunks(ChunkedLoss())
     if other is None:
         return None
     before, after = (each.peak(each.uniform("full")).total for each in (planner, other))
@@ -213,20 +213,20 @@ def setup_keywords(setup: Setup, dp_replicate: int, *, planned: bool) -> dict[st
     """The keywords of `parallelize` that say `setup`, as one writes them; None: the default. `planned`: for a budget."""
     return {
         "dp_replicate": str(dp_replicate) if dp_replicate > 1 else None,
-        "tp": str(setup.tp) if setup.tp > 1 else None,
-        "cp": str(setup.cp.size) if setup.cp.size > 1 else None,
+        "tp": str(job.tp.size) if job.tp.size > 1 else None,
+        "cp": str(job.cp.size) if job.cp.size > 1 else None,
         "ep": _experts(setup),
-        "precision": _precision(setup.precision),
-        "loss": None if setup.loss is None else _loss(setup.loss),
-        "offload": None if setup.offload.mode == "none" else _offload(setup.offload),
-        **(_step(setup.step) if planned else {}),
+        "precision": _precision(job.precision),
+        "loss": None if job.loss is None else _loss(job.loss),
+        "offload": None if job.offload.mode == "none" else _offload(job.offload),
+        **(_step(job.step) if planned else {}),
     }
 
 
 def _experts(setup: Setup) -> str | None:
-    if setup.ep == 1:
+    if job.ep.size == 1:
         return None
-    return str(setup.ep) if setup.imbalance is None else _shown(ExpertParallel(setup.ep, imbalance=setup.imbalance))
+    return str(job.ep.size) if job.ep.imbalance is None else _shown(ExpertParallel(job.ep.size, imbalance=job.ep.imbalance))
 
 
 def _offload(offload: OffloadConfig) -> str:
@@ -365,7 +365,7 @@ def _setup_json(setup: Setup) -> dict[str, Any]:
     made = asdict(setup)
     made["step"] = {name: _value(value) if callable(value) else value for name, value in made["step"].items()}
     made["precision"] = {
-        name: dtype and str(dtype).removeprefix("torch.") for name, dtype in setup.precision.dtypes.items()
+        name: dtype and str(dtype).removeprefix("torch.") for name, dtype in job.precision.dtypes.items()
     }
     return made
 

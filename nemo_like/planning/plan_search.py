@@ -72,7 +72,7 @@ def least_gpus(planner: Planner, whole: Callable[[], Planner], limit: int) -> in
         whole: a planner for one rank, which keeps the model whole.
         limit: bytes per rank.
     """
-    tp, ranks = planner.setup.tp, 2
+    tp, ranks = planner.job.tp.size, 2
     while full_peak(planner.on_ranks(ranks)) > limit:
         ranks *= 2
         if ranks > MOST_RANKS:

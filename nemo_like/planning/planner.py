@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.module_state import copied_in_forward
@@ -21,10 +20,11 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.expert_parallel.split_experts import has_experts
-from nemo_like.distributed.launch import pick_device_type
+from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.extras import MissingExtraError, require
 from nemo_like.float8 import effective_matmuls
+from nemo_like.job import Job, as_code
 from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
@@ -32,19 +32,16 @@ from nemo_like.module_tree import bare
 from nemo_like.options import (
     FSDP2,
     ChunkedLoss,
-    ContextParallel,
     MemoryBudget,
-    OffloadConfig,
     Precision,
-    StepSpec,
-    parse_bytes,
+    parse_ac,
 )
 from nemo_like.planning import solver, within_budget
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
 from nemo_like.planning.capture import trace_model
 from nemo_like.planning.communication import StepPoint
-from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
+from nemo_like.planning.devices import device_of
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.float8_twin import convert, copy_for_float8, of_layers
 from nemo_like.planning.kinds import ModelTrace
@@ -54,16 +51,13 @@ from nemo_like.planning.microbatch import Microbatch, microbatches
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
-from nemo_like.planning.plan import BudgetError, Plan
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.planning.plan_of_choices import plan_of
-from nemo_like.planning.planned_setup import Setup
 from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.sharding import (
     ParameterForms,
     Sharding,
-    axis,
     same_on_all_ranks,
-    shard_ranks,
     sharding_of,
     units_for,
 )
@@ -74,8 +68,6 @@ from nemo_like.planning.tensor_twin import has_known_rules, rank_twin
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 from nemo_like.tensors import describe, tensors_in
 
-HOST_MEMORY = 64 << 30
-"""Host bytes per rank for what plans keep there, where nobody says: a quarter of a node's 2 TiB for eight GPUs."""
 RNG_STATE = torch.get_rng_state().numel()
 """Bytes of the state of the CPU's generator."""
 
@@ -83,62 +75,50 @@ RNG_STATE = torch.get_rng_state().numel()
 class Planner:
     """One traced model on one device: answers for any number of budgets and modes without tracing again."""
 
-    def __init__(
-        self, model: nn.Module, sample_input: Any, *, device: Device, setup: Setup, layers: Any = None,
-        skip: bool | None = None, host: bool = False, host_memory: int = HOST_MEMORY, measure: bool = False,
-        known: KnownBlocks | None = None,
-    ) -> None:  # fmt: skip
-        """Trace `model`; see `plan_for` for the arguments. known: what planners of the model's other parts find, and this
-        one's from now on."""
-        self._again = lambda other: Planner(
-            model, sample_input, device=device, setup=other, layers=layers, skip=skip, host=host,
-            host_memory=host_memory, measure=measure,
-        )  # fmt: skip
-        self.device, self.setup, self.host_memory = device, setup, host_memory
+    def __init__(self, model: nn.Module, sample_input: Any, job: Job, *, known: KnownBlocks | None = None) -> None:
+        """Trace `model` for `job`; see `plan_for`. `known`: what planners of the model's other parts find, and this one's
+        from now on."""
+        self._again = lambda other: Planner(model, sample_input, other)
+        self.job, self.device, self.host_memory = job, device_of(job), int(job.search.host_memory)
         self.known = KnownBlocks() if known is None else known
-        dtype, lower = setup.precision.dtypes["param_dtype"], None
-        if setup.fsdp is None:
+        dtype, lower = job.param_dtype, None
+        if job.fsdp is None:
             dtype, lower = None, None if dtype is torch.float32 else dtype
         # A DTensor cannot be stood in for by a placeholder.
-        self.skip = (_can_skip() if skip is None else skip) and setup.tp == 1
+        self.skip = (_can_skip() if job.search.skip is None else job.search.skip) and job.tp.size == 1
         self.whole = model
-        self.model = copy_for_float8(model, setup, device)
+        self.model = copy_for_float8(model, job, self.device)
         self.experts: tuple[Experts, ...] = ()
         # A stage of a pipeline may be one without experts.
-        if setup.ep > 1 and not (hasattr(model, STAGE_MARK) and not has_experts(model, setup.expert_plan)):
+        if job.ep.size > 1 and not (hasattr(model, STAGE_MARK) and not has_experts(model, job.ep.plan)):
             self.model, self.experts = expert_twin(
-                model, setup.ep, planned_imbalance(setup), setup.expert_plan, setup.tp
+                model, job.ep.size, planned_imbalance(job), job.ep.plan, job.tp.size
             )
-            if setup.shard_ranks * setup.tp % setup.ep:
-                raise ValueError(
-                    f"ep is {setup.ep}, which does not divide the {setup.shard_ranks * setup.tp} ranks that hold one copy "
-                    "of the model: use a divisor, or plan for more ranks."
-                )
         names = [experts.fqn for experts in self.experts]
         self.model = rank_twin(
-            self.model, setup.tp, setup.tp_plan, names,
-            sequence_parallel=setup.sequence_parallel, loss_parallel=setup.loss_parallel,
+            self.model, job.tp.size, job.tp.plan, names,
+            sequence_parallel=job.tp.sequence_parallel, loss_parallel=job.tp.loss_parallel,
         )  # fmt: skip
         self.experts = tuple(replace(each, module=self.model.get_submodule(each.fqn)) for each in self.experts)
-        if setup.loss is not None:
+        if job.loss is not None:
             if self._splits_loss:
                 raise ValueError(
-                    "No plan is made for loss='chunked' beside loss_parallel=True: use ac='selective', or loss='model'."
+                    "No plan is made for loss='chunked' with loss_parallel=True: use ac='selective', or loss='model'."
                 )
             check_head(self.model)
-        self.layers, self.chosen = _found_and_chosen(self.model, layers)
-        convert(self.layers, setup, device)
+        self.layers, self.chosen = _found_and_chosen(self.model, job.layers)
+        convert(self.layers, job, self.device)
         if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
             raise ValueError(
                 f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
             )
         with contextlib.ExitStack() as cut:
-            if setup.cp.size > 1:
-                cut.enter_context(cut_for_planning(self.model, setup.cp, self.layers, call_of(self.model)))
-            self._trace(sample_input, dtype, lower, measure)
+            if job.cp.size > 1:
+                cut.enter_context(cut_for_planning(self.model, job.cp, self.layers, call_of(self.model)))
+            self._trace(sample_input, dtype, lower, job.search.measure)
             self._cut = cut.pop_all()  # the memory of blocks is found later, on the same model
-        self.host = host_memory // len(self.traced.calls) if host else 0
+        self.host = self.host_memory // len(self.traced.calls) if job.search.host else 0
         """Host bytes that one layer call may take."""
 
         if self.not_run:
@@ -160,7 +140,7 @@ class Planner:
             self.traced: ModelTrace = trace_model(
                 self.model, self.layers, sample_input, dtype=dtype, autocast=lower, cuda=device.cuda
             )
-        rates = of_layers(device, self.setup)
+        rates = of_layers(device, self.job)
         self.problems = [
             BlockProblem(trace, rates, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
@@ -175,7 +155,7 @@ class Planner:
     def takes_budget(self) -> bool:
         """Whether `parallelize` takes a budget with this set-up: not beside weights that are split in an unknown way."""
         names = [experts.fqn for experts in self.experts]
-        return self.setup.tp == 1 or has_known_rules(self.whole, self.setup.tp, self.setup.tp_plan, names)
+        return self.job.tp.size == 1 or has_known_rules(self.whole, self.job.tp.size, self.job.tp.plan, names)
 
     def __enter__(self) -> Planner:
         return self
@@ -193,7 +173,7 @@ class Planner:
     @property
     def matmuls(self) -> str | None:
         """What the layers' linears multiply in: weights that are not sharded are not gathered, either."""
-        return effective_matmuls(self.setup.precision, sharded=self.setup.fsdp is not None)
+        return effective_matmuls(self.job.precision, sharded=self.job.fsdp is not None)
 
     def idle_layers(self) -> str:
         """`not_run` in words; empty where all layers ran."""
@@ -307,7 +287,7 @@ class Planner:
         regions |= all(kind.kept_at == kind.shared_at for kind in self.traced.kinds)
         if (accumulate, regions) not in self.outers:
             made = outer_memory(
-                self.model, self.layers, self.traced, self.setup.step, self.setup.loss, accumulate=accumulate,
+                self.model, self.layers, self.traced, self.job.step, self.job.loss, accumulate=accumulate,
                 device=self.device, regions=regions, split_loss=self._splits_loss,
             )  # fmt: skip
             for reason in made.whole_logits:
@@ -323,42 +303,42 @@ class Planner:
         if find_head(self.model) is None:
             return None
         other = copy.copy(self)
-        other.setup = replace(self.setup, loss=loss)
+        other.job = replace(self.job, loss=loss)
         other.outers = {} if known is None else known
         if (False, True) not in other.outers:
             other.outers[False, True] = outer_memory(
-                self.model, self.layers, self.traced, self.setup.step, loss, device=self.device
+                self.model, self.layers, self.traced, self.job.step, loss, device=self.device
             )
         return None if other.outers[False, True].whole_logits else other
 
-    def again(self, setup: Setup) -> Planner:
-        """A planner for the same model and sample under another `setup`, traced anew."""
-        return self._again(setup)
+    def again(self, job: Job) -> Planner:
+        """Return a planner for the same model and sample under another `job`, traced anew."""
+        return self._again(job)
 
     def on_ranks(self, ranks: int) -> Planner:
-        """This planner for another number of ranks to shard over (two or more), with nothing traced again."""
+        """Return this planner for another number of ranks to shard over (two or more), with nothing traced again."""
         other = copy.copy(self)
-        other.setup = replace(self.setup, shard_ranks=ranks)
+        other.job = self.job.on(dp_shard=ranks)
         other.__dict__.pop("sharding", None)
         return other
 
     @cached_property
     def sharding(self) -> Sharding:
         """Its FSDP2 units on one rank."""
-        s = self.setup
-        precision = Precision() if s.fsdp is None else s.precision
-        several = s.shard_ranks * s.tp * s.replicas > 1
+        job = self.job
+        precision = Precision() if job.fsdp is None else job.precision
+        replicas = job.tp.size * job.dp_replicate
         return sharding_of(
-            self.model, self.layers, shard_ranks=s.shard_ranks, precision=precision, fsdp=s.fsdp or FSDP2(),
-            trained=self.trained, experts=self.experts, expert_ranks=s.shard_ranks * s.tp // s.ep,
-            gloo=self.device.kind == "cpu", alone=s.tp * s.replicas > 1 and s.fsdp is not None, forms=self._forms(),
+            self.model, self.layers, shard_ranks=job.shard_ranks, precision=precision, fsdp=job.fsdp or FSDP2(),
+            trained=self.trained, experts=self.experts, expert_ranks=job.shard_ranks * job.tp.size // job.ep.size,
+            gloo=self.device.kind == "cpu", alone=replicas > 1 and job.fsdp is not None, forms=self._forms(),
             # Of a CPU, host memory is its own.
-            host=s.fsdp is not None and s.fsdp.cpu_offload and several and self.device.kind != "cpu",
+            host=job.fsdp is not None and job.fsdp.cpu_offload and self.device.kind != "cpu",
         )  # fmt: skip
 
     def _forms(self) -> ParameterForms:
         """Found once for all copies of this planner."""
-        whole = self.setup.shard_ranks == 1
+        whole = self.job.shard_ranks == 1
         key = (whole, id(self.trained))
         if key not in self._known_forms:
             plan = units_for(self.model, self.layers, whole=whole, experts=self.experts)
@@ -367,7 +347,7 @@ class Planner:
 
     @property
     def _splits_loss(self) -> bool:
-        return self.setup.loss_parallel and self.setup.tp > 1
+        return self.job.tp.loss_parallel and self.job.tp.size > 1
 
     @cached_property
     def trained(self) -> frozenset[int]:
@@ -401,9 +381,9 @@ class Planner:
         return max(made, key=lambda one: one[0])[1]
 
     def _microbatches(self) -> list[Microbatch]:
-        setup = self.setup
-        cast = setup.precision.dtypes["param_dtype"] is not None
-        return microbatches(setup.step, self.sharding, ddp=setup.ddp, cast=cast)
+        job = self.job
+        cast = job.param_dtype is not None
+        return microbatches(job.step, self.sharding, ddp=job.ddp is not None, cast=cast)
 
     def moved(self, choices: Sequence[Choice]) -> list[int]:
         """Of what each call holds, the bytes that ``offload=`` moves to the host: of regions, and of all layers but the
@@ -412,7 +392,7 @@ class Planner:
 
     def _copies(self, choices: Sequence[Choice]) -> list[tuple[int, ...]]:
         """Of each call, what `moved` is made of, in the order in which it is copied."""
-        offload, last = self.setup.offload, self.traced.calls[-1].fqn
+        offload, last = self.job.offload, self.traced.calls[-1].fqn
         if offload.mode == "none":
             return [()] * len(choices)
         left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
@@ -437,7 +417,7 @@ class Planner:
         calls = [self.problems[call.kind] for call in self.traced.calls]
         layers = sum(p.forward_seconds * (3 if p.trace.saves_something else 1) for p in calls)
         extra = sum(c.replay_seconds for c in choices) + sum(self.exposed(choices)) + self.outer().seconds
-        step = self.setup.step
+        step = self.job.step
         return step.microbatches * (layers + extra + self._weight_copies()) + update_seconds(
             self.sharding, step.optimizer, self.device
         )
@@ -466,9 +446,9 @@ class Planner:
     def reserved(self, choices: Sequence[Choice]) -> Reserved | None:
         """What CUDA's caching allocator reserves for such steps; None: another one runs (the CPU's), or it is not known
         when what waits in host memory is there (``offload=``, ``host=``, ``cpu_offload=``)."""
-        elsewhere = self.setup.offload.mode != "none" or any(choice.host_bytes for choice in choices)
+        elsewhere = self.job.offload.mode != "none" or any(choice.host_bytes for choice in choices)
         elsewhere |= bool(self.sharding.trained_on_host)
-        return None if self.device.cuda is None or elsewhere else replay(self, choices, self.setup.allocator)
+        return None if self.device.cuda is None or elsewhere else replay(self, choices, self.job.allocator)
 
     @property
     def foreach(self) -> bool:
@@ -496,12 +476,12 @@ class Planner:
         return made
 
     def _peak_in(self, choices: Sequence[Choice], micro: Microbatch, log: list[StepPoint] | None = None) -> Peak:
-        sharding, setup = self.sharding, self.setup
+        sharding, job = self.sharding, self.job
         root, tail = self.outer_grads(micro)
         return step_peak(
             self.layer_memories(choices, micro), self.outer(micro.accumulates, choices), sharding,
-            optimizer=self.optimizer_bytes(), tail_grads=tail, root_grads=root, micro=micro, offload=setup.offload,
-            averaged=self.sharding.params if setup.step.ema else 0,
+            optimizer=self.optimizer_bytes(), tail_grads=tail, root_grads=root, micro=micro, offload=job.offload,
+            averaged=self.sharding.params if job.step.ema else 0,
             remembered=self.traced.run.tables.bytes, copies_at_once=self.device.kind == "cpu", log=log,
         )  # fmt: skip
 
@@ -555,16 +535,16 @@ class Planner:
     @property
     def state_on_host(self) -> int:
         """Bytes of parameters, gradients, optimizer state and averaged weights that one rank has in host memory."""
-        sharding, step = self.sharding, self.setup.step
+        sharding, step = self.sharding, self.job.step
         shards = sum(unit.host_shard for unit in sharding.all)
         state = optimizer_memory(sharding.trained_on_host, step.optimizer, foreach=False).state
         return shards * (2 if step.ema else 1) + sum(unit.host_grad for unit in sharding.all) + state
 
     def optimizer_bytes(self) -> tuple[int, int]:
         """Of the optimizer's state, and of its step's temporaries."""
-        key = (id(self.sharding), self.setup.step.optimizer)
+        key = (id(self.sharding), self.job.step.optimizer)
         if key not in self._optimizers:
-            memory = optimizer_memory(self.sharding.trained, self.setup.step.optimizer, foreach=self.foreach)
+            memory = optimizer_memory(self.sharding.trained, self.job.step.optimizer, foreach=self.foreach)
             self._optimizers[key] = self.sharding, memory.state, memory.step  # told apart by id, so it must live
         return self._optimizers[key][1:]
 
@@ -605,96 +585,65 @@ class Planner:
         return plan_of(self, choices, asked, gap)
 
 
-def plan_for(
-    model: nn.Module,
-    budget: MemoryBudget | str,
-    sample_input: Any,
-    *,
-    mesh: Any = None,
-    world_size: int | None = None,
-    device: str | Device | None = None,
-    optimizer: str | None = None,
-    step: StepSpec | None = None,
-    ddp: bool = False,
-    layers: Any = None,
-    tp_plan: Mapping[str, Any] | None = None,
-    sequence_parallel: bool = False,
-    loss_parallel: bool = False,
-    ep: int = 1,
-    expert_plan: Mapping[str, str] | None = None,
-    imbalance: float | None = None,
-    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = None,
-    fsdp: FSDP2 | None = FSDP2(),  # noqa: B008 - frozen
-    skip: bool | None = None,
-    host: bool = False,
-    host_memory: int | str = HOST_MEMORY,
-    loss: str | ChunkedLoss = "model",
-    offload: str | OffloadConfig | None = None,
-    cp: int | ContextParallel = 1,
-    measure: bool = False,
-) -> Plan:
-    """The fastest way to run `model`'s layers within `budget`, with a predicted peak. Runs no kernel, needs no GPU.
+def plan_for(model: nn.Module, job: Job | None = None, *, sample_input: Any = None, **asked: Any) -> Plan:
+    """Find the fastest way to run `model`'s layers within a memory budget, with its predicted peak.
+
+    Runs no kernel and needs no GPU. Where a process group is up, rank 0 plans and the others receive its plan, so that all
+    ranks run the same one.
 
     Args:
         model: bare: not sharded, compiled or checkpointed. On any device, `meta` included. Not changed.
-        budget: ``"40GiB"`` (peak per rank of a whole step), ``"50%"`` (of the activation bytes of no checkpointing),
-            ``"auto"`` (the device's memory less a tenth), or a `MemoryBudget`.
-        sample_input: what one step of one rank gives to `model` (keywords, positions, or one tensor).
-        mesh: a device mesh: its ``dp_shard`` and ``cp`` axes are what FSDP2 shards over. Or
-        world_size: that number of ranks. Default: the process group's size, or 1.
-        device: a name of `nemo_like.planning.devices.known_devices`, a file, or a `Device`. Default: the one at hand.
-        step: how the loop goes through a step; default: `StepSpec()`, the plainest loop.
-        optimizer: short for ``StepSpec(optimizer=...)``.
-        ddp: `DistributedDataParallel` averages the gradients (with ``fsdp=None``).
-        layers: as for `nemo_like.layers.find.find_layers`; where they are some of the layers that would be found, the
-            others are left without checkpointing, and count in the peak.
-        tp_plan, sequence_parallel, loss_parallel: as in `nemo_like.options.TensorParallel`, of the ``tp`` axis of `mesh`.
-        ep, expert_plan, imbalance: ranks that experts are split over, which modules hold them, and how unevenly tokens
-            come to them, as in `nemo_like.options.ExpertParallel`.
-        precision, fsdp: as `nemo_like.parallelize` will be called with (``precision=``; ``strategy=``). ``fsdp=None``: the
-            model stays whole (``"ddp"``, ``"single"``, one rank), and `precision` means autocast.
-        skip: let replay leave out ops that nobody reads; needs scipy. None: if scipy is installed (else said once).
-        host: also consider keeping outputs in host memory, over the device's link: what computing does not hide of the
-            copies counts as time.
-        host_memory: bytes of host memory that one rank has for that, divided evenly over the layers (default: 64 GiB).
-        loss: as `nemo_like.parallelize` will be called with: ``"chunked"`` where head and loss are computed in chunks.
-        offload: as `nemo_like.parallelize` will be called with: what then waits in host memory is not held by the device.
-        cp: as `nemo_like.parallelize` will be called with: ranks that share each sequence. `sample_input` has whole ones.
-        measure: time each op of a block on the device at hand, instead of the roofline of `device`.
+        job: the job, whose ``ac`` is the budget. Or
+        asked: the keywords of `Job.of`, such as ``ac="40GiB", world_size=8, gpu="h100-80gb"``. Where the job has layers that
+            are some of those that would be found, the others are left without checkpointing, and count in the peak.
+        sample_input: what one step of one rank gives to `model` (keywords, positions, or one tensor); with ``cp``, whole
+            sequences; with ``pp``, one micro-batch.
 
-    Where a process group is up, rank 0 plans and the others receive its plan, so that all ranks run the same one.
+    Returns:
+        The plan; for a pipeline that of all stages.
 
     Raises:
         BudgetError: (a ValueError) no plan fits, with the smallest budget that one does.
-        ValueError: no sample input, an unknown device, optimizer or loss, no head for a chunked loss, a model that cannot
-            be traced.
-        MissingExtraError: ``skip=True`` and scipy is not installed.
+        ValueError: no budget, no sample input, an unknown device, no head for a chunked loss, a model that cannot be traced
+            or cut. TypeError: an unknown keyword, or keywords together with a job.
+        MissingExtraError: ``PlanSearch(skip=True)`` and scipy is not installed.
+
+    >>> plan_for(model, ac="40GiB", world_size=8, gpu="h100-80gb", sample_input=batch)  # doctest: +SKIP
     """
+    made = asked_job(job, asked, sample_input)
+    if made.pp.size > 1:
+        from nemo_like.planning.stage_plans import plan_pipeline
+
+        return plan_pipeline(model, made, sample_input=sample_input)
+    budget = made.ac
+    assert isinstance(budget, MemoryBudget)
+
+    def make() -> Plan:
+        with Planner(model, sample_input, made) as planner:
+            return planner.plan(budget)
+
+    return same_on_all_ranks(make)
+
+
+def asked_job(job: Job | None, asked: Mapping[str, Any], sample_input: Any) -> Job:
+    """Return the job that `plan_for` was asked about, with its number of ranks.
+
+    Raises:
+        ValueError, TypeError: as `plan_for`, for its arguments.
+    """
+    if job is not None and not isinstance(job, Job):
+        raise TypeError(f"job is {job!r}; it must be a Job. A budget is given as ac=: plan_for(model, ac='40GiB', ...).")
+    made = Job.of(**asked) if job is None else Job.of(job, **asked)
+    if made.world_size is None:
+        made = replace(made, world_size=world_size())
+    if not isinstance(made.ac, MemoryBudget):
+        raise ValueError(f"ac is {as_code(made.ac, parse_ac)}; a plan needs a budget: ac='40GiB', '50%' or 'auto'.")
     if sample_input is None:
         raise ValueError(
             "A memory budget needs a sample input (sample_input=): activation bytes depend on batch and sequence. Give "
             "what one step of one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
         )
-    target = device_at_hand() if device is None else calibrated(resolve_device(device))
-    asked = str(budget)
-    parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
-    setup = Setup(
-        shard_ranks=shard_ranks(mesh, world_size), replicas=axis(mesh, "dp_replicate"),
-        step=StepSpec.of(step, optimizer), precision=Precision.of(precision),
-        fsdp=fsdp, ddp=ddp, tp=axis(mesh, "tp"), tp_plan=tp_plan, ep=ep, expert_plan=expert_plan, imbalance=imbalance,
-        sequence_parallel=sequence_parallel, loss_parallel=loss_parallel,
-        loss=ChunkedLoss.of(loss), offload=OffloadConfig.of(offload),
-        cp=ContextParallel.of(cp),
-    )  # fmt: skip
-
-    def make() -> Plan:
-        with Planner(
-            model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host,
-            host_memory=parse_bytes(host_memory) if isinstance(host_memory, str) else host_memory, measure=measure,
-        ) as planner:  # fmt: skip
-            return planner.plan(parsed, asked)
-
-    return same_on_all_ranks(make)
+    return made
 
 
 def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, ...], frozenset[str]]:
@@ -726,4 +675,4 @@ def as_choice(problem: BlockProblem, words: tuple[str, ...], label: str) -> Choi
     return replace(problem.choice(solver.Point(0, 0.0, keep, skip)), label=label)
 
 
-__all__ = ["BudgetError", "Planner", "Setup", "plan_for"]
+__all__ = ["BudgetError", "Planner", "plan_for"]

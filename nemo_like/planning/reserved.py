@@ -114,7 +114,7 @@ class _Steps:
     """The events of a planner's steps, one after the other."""
 
     def __init__(self, planner: Planner, choices: Sequence[Choice]) -> None:
-        self.planner, self.choices, setup = planner, choices, planner.setup
+        self.planner, self.choices, job = planner, choices, planner.job
         self.events, sharding = Events(), planner.sharding
         names = {id(p): name for name, p in planner.model.named_parameters(remove_duplicate=False)}
         self.writer = StepEvents(
@@ -123,7 +123,7 @@ class _Steps:
         )  # fmt: skip
         self.passes = {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=True))}
         self.passes |= {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=False))}
-        self.optimizer = optimizer_memory(sharding.trained, setup.step.optimizer, foreach=planner.foreach)
+        self.optimizer = optimizer_memory(sharding.trained, job.step.optimizer, foreach=planner.foreach)
         make_state(self.events, planner)
 
     def step(self, *, first: bool) -> None:
@@ -132,21 +132,21 @@ class _Steps:
         for turn in self._turns(first=first):
             writer.run(turn, self.passes[turn], planner.outer(turn.accumulates, self.choices).events)
         optimizer_passes(self.events, self.optimizer, first=first)
-        if planner.setup.step.zero_grad == "free":
+        if planner.job.step.zero_grad == "free":
             writer.zero_grad()
 
     def _turns(self, *, first: bool) -> list[Pass]:
         """The microbatches of a step. After the third they repeat."""
-        step, setup = self.planner.setup.step, self.planner.setup
+        step, job = self.planner.job.step, self.planner.job
         count = min(step.microbatches, 3)
         stays = step.zero_grad == "zero" and not first
         if not self.writer.on:
-            if setup.ddp:
+            if job.ddp:
                 return [Pass(accumulates=True)] * count
             return [Pass(accumulates=stays or number > 0) for number in range(count)]
         if step.sync == "every" or count == 1:
             return [Pass(adds=stays or number > 0) for number in range(count)]
-        cast = setup.precision.dtypes["param_dtype"] is not None
+        cast = job.param_dtype is not None
         before = [
             Pass(accumulates=number > 0 and not cast, reduces=False, adds=number > 0) for number in range(count - 1)
         ]
@@ -166,13 +166,13 @@ def _workspaces(capability: tuple[int, int] | None) -> tuple[int, int]:
 def make_state(events: Events, planner: Planner) -> None:
     """What is there before the first step: parameters, their running mean, DDP's buckets, remembered tables."""
     sharding = planner.sharding
-    for _ in range(2 if planner.setup.step.ema else 1):
+    for _ in range(2 if planner.job.step.ema else 1):
         for unit in sharding.all:
             for size in unit.each_shard:
                 events.make(size)
         events.make(sharding.replicated)
     events.make(planner.traced.run.tables.bytes)
-    if planner.setup.ddp:
+    if planner.job.ddp:
         for unit in sharding.all:
             events.make(unit.grad)
 

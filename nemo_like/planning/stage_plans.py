@@ -10,13 +10,12 @@ from typing import Any
 from torch import nn
 
 from nemo_like.distributed.pipeline.order import actions_of
-from nemo_like.distributed.pipeline.schedules import kind_of
-from nemo_like.options import MemoryBudget, PipelineParallel
+from nemo_like.job import Job
+from nemo_like.options import MemoryBudget
 from nemo_like.planning.block import Choice
-from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.peak import Peak
-from nemo_like.planning.plan import BudgetError, Plan, gib
-from nemo_like.planning.planner import Setup
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
+from nemo_like.planning.planner import asked_job
 from nemo_like.planning.schedule_time import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.stage_balance import balanced
@@ -24,52 +23,38 @@ from nemo_like.planning.stage_reserved import is_replayed, ranks_to_replay, repl
 from nemo_like.planning.stages import Choices, PipelinePlanner
 
 
-def plan_pipeline(
-    model: nn.Module, budget: MemoryBudget | str, sample_input: Any, pp: PipelineParallel, *, setup: Setup | None = None,
-    device: str | Device | None = None, layers: Any = None,
-) -> Plan:  # fmt: skip
-    """The fastest plan of every stage within `budget`, as one `Plan` of the whole model. Runs no kernel, needs no GPU.
+def plan_pipeline(model: nn.Module, job: Job | None = None, *, sample_input: Any = None, **asked: Any) -> Plan:
+    """Find the fastest plan of every stage within the budget of a job with ``pp``, as one `Plan` of the whole model.
 
-    Early stages of most schedules have more microbatches in flight than late ones, so their layers keep less.
+    Early stages of most schedules have more micro-batches in flight than late ones, so their layers keep less. With
+    ``PipelineParallel(replay="auto")``, a backward that is cut in two recomputes once or twice, whichever makes the faster
+    plan; with ``balance="memory"`` layers are divided for the lowest peak. `Plan.step` says what was taken (``replay``,
+    ``balance``).
 
     Args:
-        model: bare. On any device, `meta` included. Not changed.
-        budget: ``"40GiB"`` (peak per rank of a whole step), ``"50%"`` (of each layer's activation bytes), ``"auto"``, or a
-            `MemoryBudget`.
-        sample_input: one microbatch of one rank, as the model is called with it.
-        pp: the cut and the schedule. With ``replay="auto"``, a backward that is cut in two replays once or twice, whichever
-            makes the faster plan; with ``balance="memory"`` layers are dealt out for the lowest peak. `Plan.step` says what
-            was taken (``replay``, ``balance``).
-        setup: precision, optimizer, loss and the ranks that each stage is sharded over; default: whole stages, AdamW.
-        device: a name, a file or a `Device`; default: the one at hand.
-        layers: as for `nemo_like.layers.find_layers`.
-
-    Where a process group is up, rank 0 plans and the others receive its plan.
+        model, job, asked: as for `nemo_like.planning.plan_for`, which calls this.
+        sample_input: one micro-batch of one rank, as the model is called with it.
 
     Raises:
         BudgetError: (a ValueError) a rank has no plan that fits, with the least that one peaks at.
-        ValueError: a model that cannot be cut or traced.
+        ValueError, TypeError: as `nemo_like.planning.plan_for`.
     """
-    parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
-    target = device_at_hand() if device is None else calibrated(resolve_device(device))
-    made = Setup(fsdp=None) if setup is None else setup
+    made = asked_job(job, asked, sample_input)
 
     def make() -> Plan:
-        with PipelinePlanner(model, sample_input, pp=pp, device=target, setup=made, layers=layers) as planner:
-            dealt = balanced(planner, "full") if pp.balance == "memory" else planner
-            return best_replay(dealt, parsed, str(budget))
+        with PipelinePlanner(model, sample_input, made) as planner:
+            dealt = balanced(planner, "full") if made.pp.balance == "memory" else planner
+            assert isinstance(made.ac, MemoryBudget)
+            return best_replay(dealt, made.ac, str(made.ac))
 
     return same_on_all_ranks(make)
 
 
-def balance_for_memory(
-    model: nn.Module, sample_input: Any, pp: PipelineParallel, setup: Setup, mode: str, layers: Any
-) -> list[int]:
+def balance_for_memory(model: nn.Module, sample_input: Any, job: Job, mode: str) -> list[int]:
     """How many layers each stage gets under ``balance="memory"``, the same on all ranks; `mode`: as `balanced` takes it."""
 
     def make() -> list[int]:
-        device = device_at_hand()
-        with PipelinePlanner(model, sample_input, pp=pp, device=device, setup=setup, layers=layers) as planner:
+        with PipelinePlanner(model, sample_input, job) as planner:
             return balanced(planner, mode).counts
 
     return same_on_all_ranks(make)
@@ -77,7 +62,7 @@ def balance_for_memory(
 
 def best_replay(planner: PipelinePlanner, budget: MemoryBudget, asked: str) -> Plan:
     """The plan for `budget`, with the number of replays that is faster where ``replay="auto"`` leaves that open."""
-    if planner.pp.replay != "auto" or not kind_of(planner.pp).splits_backward:
+    if planner.pp.replay != "auto" or not planner.pp.facts.splits_backward:
         return describe(planner, choose(planner, budget, asked), asked)
     plans, errors = [], []
     for replay in ("once", "twice"):
@@ -164,7 +149,7 @@ def _too_small(planner: PipelinePlanner, rank: int, limit: int, asked: str, peak
     return BudgetError(
         f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at on rank {rank} of the pipeline is "
         f"{gib(peak.total)} ({peak.at}: {parts}). Give it at least that, or lower it with smaller microbatches, more stages "
-        f"(now {len(planner.stages)}), more ranks to shard over (now {planner.setup.shard_ranks}), or "
+        f"(now {len(planner.stages)}), more ranks to shard over (now {planner.job.shard_ranks}), or "
         "PipelineParallel(balance='memory').",
         peak.total,
     )
@@ -222,9 +207,9 @@ def reserved_on_ranks(
 ) -> list[int] | None:
     """What CUDA's caching allocator reserves on each of `ranks` (None: all), bytes; None: not known, as for
     `nemo_like.planning.Planner.reserved`, or where the schedule cuts backward in two."""
-    elsewhere = planner.setup.offload.mode != "none" or any(choice.host_bytes for own in choices for choice in own)
+    elsewhere = planner.job.offload.mode != "none" or any(choice.host_bytes for own in choices for choice in own)
     if planner.device.cuda is None or elsewhere or not is_replayed(planner.pp):
         return None
     every = range(planner.pp.size) if ranks is None else ranks
-    found = [replay_rank(planner, rank, choices, planner.setup.allocator) for rank in every]
+    found = [replay_rank(planner, rank, choices, planner.job.allocator) for rank in every]
     return [each.reserved for each in found if each is not None]

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, Action
-from nemo_like.distributed.pipeline.schedules import kind_of
 from nemo_like.options import PipelineParallel
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.optimizers import optimizer_memory
@@ -60,7 +59,7 @@ def replay_rank(
 
 def is_replayed(pp: PipelineParallel) -> bool:
     """Whether `replay_rank` models the schedule: backward stays in one piece."""
-    return not kind_of(pp).splits_backward
+    return not pp.facts.splits_backward
 
 
 def ranks_to_replay(planner: PipelinePlanner, choices: Sequence[Sequence[Choice]]) -> list[int]:
@@ -109,7 +108,7 @@ class _ReplayedStage:
             in_chunks=self.planner.outer().in_chunks,
         )  # fmt: skip
         self.units = self.writer.units = _HeldUnits(events)
-        self.cast = self.planner.setup.precision.dtypes["param_dtype"] is not None
+        self.cast = self.planner.job.param_dtype is not None
         self._layers: dict[bool, list[LayerEvents]] = {}
         self.running: dict[int, Microstep] = {}
         self.first_done = False
@@ -171,7 +170,7 @@ class _Rank:
         self.events, self.kept_outputs, self.count = Events(), kept_outputs, planner.count
         self.reduces_each = reduces_each
         # What 1F1B has sent it lets go of; schedules with several stages on a rank do when the step ends.
-        self.holds_sent = planner.pp.schedule != "1f1b"
+        self.holds_sent = not planner.pp.facts.frees_sent
         self.stages = {s.slice.index: _ReplayedStage(planner, s, choices[s.slice.index], self.events) for s in stages}
         for stage in self.stages.values():
             make_state(self.events, stage.planner)
@@ -200,12 +199,12 @@ class _Rank:
             stage.end()
         self.events.drop_all(kept)
         for stage in self.stages.values():
-            setup = stage.planner.setup
+            job = stage.planner.job
             optimizer = optimizer_memory(
-                stage.planner.sharding.trained, setup.step.optimizer, foreach=stage.planner.foreach
+                stage.planner.sharding.trained, job.step.optimizer, foreach=stage.planner.foreach
             )
             optimizer_passes(self.events, optimizer, first=first)
-            if setup.step.zero_grad == "free":
+            if job.step.zero_grad == "free":
                 stage.writer.zero_grad()
 
     def _sent(self, stage: _ReplayedStage, done: int, warmup: int) -> int:

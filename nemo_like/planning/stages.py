@@ -16,20 +16,21 @@ from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, MicrobatchCall, Received, StageEnd, call_of, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, Action, actions_of
-from nemo_like.distributed.pipeline.schedules import kind_of, rank_of, stages_of
+from nemo_like.distributed.pipeline.schedules import rank_of, stages_of
+from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.module_tree import bare_modules
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import Choice
 from nemo_like.planning.communication import StepPoint
-from nemo_like.planning.devices import Device
+from nemo_like.planning.devices import device_of
 from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
 from nemo_like.planning.kinds import settings_of
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import Peak
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from nemo_like.planning.stage_parts import stage_parts
 from nemo_like.planning.stage_walk import Log, StageMemory, StageRound, rank_peak
 from nemo_like.planning.tied_stages import HeldOnce, held_once
@@ -53,33 +54,32 @@ class PipelinePlanner:
     """One model in stages on one device type: answers for any number of budgets and modes without tracing again."""
 
     def __init__(
-        self, model: nn.Module, microbatch: Any, *, pp: PipelineParallel, device: Device, setup: Setup, layers: Any = None,
-        parts: StageParts | None = None, parts_sent: int = 1, known: KnownBlocks | None = None, **more: Any,
+        self, model: nn.Module, microbatch: Any, job: Job, *, parts: StageParts | None = None, parts_sent: int = 1,
+        known: KnownBlocks | None = None,
     ) -> None:  # fmt: skip
         """Cut and trace `model`, which is not changed.
 
         Args:
             model: bare; on any device, `meta` included.
             microbatch: what the model is called with for one microbatch on one rank.
-            pp: the cut and the schedule.
-            device, layers, known, more: as for `Planner`.
-            setup: of the ranks that share a stage.
+            job: the whole job, with the cut and the schedule in ``job.pp``.
+            known: as for `Planner`.
             parts_sent: ranks of ``tp`` each of which sends its part of the sequence to the next stage.
             parts: of `model`, as `parts_of` found them for any number of sequences; None: they are looked for.
 
         Raises:
             ValueError: a model that cannot be cut or traced.
         """
-        self.setup, self.device, self.whole = setup, device, model
-        self.parts = parts_of(model, microbatch, setup, layers) if parts is None else parts
+        self.job, self.device, self.whole = job, device_of(job), model
+        self.parts = parts_of(model, microbatch, job) if parts is None else parts
         self.batch = _by_name(model, microbatch)
-        self.hidden = hidden_of(model, microbatch, self.parts, setup.cp.size * parts_sent)
-        self._more, self.planners = more, dict[Any, Planner]()
+        self.hidden = hidden_of(model, microbatch, self.parts, job.cp.size * parts_sent)
+        self.planners = dict[Any, Planner]()
         self.memories: dict[Any, StageMemory] = {}
         self._alike, self._numbers = dict[str, int](), dict[Any, int]()
         self._known = KnownBlocks() if known is None else known
         try:
-            self.scheduled_as(pp)
+            self.scheduled_as(job.pp)
         except BaseException:
             self.close()
             raise
@@ -95,8 +95,14 @@ class PipelinePlanner:
         for planner in reversed(self.planners.values()):
             planner.__exit__()
 
+    @property
+    def pp(self) -> PipelineParallel:
+        """The cut and the schedule."""
+        return self.job.pp
+
     def scheduled_as(self, pp: PipelineParallel) -> None:
-        self.pp, self.count = pp, pp.microbatches or 1
+        self.job = self.job.on(dp_shard=self.job.dp_shard, pp=pp)
+        self.count = pp.microbatches or 1
         self.actions = walked_actions(pp)
         self.counts = counts_of(self.parts, pp)
         self.stages = self.stages_for(self.counts)
@@ -107,19 +113,17 @@ class PipelinePlanner:
         other.scheduled_as(pp)
         return other
 
-    def with_setup(self, setup: Setup) -> PipelinePlanner:
+    def for_job(self, job: Job) -> PipelinePlanner:
         """This planner for other ranks to shard over, another offloading or loss; but for the last stage of another loss,
         nothing is traced again."""
         other = self._copy()
-        other.setup, other.planners = setup, {}
+        other.job, other.planners = job, {}
         for key, planner in self.planners.items():
-            if key[1] and setup.loss != self.setup.loss:
+            if key[1] and job.loss != self.job.loss:
                 continue
             _ = planner.trained  # traced once for all copies
             made = copy.copy(planner)
-            made.setup = replace(
-                planner.setup, shard_ranks=setup.shard_ranks, replicas=setup.replicas, offload=setup.offload
-            )
+            made.job = replace(job.of_stage(), loss=planner.job.loss, step=planner.job.step)
             made.__dict__.pop("sharding", None)
             other.planners[key] = made
         other.stages = other.stages_for(other.counts)
@@ -128,7 +132,7 @@ class PipelinePlanner:
     def dealt(self, counts: Sequence[int]) -> PipelinePlanner:
         """This planner for another number of layers on each stage."""
         other = self._copy()
-        other.pp, other.counts = replace(self.pp, balance=tuple(counts)), list(counts)
+        other.job, other.counts = replace(self.job, pp=replace(self.pp, balance=tuple(counts))), list(counts)
         other.stages = other.stages_for(other.counts)
         return other
 
@@ -141,7 +145,7 @@ class PipelinePlanner:
     def replaying(self, replay: str) -> PipelinePlanner:
         """This planner for one replay or two of what is checkpointed, where backward is cut in two."""
         other = self._copy()
-        other.pp = replace(self.pp, replay=replay)
+        other.job = replace(self.job, pp=replace(self.pp, replay=replay))
         return other
 
     def _copy(self) -> PipelinePlanner:
@@ -169,19 +173,17 @@ class PipelinePlanner:
         return self._alike[name]
 
     def _planner(self, piece: StageSlice, names: tuple[str, ...]) -> Planner:
-        dtype = None if self.setup.fsdp is None else self.setup.precision.dtypes["param_dtype"]
+        job = self.job.of_stage()
+        dtype = None if job.fsdp is None else job.param_dtype
         tree, received = cut(self.whole, self.parts, piece, torch.device("cpu"), dtype)
         setattr(tree, STAGE_MARK, True)
         given = self.batch if piece.is_first else self.batch | {"given": self.hidden}
-        step = replace(self.setup.step, microbatches=1, keeps_output=True, loss_fn=None)
-        setup = replace(
-            self.setup, loss=self.setup.loss if piece.is_last else None,
+        step = replace(self.job.step, microbatches=1, keeps_output=True, loss_fn=None)
+        job = replace(
+            job, loss=self.job.loss if piece.is_last else None, layers=names,
             step=step if piece.is_last else replace(step, loss_fn=_sent),
         )  # fmt: skip
-        return Planner(
-            planned_stage(tree, received), given, device=self.device, setup=setup, layers=list(names),
-            known=self._known, **self._more,
-        )  # fmt: skip
+        return Planner(planned_stage(tree, received), given, job, known=self._known)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -212,8 +214,8 @@ class PipelinePlanner:
         return rank_peak(
             [self.stage_memory(index, choices[index]) for index in own], self.actions[rank], microbatches=self.count,
             optimizer=(sum(state for state, _ in states), max(peak for _, peak in states)),
-            holds_sent=self.pp.schedule != "1f1b", stay=self.setup.step.zero_grad == "zero",
-            averages=self.setup.step.ema, once=self._held_once(rank), log=log, points=points,
+            holds_sent=not self.pp.facts.frees_sent, stay=self.job.step.zero_grad == "zero",
+            averages=self.job.step.ema, once=self._held_once(rank), log=log, points=points,
         )  # fmt: skip
 
     def _held_once(self, rank: int) -> HeldOnce:
@@ -222,7 +224,7 @@ class PipelinePlanner:
         if len(ends) < 2 or ends[0].planner.sharding.on:
             return HeldOnce()
         named, planner = dict(self.whole.named_parameters()), ends[0].planner
-        return held_once((named[name] for name in self.parts.tied), self.setup.step.optimizer, foreach=planner.foreach)
+        return held_once((named[name] for name in self.parts.tied), self.job.step.optimizer, foreach=planner.foreach)
 
     def peaks(self, choices: Choices) -> list[Peak]:
         """Of every rank of the pipeline."""
@@ -242,11 +244,11 @@ class PipelinePlanner:
         return self.hidden.numel() * self.hidden.element_size()
 
 
-def parts_of(model: nn.Module, microbatch: Any, setup: Setup, layers: Any = None) -> StageParts:
-    """What stands before, in and after the layers; raises ValueError where the model cannot be cut."""
-    dtype = setup.precision.dtypes["param_dtype"]
-    lowered = {} if dtype is None else {"autocast" if setup.fsdp is None else "dtype": dtype}
-    return stage_parts(model, find_layers(model, layers), microbatch, **lowered)
+def parts_of(model: nn.Module, microbatch: Any, job: Job) -> StageParts:
+    """Return what stands before, in and after the layers; raises ValueError where the model cannot be cut."""
+    dtype = job.param_dtype
+    lowered = {} if dtype is None else {"autocast" if job.of_stage().fsdp is None else "dtype": dtype}
+    return stage_parts(model, find_layers(model, job.layers), microbatch, **lowered)
 
 
 def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int) -> StageMemory:
@@ -254,14 +256,14 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
     sharding = planner.sharding
     whole = sum(unit.whole_grad for unit in sharding.all)
     own = sum(unit.grad for unit in sharding.all)
-    stays = own if planner.setup.step.zero_grad == "zero" else 0
+    stays = own if planner.job.step.zero_grad == "zero" else 0
     if sharding.on:
-        cast = planner.setup.precision.dtypes["param_dtype"] is not None
+        cast = planner.job.param_dtype is not None
         first = Microbatch(stays, reduces=False)
         rest = Microbatch(stays + whole, accumulates=not cast, reduces=False, adds=True)
     else:
         first, rest = Microbatch(stays, accumulates=bool(stays)), Microbatch(own, accumulates=True)
-    splits = kind_of(pp).splits_backward and stage.slice.index > 0
+    splits = pp.facts.splits_backward and stage.slice.index > 0
     received = not stage.slice.is_last
 
     def one(micro: Microbatch) -> StageRound:
@@ -282,7 +284,7 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
         )  # fmt: skip
 
     return StageMemory(
-        stage.slice, one(first), one(rest), sharding, hidden, planner.setup.offload,
+        stage.slice, one(first), one(rest), sharding, hidden, planner.job.offload,
         planner.traced.shared_bytes,
     )  # fmt: skip
 
@@ -304,7 +306,7 @@ def _outer_halves(planner: Planner, micro: Microbatch) -> OuterMemory:
     known = planner.__dict__.setdefault("outer_halves", {})
     if micro.accumulates not in known:
         known[micro.accumulates] = outer_memory(
-            planner.model, planner.layers, planner.traced, planner.setup.step, planner.setup.loss,
+            planner.model, planner.layers, planner.traced, planner.job.step, planner.job.loss,
             accumulate=micro.accumulates, halves=True,
         )  # fmt: skip
     return known[micro.accumulates]
@@ -365,8 +367,7 @@ def hidden_of(model: nn.Module, microbatch: Any, parts: StageParts, cp: int) -> 
 
 
 def walked_actions(pp: PipelineParallel) -> list[tuple[Action, ...]]:
-    """For each rank what it runs, as far as something new is to be learned of its memory: in 1F1B, what is in flight is the
-    same from some microbatch on."""
-    count = pp.microbatches or 1
-    enough = min(count, 2 * pp.size + 2) if pp.schedule == "1f1b" else count
+    """Return what each rank runs, up to the microbatch from which on its memory repeats itself."""
+    count, repeats_after = pp.microbatches or 1, pp.facts.repeats_after
+    enough = count if repeats_after is None else min(count, repeats_after(pp.size))
     return actions_of(replace(pp, microbatches=enough))

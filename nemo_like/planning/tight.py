@@ -65,7 +65,7 @@ def tight_rank(
 
 
 def _tight(reserved: int, planner: Planner | PipelinePlanner, replayed: _Replaying) -> Tight | None:
-    config, memory = planner.setup.allocator, planner.device.memory_bytes
+    config, memory = planner.job.allocator, planner.device.memory_bytes
     if reserved <= memory:
         return None
     try:

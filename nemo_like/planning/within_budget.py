@@ -11,7 +11,7 @@ from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
 from nemo_like.planning import solver
 from nemo_like.planning.last_within import last_within
 from nemo_like.planning.peak import Peak
-from nemo_like.planning.plan import BudgetError, gib
+from nemo_like.activation_checkpointing.plan import BudgetError, gib
 from nemo_like.planning.stack import Stack
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _too_small(planner: Planner, budget: MemoryBudget, limit: int, asked: str) -
     stack = planner.stack
     if budget.fraction is not None:
         least, none = _held_of(planner, stack, stack.mixes[0]), planner.held(planner.uniform("none"))
-        kept = "the layers' inputs" + (" and what says which rows go to which expert" if planner.setup.ep > 1 else "")
+        kept = "the layers' inputs" + (" and what says which rows go to which expert" if planner.job.ep.size > 1 else "")
         return BudgetError(
             f"Budget {asked!r} allows {gib(limit)} of activations, and {kept} alone take {gib(least)} "
             f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
@@ -76,7 +76,7 @@ def _too_small(planner: Planner, budget: MemoryBudget, limit: int, asked: str) -
     return BudgetError(
         f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
         f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
-        f"to shard over (now {planner.setup.shard_ranks})"
+        f"to shard over (now {planner.job.shard_ranks})"
         + _offload_would_save(planner, stack, peak)
         + _chunks_would_save(planner, stack, peak)
         + ".",
@@ -86,17 +86,17 @@ def _too_small(planner: Planner, budget: MemoryBudget, limit: int, asked: str) -
 
 def _offload_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
     """The same for host memory; nothing where it would not lower the least peak."""
-    if planner.host or planner.setup.offload.mode != "none":
+    if planner.host or planner.job.offload.mode != "none":
         return ""
     other = copy.copy(planner)
-    other.setup = replace(planner.setup, offload=OffloadConfig("boundary"))
+    other.job = replace(planner.job, offload=OffloadConfig("boundary"))
     saved = peak.total - other.peak(planner.proved_all(stack.assignment(stack.mixes[0]))).total
     return f", host offload (offload='boundary': {gib(saved)} less)" if saved > 0 else ""
 
 
 def _chunks_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
     """The end of a sentence of ways out."""
-    chunks = None if planner.setup.loss is not None else planner.with_chunks(ChunkedLoss())
+    chunks = None if planner.job.loss is not None else planner.with_chunks(ChunkedLoss())
     least = planner.proved_all(stack.assignment(stack.mixes[0]))
     saved = 0 if chunks is None else peak.total - chunks.peak(least).total
     return f", or a chunked loss (loss='chunked': {gib(saved)} less)" if saved > 0 else ""

@@ -20,7 +20,7 @@ from nemo_like.options import (
     parse_dtype,
 )
 from nemo_like.planning.devices import Device, device_at_hand
-from nemo_like.planning.plan import BudgetError, gib
+from nemo_like.activation_checkpointing.plan import BudgetError, gib
 from nemo_like.planning.planner import Planner, Setup
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.run_options import RunOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_like.distributed.pipeline.order import actions_of
-from nemo_like.distributed.pipeline.schedules import kind_of, stages_of
+from nemo_like.distributed.pipeline.schedules import stages_of
 from nemo_like.options import PipelineParallel
 
 
@@ -23,7 +23,7 @@ def test_a_file_says_stages_microbatches_and_order(tmp_path: Path) -> None:
     )
     assert (pp.stages, pp.microbatches, pp.stages_per_rank) == (4, 2, 2)
     assert [stages_of(pp, rank) for rank in (0, 1)] == [[0, 3], [1, 2]]
-    assert kind_of(pp).splits_backward
+    assert pp.facts.splits_backward
     assert " ".join(map(str, actions_of(pp)[0])) == "0F0 0F1 3F0 3B0 3F1 3I1 3W1 0B0 0B1"
 
 

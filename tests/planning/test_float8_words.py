@@ -15,7 +15,7 @@ from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.report import recipe, table
-from nemo_like.planning.plan import Plan, PlanError
+from nemo_like.activation_checkpointing.plan import Plan, PlanError
 from nemo_like.planning.planner import Planner, Setup, plan_for
 from tests.models.fit_models import llama
 from tests_distributed.allocated import loop_peak_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from nemo_like.distributed.pipeline.schedules import kind_of, make_schedule, stages_of
+from nemo_like.distributed.pipeline.schedules import make_schedule, stages_of
 from nemo_like.options import PipelineParallel
 from nemo_like.options.schedule_file import is_schedule_file
 
@@ -39,7 +39,7 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
 
 def _made(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
     count = pp.microbatches or 1
-    if not kind_of(pp).several:
+    if not pp.facts.several:
         return tuple(tuple(_one_stage(rank, pp.size, count, pp.schedule)) for rank in range(pp.size))
     schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], _no_loss)
     return tuple(tuple(_flat(action for action in schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size))

@@ -1,49 +1,14 @@
-"""The schedules of `torch.distributed.pipelining`: by what names, for how many stages, which rank holds which."""
+"""The schedules of `torch.distributed.pipelining`: which rank holds which stages, and torch's own object."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import pipelining
 
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import schedule_from_file
-
-
-@dataclass(frozen=True)
-class ScheduleKind:
-    """What torch's schedule of a name asks for."""
-
-    make: Callable[..., Any]
-    several: bool
-    """More than one stage on a rank."""
-    v_shaped: bool = False
-    """Two stages on a rank, the second half in the opposite order: the first and the last stage share a rank."""
-    splits_backward: bool = False
-    """Gradients of inputs first, of weights later."""
-
-
-KINDS: dict[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(pipelining.ScheduleGPipe, several=False),
-    "1f1b": ScheduleKind(pipelining.Schedule1F1B, several=False),
-    "interleaved_1f1b": ScheduleKind(pipelining.ScheduleInterleaved1F1B, several=True),
-    "interleaved_zero_bubble": ScheduleKind(
-        pipelining.ScheduleInterleavedZeroBubble, several=True, splits_backward=True
-    ),
-    "zbv": ScheduleKind(pipelining.ScheduleZBVZeroBubble, several=True, v_shaped=True, splits_backward=True),
-    "dualpipev": ScheduleKind(pipelining.ScheduleDualPipeV, several=True, v_shaped=True, splits_backward=True),
-}
-
-
-def kind_of(options: PipelineParallel) -> ScheduleKind:
-    """What `options.schedule` is, a file's included."""
-    if (table := options.file) is None:
-        return KINDS[options.schedule]
-    make = functools.partial(schedule_from_file, options.schedule)
-    return ScheduleKind(make, several=True, splits_backward=table.splits_backward)
 
 
 def stages_of(options: PipelineParallel, rank: int) -> list[int]:
@@ -54,7 +19,7 @@ def stages_of(options: PipelineParallel, rank: int) -> list[int]:
     """
     if (table := options.file) is not None:
         return table.of_rank(rank)
-    if KINDS[options.schedule].v_shaped:
+    if options.facts.v_shaped:
         return [rank, 2 * options.size - 1 - rank]
     return list(range(rank, options.stages, options.size))
 
@@ -66,6 +31,9 @@ def rank_of(options: PipelineParallel, stage: int) -> int:
 
 def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Callable[..., Any]) -> Any:
     """torch's schedule for the stages of this rank. Gradients are not scaled: the losses are weighted."""
-    kind = kind_of(options)
-    given = list(stages) if kind.several else stages[0]
-    return kind.make(given, options.microbatches, loss_fn=loss_fn, scale_grads=False)
+    facts = options.facts
+    given = list(stages) if facts.several else stages[0]
+    rest: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
+    if facts.torch_class is None:
+        return schedule_from_file(options.schedule, given, options.microbatches, **rest)
+    return getattr(pipelining, facts.torch_class)(given, options.microbatches, **rest)

@@ -28,7 +28,7 @@ from nemo_like.planning.fit.seconds import LayerRun, Links, StepSeconds
 from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, TracedShape, Variant
 from nemo_like.planning.fit.staged import StagedShape, busiest_rank
 from nemo_like.planning.optimizers import TrainedParameter
-from nemo_like.planning.plan import gib
+from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.planning.stage_walk import with_inputs_counted_once
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.step_time import host_optimizer_seconds, optimizer_seconds

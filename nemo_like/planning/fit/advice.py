@@ -13,7 +13,7 @@ from nemo_like.planning.fit.layouts import MOST_STAGES, Layout
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.shapes import ShapeKey, TracedShape, Variant
 from nemo_like.planning.fit.staged import StagedShape
-from nemo_like.planning.plan import gib
+from nemo_like.activation_checkpointing.plan import gib
 
 MOST_GPUS = 1 << 17
 _GROWING = "PYTORCH_ALLOC_CONF=expandable_segments:True"

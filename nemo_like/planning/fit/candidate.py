@@ -12,7 +12,7 @@ from nemo_like.planning.fit.need import Need
 from nemo_like.planning.fit.seconds import StepSeconds
 from nemo_like.planning.larger_batch import most_elements
 from nemo_like.planning.peak import Peak
-from nemo_like.planning.plan import Plan
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.tensors import tensors_in
 
 

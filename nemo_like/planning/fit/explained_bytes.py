@@ -105,7 +105,7 @@ def _rows(part: str, sizes: dict[str, int]) -> list[Row]:
 
 def _static_rows(planner: Planner) -> dict[str, list[Row]]:
     """Parameters and optimizer state, of layers and of what is around them."""
-    sharding, name = planner.sharding, planner.setup.step.optimizer
+    sharding, name = planner.sharding, planner.job.step.optimizer
     parameters = {
         f"{len(sharding.units)} layers": sum(unit.shard for unit in sharding.units),
         "their experts": sum(unit.shard for unit in sharding.experts.values()),

@@ -58,7 +58,7 @@ def second_rows(
         runs, outside, links, layout: what `nemo_like.planning.fit.seconds.step_seconds` was called with.
         planner: of the traced layers that `runs` are calls of.
     """
-    turns, step = layout.grad_accum, planner.setup.step
+    turns, step = layout.grad_accum, planner.job.step
     reduced = turns if step.sync == "every" else 1
     summed = reduced - (0 if step.zero_grad == "zero" else 1)
     all_rows: list[Rows] = []

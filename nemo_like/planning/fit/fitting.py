@@ -29,7 +29,7 @@ from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
-from nemo_like.planning.plan import gib
+from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.planning.planner import HOST_MEMORY
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.tensor_twin import has_known_rules, local_twin

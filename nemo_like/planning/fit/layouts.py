@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_like.options.schedules import SCHEDULE_OBJECTS
+
 SHORTEST_PART = 4096
 """Tokens: sequences are not cut into shorter parts, unless somebody pins ``cp``."""
 MOST_TOKENS = 1 << 15
@@ -14,7 +16,6 @@ MOST_TOKENS = 1 << 15
 ``micro_batch``."""
 MOST_CONTEXT, MOST_STAGES = 64, 32
 """Ranks of ``cp`` and of ``pp`` that are looked at, unless somebody pins more."""
-SEARCHED_SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv")
 
 
 @dataclass(frozen=True, order=True)
@@ -148,14 +149,15 @@ def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[L
     if layout.pp == 1:
         return [layout]
     made = []
-    for word in room.pinned("schedule") or SEARCHED_SCHEDULES:
-        stages = layout.pp * (1 if word in ("gpipe", "1f1b") else 2)
+    for word in room.pinned("schedule") or [name for name, facts in SCHEDULE_OBJECTS.items() if facts.is_searched]:
+        facts = SCHEDULE_OBJECTS[word]
+        stages = layout.pp * facts.default_per_rank
         if layout.grad_accum < layout.pp:
             rejected["fewer microbatches than stages"] += 1
         elif stages > room.layers:
             rejected["more stages than layers"] += 1
-        elif word.startswith("interleaved") and layout.grad_accum % layout.pp:
-            rejected["the schedule's rounds do not divide the microbatches"] += 1
+        elif facts.check(layout.pp, layout.grad_accum) is not None:
+            rejected["the schedule cannot run so many microbatches"] += 1
         else:
             made.append(Layout(**{**vars(layout), "schedule": word}))
     return made

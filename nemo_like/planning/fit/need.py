@@ -66,12 +66,12 @@ def reserved_within(planner: Planner, choices: Sequence[Choice], limit: int) -> 
     found = planner.reserved(choices)
     if found is None:
         return None
-    return _within(found, limit, lambda: replay(planner, choices, planner.setup.allocator, limit))
+    return _within(found, limit, lambda: replay(planner, choices, planner.job.allocator, limit))
 
 
 def reserved_by_ranks(planner: PipelinePlanner, choices: Choices, limit: int) -> int | None:
     """`reserved_within` of the rank of a pipeline that reserves most."""
-    config, most = planner.setup.allocator, 0
+    config, most = planner.job.allocator, 0
     if planner.device.cuda is None or not is_replayed(planner.pp):
         return None
     for rank in ranks_to_replay(planner, choices):

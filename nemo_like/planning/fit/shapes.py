@@ -26,7 +26,7 @@ from nemo_like.planning.last_within import last_within
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
-from nemo_like.planning.plan import BudgetError, Plan
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.planning.planner import RNG_STATE, Planner, Setup
 from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.stack import Stack
@@ -185,9 +185,9 @@ class TracedShape:
             made = copy.copy(base)
             made.setup = replace(
                 base.setup, shard_ranks=layout.shard_ranks, replicas=layout.dp_replicate,
-                step=replace(base.setup.step, microbatches=layout.grad_accum),
+                step=replace(base.job.step, microbatches=layout.grad_accum),
                 offload=OffloadConfig(variant.offload),
-                fsdp=None if base.setup.fsdp is None
+                fsdp=None if base.job.fsdp is None
                 else FSDP2(reshard_after_forward=variant.reshard, cpu_offload=variant.cpu_offload),
             )  # fmt: skip
             made.__dict__["sharding"] = self._sharding(made)
@@ -197,7 +197,7 @@ class TracedShape:
     def _sharding(self, planner: Planner) -> Sharding:
         """What lies on one rank: of shapes with the same weights the same, but for the ids of modules and parameters."""
         own, setup = self.base.sharding, planner.setup
-        key = (self.key.tp, self.key.ep, self.key.whole, setup.shard_ranks, setup.fsdp)
+        key = (self.key.tp, self.key.ep, self.key.whole, job.shard_ranks, job.fsdp)
         if key not in self.shared.shardings:
             planner.__dict__.pop("sharding", None)
             self.shared.shardings[key] = planner.sharding
@@ -246,7 +246,7 @@ class TracedShape:
 
     def _least_choices(self, layout: Layout, variant: Variant) -> tuple[list[Choice], int]:
         planner = self.planner(layout, variant)
-        sharding, optimizer = planner.sharding, planner.setup.step.optimizer
+        sharding, optimizer = planner.sharding, planner.job.step.optimizer
         static = sharding.params + optimizer_memory(sharding.trained, optimizer, foreach=False).state
 
         def bytes_of(choices: list[Choice]) -> int:
@@ -346,7 +346,7 @@ class TracedShape:
     def seconds(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> StepSeconds:
         """Of a whole step in this layout."""
         planner, device = self.planner(layout, variant), self.question.device
-        sharding, step = planner.sharding, planner.setup.step
+        sharding, step = planner.sharding, planner.job.step
         made = self.layer_runs(layout, variant, choices)
         trained = len(sharding.trained) + len(sharding.trained_on_host)  # the host's kernels are called as slowly
         loop = trained * KERNELS_PER_PARAMETER * device.launch_seconds

@@ -25,7 +25,7 @@ from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Share
 from nemo_like.planning.fit.stage_seconds import action_seconds_of, layer_parts, pipeline_of
 from nemo_like.planning.fit.staged_least import StagedLeast
 from nemo_like.planning.peak import Peak
-from nemo_like.planning.plan import BudgetError, Plan
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.planning.planner import Setup
 from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.stage_plans import choose, describe

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from nemo_like.options.schedules import SCHEDULE_OBJECTS
 from nemo_like.planning.block import Choice
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Layout
@@ -20,19 +21,6 @@ from nemo_like.planning.fit.shapes import TracedShape, Variant
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.step_time import optimizer_seconds
-
-_FILLS = {"gpipe": 1.0, "1f1b": 1.0, "interleaved_1f1b": 0.5}
-"""Share of a forward and backward through the other stages for which a rank waits; of other schedules none is known."""
-
-
-def in_flight(schedule: str | None, pp: int, microbatches: int) -> float:
-    """Microbatches that the first rank of a pipeline has gone forward with and not back, in shares of its layers."""
-    if schedule == "gpipe":
-        return microbatches
-    if schedule == "interleaved_1f1b":
-        return min(2 * microbatches, 3 * pp - 1) / 2
-    return min(microbatches, pp) / (1 if schedule == "1f1b" else 2)
-
 
 class StagedBounds:
     """Of all pipelines whose local weights `shape`, the whole model, has."""
@@ -61,9 +49,10 @@ class StagedBounds:
         """
         pp = layout.pp
         one = self._microbatch(layout, mode, exchanges)
-        stages = pp * (1 if _FILLS.get(layout.schedule or "", 0.0) == 1.0 else 2)
+        facts = SCHEDULE_OBJECTS[layout.schedule or "1f1b"]
+        stages = pp * facts.default_per_rank
         even = self._even(stages)
-        fill = one * (pp - 1) / pp * even * _FILLS.get(layout.schedule or "", 0.0)
+        fill = one * (pp - 1) / pp * even * facts.fill
         return layout.grad_accum * one / pp + fill + (self.once(layout) / pp if once else 0.0)
 
     def _microbatch(self, layout: Layout, mode: str, exchanges: bool) -> float:
@@ -89,8 +78,9 @@ class StagedBounds:
         """Of the first rank's peak: what lies there of its layers, and what its microbatches in flight hold."""
         held = sum(choice.held_bytes for choice in self.choices("full" if mode == "plan" else mode))
         lies = self._lying(layout)
-        flight = in_flight(layout.schedule, layout.pp, layout.grad_accum)
-        stages = layout.pp * (1 if layout.schedule in ("gpipe", "1f1b") else 2)
+        facts = SCHEDULE_OBJECTS[layout.schedule or "1f1b"]
+        flight = facts.in_flight(layout.pp, layout.grad_accum, facts.default_per_rank)
+        stages = layout.pp * facts.default_per_rank
         return int(self._even(stages) / layout.pp * (lies + held * self._share(layout) * flight))
 
     def _lying(self, layout: Layout) -> int:

@@ -1,0 +1,510 @@
+"""`Job`: what was asked, read and checked once, and the same for everything that runs or predicts it.
+
+A `Job` holds no model. `parallelize`, the planner, `fit`, the commands, the recipes and the integrations make one and hand
+it on, so that two of them cannot answer two different questions. `RULES` lists the combinations that make no sense.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.options import (
+    DDP,
+    FSDP2,
+    CheckpointConfig,
+    ChunkedLoss,
+    ContextParallel,
+    ExpertParallel,
+    MemoryBudget,
+    OffloadConfig,
+    PipelineParallel,
+    PlanSearch,
+    Precision,
+    Single,
+    StepSpec,
+    TensorParallel,
+    did_you_mean,
+    dtype_word,
+    parse_ac,
+    parse_compile,
+    parse_strategy,
+)
+from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.torch_compat import splits_compiled_backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What was asked of a training job: the keywords of `nemo_like.parallelize`, each as one checked value.
+
+    >>> job = Job.of(ac="40GiB", tp=8)
+    >>> job.tp, job.change(tp=2).tp.size
+    (TensorParallel(size=8, plan=None, sequence_parallel=False, loss_parallel=False), 2)
+    >>> job.as_call()
+    "model = parallelize(model, ac='40GiB', tp=8)"
+
+    Raises:
+        ValueError, TypeError: a wrong value, or two values that exclude each other (`RULES`).
+    """
+
+    strategy: FSDP2 | DDP | Single = FSDP2()
+    """How parameters are spread over the ranks: ``"fsdp2"``, ``"ddp"``, ``"single"``, or the object."""
+    ac: CheckpointConfig | MemoryBudget | Plan = "selective"  # type: ignore[assignment]
+    """Activation checkpointing: a mode, a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a `Plan`, a policy or a config."""
+    ac_scope: str | tuple[str, ...] = "all"
+    """The groups of layers to checkpoint."""
+    layers: tuple[str | nn.Module, ...] | None = None
+    """Names (globs) or modules of the layers; None: found by structure."""
+    dp_replicate: int = 1
+    """Replicas of the sharded model (HSDP)."""
+    tp: TensorParallel = TensorParallel()
+    """Ranks that each large weight is split over."""
+    cp: ContextParallel = ContextParallel()
+    """Ranks that each sequence is split over."""
+    ep: ExpertParallel = ExpertParallel()
+    """Ranks that each layer's experts are split over."""
+    pp: PipelineParallel = PipelineParallel()
+    """Ranks that the layers are divided among."""
+    loss: ChunkedLoss | None = None
+    """The chunks that the loss is computed in; None (``"model"``): as the model computes it."""
+    precision: Precision = Precision()
+    """Dtypes to compute, reduce and answer in."""
+    compile: str | None = None
+    """The backend that compiles each layer; None: none."""
+    offload: OffloadConfig = OffloadConfig("none")
+    """Activations that wait in host memory between forward and backward."""
+    step: StepSpec = StepSpec()
+    """How the training loop goes through a step, with the optimizer; only predictions read it."""
+    planned_tokens: int | None = None
+    """Tokens of the largest micro-batch of one rank that memory was planned for; a larger one is reported once."""
+    device: torch.device | None = None
+    """Where the model goes; None: this rank's accelerator if there is one, else the CPU."""
+    gpu: Any = None
+    """The device to predict for: a name of `nemo_like.planning.devices.known_devices`, a file or a `Device`; None: the one at
+    hand."""
+    world_size: int | None = None
+    """Ranks of the job; None: the process group's, else the launcher's, else 1."""
+    allocator: AllocatorConfig = AllocatorConfig()
+    """The settings of CUDA's caching allocator, which decide how much it reserves; only predictions read them."""
+    search: PlanSearch = PlanSearch()
+    """What a plan may use to stay within a budget."""
+    asked: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """The fields that the caller gave; `nemo_like.planning.fit` chooses the others."""
+
+    def __post_init__(self) -> None:
+        for name, read in _READERS.items():
+            object.__setattr__(self, name, read(getattr(self, name)))
+        _whole_number("dp_replicate", self.dp_replicate)
+        for name in ("world_size", "planned_tokens"):
+            if getattr(self, name) is not None:
+                _whole_number(name, getattr(self, name))
+        for rule in RULES:
+            if (problem := rule(self)) is not None:
+                raise ValueError(problem)
+
+    @classmethod
+    def of(cls, *positional: Any, **asked: Any) -> Job:
+        """Make the job that the keywords of `nemo_like.parallelize` ask for.
+
+        Args:
+            positional: ``strategy`` and ``ac``. A `Job` in place of ``strategy`` is returned as it is.
+            asked: the fields by name, and ``optimizer``, short for ``step=StepSpec(optimizer=...)``.
+
+        Raises:
+            TypeError: an unknown name, or keywords together with a `Job`. ValueError, TypeError: as `Job`.
+        """
+        given = dict(zip(("strategy", "ac"), positional, strict=False)) | asked
+        for name in given:
+            if name not in KEYWORDS:
+                raise TypeError(
+                    f"{name!r} is not a keyword of parallelize or Job.of; these are: {', '.join(KEYWORDS)}."
+                    + did_you_mean(name, KEYWORDS)
+                )
+        job = given.get("strategy")
+        if isinstance(job, Job):
+            other = next((name for name in given if name != "strategy"), None)
+            if other is not None:
+                raise TypeError(f"{other}= was given together with a Job; write job.change({other}=...).")
+            return job
+        optimizer = given.pop("optimizer", None)
+        if optimizer is not None:
+            given["step"] = StepSpec.of(given.get("step"), optimizer)
+        return cls(**given, asked=frozenset(given))
+
+    def __hash__(self) -> int:
+        axes = (self.world_size, *_sizes(self).values(), self.ep.size, self.step.microbatches, self.step.optimizer)
+        return hash((*axes, self.compile, self.loss is None, self.offload.mode))
+
+    def change(self, **fields: Any) -> Job:
+        """Return this job with other values in some fields, read and checked as `Job.of` does."""
+        return replace(self, **fields, asked=self.asked | set(fields))
+
+    # --- ranks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job; 1 where nobody said."""
+        return self.world_size or 1
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every rank trains by itself: one rank, or ``strategy="single"``."""
+        return self.ranks == 1 or isinstance(self.strategy, Single)
+
+    @property
+    def fsdp(self) -> FSDP2 | None:
+        """The options of FSDP2; None where the model stays whole on each rank."""
+        return self.strategy if isinstance(self.strategy, FSDP2) and not self.is_single else None
+
+    @property
+    def ddp(self) -> DDP | None:
+        """The options of `DistributedDataParallel`; None where it is not used."""
+        return self.strategy if isinstance(self.strategy, DDP) and not self.is_single else None
+
+    @property
+    def dp_shard(self) -> int:
+        """Ranks that FSDP2 shards parameters over and that see different batches; 1 without FSDP2."""
+        if self.fsdp is None:
+            return 1
+        return self.ranks // (self.dp_replicate * self.tp.size * self.cp.size * self.pp.size)
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that a parameter is sharded over: ``dp_shard x cp``."""
+        return self.dp_shard * (self.cp.size if self.fsdp is not None else 1)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different batches."""
+        return self.ranks // (self.tp.size * self.cp.size * self.pp.size)
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """The dtype to compute in; None: that of the parameters."""
+        return self.precision.dtypes["param_dtype"]
+
+    def on(self, *, dp_shard: int, **fields: Any) -> Job:
+        """Return this job, with other values in some `fields`, on as many ranks as its axes and `dp_shard` take."""
+        job = replace(self, **fields, world_size=None)
+        return replace(job, world_size=dp_shard * math.prod(_sizes(job).values()))
+
+    def of_stage(self) -> Job:
+        """Return the job of one pipeline stage: the same on the ranks that hold a copy of it.
+
+        A stage's layers stay gathered through the step unless the caller asked for something else.
+        """
+        ranks = self.ranks // self.pp.size
+        strategy = self.strategy
+        if isinstance(strategy, FSDP2) and strategy.reshard_after_forward is None:
+            strategy = replace(strategy, reshard_after_forward=False)
+        return replace(self, pp=1, world_size=ranks, strategy=Single() if ranks == 1 else strategy)
+
+    # --- as code ---------------------------------------------------------------------------------------------------
+
+    def as_call(self, *, model: str = "model", sample: str | None = None, plan: str = "plan.json") -> str:
+        """Return the line of Python that asks for this job.
+
+        Args:
+            model, sample: what the line calls the model and its sample input.
+            plan: the file that the line loads, where `ac` is a `Plan`.
+
+        What only predictions read (`gpu`, `world_size`, `allocator`) is not in the line: the launcher and the environment
+        say it where the line runs.
+        """
+        words = [f"{name}={text}" for name, text in self._words(plan).items()]
+        if sample is not None:
+            words.append(f"sample_input={sample}")
+        return f"{model} = parallelize({', '.join([model, *words])})"
+
+    def _words(self, plan: str) -> dict[str, str]:
+        """What differs from the defaults, as code, by keyword."""
+        found: dict[str, str] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name in _NOT_IN_A_CALL or value == getattr(_default_job(), f.name):
+                continue
+            if isinstance(value, Plan):
+                found[f.name] = f"Plan.load({plan!r})"
+            elif f.name == "step" and set(value.changed) == {"optimizer"}:
+                found["optimizer"] = repr(value.optimizer)
+            else:
+                found[f.name] = as_code(value, _READERS.get(f.name))
+        return found
+
+
+_NOT_IN_A_CALL = ("asked", "gpu", "world_size", "allocator")
+
+
+@functools.cache
+def _default_job() -> Job:
+    return Job()
+
+
+def _read_names(names: Any) -> Any:
+    """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed."""
+    return names if names is None or isinstance(names, str) else tuple(names)
+
+
+def _read_layers(layers: Any) -> tuple[str | nn.Module, ...] | None:
+    return (layers,) if isinstance(layers, str | nn.Module) else _read_names(layers)
+
+
+def _read_device(device: Any) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; write it like 'cpu', 'cuda' or 'cuda:1'.") from error
+
+
+def _read_step(step: Any) -> StepSpec:
+    return StepSpec.of(step)
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "strategy": parse_strategy, "ac": lambda ac: ac if isinstance(ac, Plan) else parse_ac(ac), "ac_scope": _read_names,
+    "layers": _read_layers, "tp": TensorParallel.of, "cp": ContextParallel.of, "ep": ExpertParallel.of,
+    "pp": PipelineParallel.of, "loss": ChunkedLoss.of, "precision": Precision.of, "compile": parse_compile,
+    "offload": OffloadConfig.of, "step": _read_step, "device": _read_device, "allocator": AllocatorConfig.of,
+    "search": PlanSearch.of,
+}  # fmt: skip
+"""How the value of a field is made of what a caller writes; a value of the right class stays as it is."""
+
+KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name != "asked"), "optimizer")
+"""What `Job.of` takes by name."""
+
+
+def _whole_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number >= 1.")
+
+
+# --- what cannot be combined -------------------------------------------------------------------------------------------
+
+
+def _word(job: Job) -> str:
+    return type(job.strategy).__name__.lower()
+
+
+def _sizes(job: Job) -> dict[str, int]:
+    """Ranks of each axis that takes ranks of its own."""
+    return {"pp": job.pp.size, "dp_replicate": job.dp_replicate, "cp": job.cp.size, "tp": job.tp.size}
+
+
+def _axes_need_fsdp2(job: Job) -> str | None:
+    for name, what in (("tp", "weights"), ("cp", "sequences"), ("ep", "experts")):
+        axis = getattr(job, name)
+        if axis != type(axis)() and not isinstance(job.strategy, FSDP2):
+            return (
+                f"{name} is {axis.size}: it splits {what} over the ranks of FSDP2, and strategy {_word(job)!r} keeps them "
+                "whole. Use strategy='fsdp2'."
+            )
+    return None
+
+
+def _stages_need_fsdp2(job: Job) -> str | None:
+    if job.pp.size > 1 and isinstance(job.strategy, DDP):
+        return (
+            f"pp is {job.pp.size} with strategy='ddp': the replicas of a stage are made by FSDP2. Use "
+            "strategy='fsdp2' with dp_replicate."
+        )
+    return None
+
+
+def _replicas_need_fsdp2(job: Job) -> str | None:
+    if job.dp_replicate == 1 or isinstance(job.strategy, FSDP2):
+        return None
+    if isinstance(job.strategy, Single):
+        return f"dp_replicate is {job.dp_replicate}, and strategy='single' has no replicas. Use strategy='fsdp2'."
+    if job.world_size not in (None, job.dp_replicate):
+        return (
+            f"dp_replicate is {job.dp_replicate}, but 'ddp' replicates over all {job.world_size} ranks. Use "
+            "strategy='fsdp2'."
+        )
+    return None
+
+
+def _one_rank_has_no_axes(job: Job) -> str | None:
+    if job.world_size != 1:
+        return None
+    for name, size in (_sizes(job) | {"ep": job.ep.size}).items():
+        if size != 1:
+            return f"{name} is {size}, but this job has one rank. Start more with torchrun, or leave {name} out."
+    return None
+
+
+def _axes_divide_the_ranks(job: Job) -> str | None:
+    if job.world_size is None or isinstance(job.strategy, DDP):
+        return None
+    used = math.prod(_sizes(job).values())
+    if job.world_size % used:
+        asked = " x ".join(f"{name} {size}" for name, size in _sizes(job).items() if size > 1)
+        return (
+            f"world_size is {job.world_size}, which is not divisible by {asked} = {used}. Change the sizes, or the "
+            "number of ranks."
+        )
+    return None
+
+
+def _experts_divide_the_shards(job: Job) -> str | None:
+    ranks = job.shard_ranks * job.tp.size
+    if job.world_size is not None and job.ep.size > 1 and ranks % job.ep.size:
+        return (
+            f"ep is {job.ep.size}, which does not divide the {ranks} ranks that hold one copy of the model "
+            "(dp_shard x cp x tp). Use a divisor, or more ranks."
+        )
+    return None
+
+
+def _tensor_options_need_ranks(job: Job) -> str | None:
+    if job.world_size is None or job.tp.size > 1:
+        return None
+    for name in ("sequence_parallel", "loss_parallel"):
+        if getattr(job.tp, name):
+            return f"{name}=True splits tensors over the ranks of tp, and tp is 1. Use TensorParallel(2, {name}=True)."
+    return None
+
+
+def _reentrant_is_not_compiled(job: Job) -> str | None:
+    if job.compile is not None and getattr(job.ac, "use_reentrant", False):
+        return (
+            "CheckpointConfig.use_reentrant is True and compile is on: torch cannot compile reentrant checkpointing. Set "
+            "use_reentrant=False, or compile=False."
+        )
+    return None
+
+
+def _float8_is_whole(job: Job) -> str | None:
+    matmuls = job.precision.matmuls
+    if matmuls is None:
+        return None
+    if matmuls == "fp8-gather" and isinstance(job.strategy, FSDP2) and job.strategy.cpu_offload:
+        return (
+            "precision is 'fp8-gather' with cpu_offload=True: shards would be cast to float8 on the host, which was not "
+            "tried. Use precision='fp8'."
+        )
+    for name, size in (("tp", job.tp.size), ("ep", job.ep.size)):
+        if size > 1:
+            return (
+                f"precision is {matmuls!r} with {name}={size}: split weights were not tried with float8. Leave one of the "
+                "two out, or use precision='bf16'."
+            )
+    return None
+
+
+def _plans_know_all_to_all(job: Job) -> str | None:
+    if isinstance(job.ac, MemoryBudget) and job.ep.size > 1 and job.ep.dispatch != ExpertParallel().dispatch:
+        return (
+            f"ac is {job.ac} with ExpertParallel.dispatch={job.ep.dispatch!r}: plans know all-to-all alone. Use a mode "
+            "such as ac='selective', or dispatch='all_to_all'."
+        )
+    return None
+
+
+def _budget_of_stages(job: Job) -> str | None:
+    if not isinstance(job.ac, MemoryBudget) or job.pp.size == 1:
+        return None
+    for name in ("sequence_parallel", "loss_parallel"):
+        if getattr(job.tp, name):
+            return f"ac is {job.ac} with {name}=True and pp: no plan is made for that. Use a mode: ac='selective'."
+    if isinstance(job.strategy, FSDP2) and job.strategy.cpu_offload:
+        return f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'."
+    return None
+
+
+def _split_is_the_callers(job: Job) -> str | None:
+    if job.pp.split is None:
+        return None
+    reasons = [
+        (f"ac is {job.ac}", isinstance(job.ac, MemoryBudget), "no plan is made for those; a mode such as 'selective' is"),
+        ("ac is a plan", isinstance(job.ac, Plan), "no plan is made for those; a mode such as 'selective' is"),
+        (f"cp is {job.cp.size}", job.cp.size > 1, "what they send is not cut along the sequence"),
+    ]
+    for what, is_asked, reason in reasons:
+        if is_asked:
+            return f"{what} with split=, whose stages are the caller's own: {reason}. Leave one of the two out."
+    return None
+
+
+def _compiled_backward_is_whole(job: Job) -> str | None:
+    if job.compile is None or job.pp.size == 1 or not job.pp.facts.splits_backward or splits_compiled_backward():
+        return None
+    return (
+        f"compile is {job.compile!r} with the schedule {job.pp.schedule!r}, which cuts backward in two: torch "
+        f"{torch.__version__} cannot do that to compiled layers (2.13 can). Use 'interleaved_1f1b', or compile=False."
+    )
+
+
+RULES: tuple[Callable[[Job], str | None], ...] = (
+    _axes_need_fsdp2, _stages_need_fsdp2, _replicas_need_fsdp2, _one_rank_has_no_axes, _axes_divide_the_ranks,
+    _experts_divide_the_shards, _tensor_options_need_ranks, _reentrant_is_not_compiled, _float8_is_whole,
+    _plans_know_all_to_all, _budget_of_stages, _split_is_the_callers, _compiled_backward_is_whole,
+)  # fmt: skip
+"""What cannot be combined, whatever the model: each returns what is wrong, why and the way out, or None."""
+
+
+# --- values as code ----------------------------------------------------------------------------------------------------
+
+
+def as_code(value: Any, read: Callable[[Any], Any] | None = None) -> str:
+    """Return the shortest Python that means `value`: a word that `read` makes it of, else its class with what differs.
+
+    >>> as_code(TensorParallel(4), TensorParallel.of), as_code(TensorParallel(4, loss_parallel=True), TensorParallel.of)
+    ('4', 'TensorParallel(size=4, loss_parallel=True)')
+    """
+    for word in _shorthands(value):
+        try:
+            if read is not None and read(word) == value:
+                return repr(word)
+        except (ValueError, TypeError):
+            continue
+    if isinstance(value, torch.dtype):
+        return repr(dtype_word(value))
+    if isinstance(value, torch.device):
+        return repr(str(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        said = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+        plain = _plain(type(value))
+        said = [(name, mine) for name, mine in said if plain is None or mine != getattr(plain, name)]
+        return f"{type(value).__name__}({', '.join(f'{name}={as_code(mine)}' for name, mine in said)})"
+    if callable(value):
+        return getattr(value, "__qualname__", repr(value))
+    if isinstance(value, tuple):
+        return f"({', '.join(map(as_code, value))}{',' if len(value) == 1 else ''})"
+    return repr(value)
+
+
+def _shorthands(value: Any) -> Iterable[Any]:
+    """Words that may mean `value`."""
+    if isinstance(value, CheckpointConfig):
+        yield value.mode
+    if isinstance(value, MemoryBudget):
+        yield value.words
+    if isinstance(value, Single | DDP | FSDP2):
+        yield type(value).__name__.lower()
+    if isinstance(value, ChunkedLoss):
+        yield "chunked"
+    if isinstance(value, OffloadConfig):
+        yield value.mode
+    if isinstance(value, Precision):
+        yield value.matmuls
+        yield dtype_word(value.dtypes["param_dtype"])
+    if isinstance(size := getattr(value, "size", None), int):
+        yield size
+
+
+@functools.cache
+def _plain(kind: type) -> Any:
+    """`kind` with its defaults; None where it has fields without one."""
+    try:
+        return kind()
+    except (TypeError, ValueError):
+        return None
