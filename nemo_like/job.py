@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,7 @@ class Job:
     >>> job.tp, job.change(tp=2).tp.size
     (TensorParallel(size=8, plan=None, sequence_parallel=False, loss_parallel=False), 2)
     >>> job.as_call()
-    "model = parallelize(model, ac='40GiB', tp=8)"
+    "model = parallelize(model, strategy='fsdp2', ac='40GiB', tp=8)"
 
     Raises:
         ValueError, TypeError: a wrong value, or two values that exclude each other (`RULES`).
@@ -188,6 +189,13 @@ class Job:
         return self.ranks // (self.tp.size * self.cp.size * self.pp.size)
 
     @property
+    def chunks(self) -> ChunkedLoss | None:
+        """`loss` with what it is compiled by: as the layers are, unless it says something else."""
+        if self.loss is None or self.loss.compile is not None:
+            return self.loss
+        return replace(self.loss, compile=self.compile)
+
+    @property
     def param_dtype(self) -> torch.dtype | None:
         """The dtype to compute in; None: that of the parameters."""
         return self.precision.dtypes["param_dtype"]
@@ -220,17 +228,20 @@ class Job:
         What only predictions read (`gpu`, `world_size`, `allocator`) is not in the line: the launcher and the environment
         say it where the line runs.
         """
-        words = [f"{name}={text}" for name, text in self._words(plan).items()]
+        words = [f"{name}={text}" for name, text in self.words(plan).items()]
         if sample is not None:
             words.append(f"sample_input={sample}")
-        return f"{model} = parallelize({', '.join([model, *words])})"
+        made = model if self.pp.size == 1 else "pipeline"
+        return f"{made} = parallelize({', '.join([model, *words])})"
 
-    def _words(self, plan: str) -> dict[str, str]:
-        """What differs from the defaults, as code, by keyword."""
+    def words(self, plan: str = "plan.json") -> dict[str, str]:
+        """Return `strategy`, `ac` and what differs from the defaults, as code by keyword of `nemo_like.parallelize`."""
         found: dict[str, str] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if f.name in _NOT_IN_A_CALL or value == getattr(_default_job(), f.name):
+            if f.name in _NOT_IN_A_CALL:
+                continue
+            if f.name not in _ALWAYS_IN_A_CALL and value == getattr(_default_job(), f.name):
                 continue
             if isinstance(value, Plan):
                 found[f.name] = f"Plan.load({plan!r})"
@@ -241,6 +252,7 @@ class Job:
         return found
 
 
+_ALWAYS_IN_A_CALL = ("strategy", "ac")
 _NOT_IN_A_CALL = ("asked", "gpu", "world_size", "allocator")
 
 
@@ -282,6 +294,20 @@ KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name
 """What `Job.of` takes by name."""
 
 
+def signed_by_job(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a `function` that takes a job's keywords as ``**asked``: its signature names them, with their defaults."""
+    own = inspect.signature(function)
+    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    hints = {f.name: f for f in dataclasses.fields(Job)}
+    for name in KEYWORDS:
+        if name not in own.parameters:
+            default = None if name == "optimizer" else hints[name].default
+            kind = "str | None" if name == "optimizer" else hints[name].type
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
 def _whole_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number >= 1.")
@@ -315,6 +341,11 @@ def _stages_need_fsdp2(job: Job) -> str | None:
         return (
             f"pp is {job.pp.size} with strategy='ddp': the replicas of a stage are made by FSDP2. Use "
             "strategy='fsdp2' with dp_replicate."
+        )
+    if job.pp.size > 1 and isinstance(job.strategy, Single) and job.world_size not in (None, job.pp.size):
+        return (
+            f"pp is {job.pp.size} with strategy='single' on {job.world_size} ranks: ranks that share a stage shard it. Use "
+            "strategy='fsdp2'."
         )
     return None
 
@@ -473,7 +504,10 @@ def as_code(value: Any, read: Callable[[Any], Any] | None = None) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         said = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
         plain = _plain(type(value))
-        said = [(name, mine) for name, mine in said if plain is None or mine != getattr(plain, name)]
+        always: tuple[str, ...] = ()
+        if isinstance(value, PipelineParallel):  # whose other defaults follow from these two
+            plain, always = PipelineParallel(value.size, value.schedule), ("size", "schedule")
+        said = [(name, mine) for name, mine in said if name in always or plain is None or mine != getattr(plain, name)]
         return f"{type(value).__name__}({', '.join(f'{name}={as_code(mine)}' for name, mine in said)})"
     if callable(value):
         return getattr(value, "__qualname__", repr(value))

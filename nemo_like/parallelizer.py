@@ -1,29 +1,29 @@
 """`parallelize`: one call from a bare model to a sharded, checkpointed, compiled one.
 
-The order, always: find the layers → tensor, context and expert parallel → activation checkpointing and host offloading →
-loss → per-layer compile → `fully_shard` on each layer, then on the root. Everything is checked before the first change.
+`parallelize` reads the job and the ranks; `_make_ready` has the order of the steps, for a model or for one stage of a
+pipeline: everything is checked before the first change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.keep_routing import keep_routing
-from nemo_like.compile import compile_layers, parse_compile
+from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.compile import compile_layers
 from nemo_like.distributed.agreement import check_agreement
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.expert_parallel import (
-    Experts,
     check_experts,
     make_expert_mesh,
     reduce_idle_experts,
@@ -39,31 +39,14 @@ from nemo_like.distributed.state_dict import refuse_to_save_shards
 from nemo_like.distributed.tensor_parallel import apply_tensor_parallel, cut_outside_of_regions
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.float8 import check_float8, effective_matmuls, float8_linears, scale_before_forward
+from nemo_like.job import Job, signed_by_job
 from nemo_like.layers import find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
 from nemo_like.module_tree import bare
-from nemo_like.options import (
-    DDP,
-    FSDP2,
-    ChunkedLoss,
-    ContextParallel,
-    ExpertParallel,
-    MemoryBudget,
-    OffloadConfig,
-    PipelineParallel,
-    Precision,
-    StepSpec,
-    TensorParallel,
-    parse_strategy,
-)
-from nemo_like.pipelined import parallelize_pipeline
-from nemo_like.planning.first_step import watch_first_step
-from nemo_like.planning.larger_batch import size_watch, warn_of_larger_batches
-from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.planning.tensor_twin import check_tensor_budget
+from nemo_like.options import DDP, ChunkedLoss, Single
 from nemo_like.precision import autocast_forward, check_autocast
-from nemo_like.resolve import Asked, layers_for, planned, read_ac, resolve
+from nemo_like.resolve import layers_for, resolve, with_plan
 
 _MARK = "_nemo_like_parallelized"
 
@@ -72,7 +55,7 @@ def apply_activation_checkpointing(
     model: nn.Module,
     ac: Any = "selective",
     scope: str | Iterable[str] = "all",
-    compile: bool = False,
+    compile: bool | str = False,
     *,
     layers: Iterable[str | nn.Module] | None = None,
     loss: str | ChunkedLoss = "model",
@@ -93,45 +76,32 @@ def apply_activation_checkpointing(
     Raises:
         ValueError, TypeError: as `parallelize`. The model is unchanged then.
     """
-    asked = read_ac(ac)
-    found, chosen = layers_for(model, asked, scope, layers)
-    compiled = parse_compile(compile) is not None
-    _check_compile(compiled, asked)
-    in_chunks = ChunkedLoss.of(loss)
-    if in_chunks is not None:
+    return checkpoint(
+        model,
+        Job.of(
+            "fsdp2" if autocast is None else "single", ac, ac_scope=scope, layers=layers, loss=loss, compile=compile,
+            precision=autocast, world_size=world_size(),
+        ),
+        sample_input,
+    )  # fmt: skip
+
+
+def checkpoint(model: nn.Module, job: Job, sample_input: Any = None) -> nn.Module:
+    """`apply_activation_checkpointing` for a job that was read already."""
+    found, chosen = layers_for(model, job)
+    if job.loss is not None:
         check_head(model)
-    planning: dict[str, Any] = {} if autocast is None else {"precision": Precision.of(autocast), "fsdp": None}
-    planning["loss"] = loss
-    if isinstance(asked, MemoryBudget):
-        asked = planned(model, asked, chosen, sample_input, planning)
-    specs = resolve(model, asked, found, chosen, sample_input=sample_input, compile=compiled)
-    apply_specs(model, specs, compile=compiled)
-    return model if in_chunks is None else chunk_model_loss(model, in_chunks)
+    job = with_plan(model, job, chosen, sample_input)
+    specs = resolve(model, replace(job, offload="none"), found, chosen, sample_input)
+    apply_specs(model, specs, compile=job.compile is not None)
+    return model if job.loss is None else chunk_model_loss(model, job.loss)
 
 
+@signed_by_job
 def parallelize(
-    model: nn.Module,
-    strategy: str | FSDP2 | DDP = "fsdp2",
-    ac: Any = "selective",
-    *,
-    mesh: DeviceMesh | None = None,
-    dp_replicate: int = 1,
-    tp: int | TensorParallel = 1,
-    cp: int | ContextParallel = 1,
-    ep: int | ExpertParallel = 1,
-    pp: int | PipelineParallel = 1,
-    ac_scope: str | Iterable[str] = "all",
-    layers: Iterable[str | nn.Module] | None = None,
-    loss: str | ChunkedLoss = "model",
-    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = None,
-    compile: bool | str = False,
-    offload: str | OffloadConfig | None = None,
-    sample_input: Any = None,
-    optimizer: str | None = None,
-    step: StepSpec | None = None,
-    planned_tokens: int | None = None,
-    device: str | torch.device | None = None,
-) -> Any:
+    model: nn.Module, strategy: Any = Job.strategy, ac: Any = Job.ac, *, mesh: DeviceMesh | None = None,
+    sample_input: Any = None, **asked: Any,
+) -> Any:  # fmt: skip
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
@@ -192,159 +162,144 @@ def parallelize(
             layers; a model that was parallelized or checkpointed before; a budget that cannot be met (`BudgetError`).
             The model is unchanged then.
     """
-    given = dict(locals())
-    check_agreement(model, given)
+    given = {"strategy": strategy, "ac": ac, **asked}
+    if isinstance(strategy, Job):
+        given.pop("ac")  # the default, unless somebody gave it too
+        given |= {} if ac == Job.ac else {"ac": ac}
+    check_agreement(model, {**given, "mesh": mesh})
+    job = Job.of(**given)
     if _comes_in_split(model):
-        return _checkpoint_as_it_came(model, given)
+        return _checkpoint_as_it_came(model, job, mesh, sample_input)
     _refuse_parallelized(model)
-    stages = PipelineParallel.of(pp)
-    if stages.size > 1:
-        others = {name: value for name, value in given.items() if name not in ("model", "pp")}
-        return parallelize_pipeline(model, stages, others, parallelize)
-    word, fsdp, ddp = parse_strategy(strategy)
-    tensor, cast, place = TensorParallel.of(tp), Precision.of(precision), OffloadConfig.of(offload)
-    context = ContextParallel.of(cp)
-    if word != "fsdp2" and context.size > 1:
-        raise ValueError(f"cp splits sequences over ranks beside FSDP2; strategy {word!r} has none. Use 'fsdp2'.")
-    expert = ExpertParallel.of(ep)
-    for name, asked_for in (("tp", tensor != TensorParallel()), ("ep", expert != ExpertParallel())):
-        if word != "fsdp2" and asked_for:
-            raise ValueError(
-                f"{name} splits weights over ranks beside FSDP2; strategy {word!r} keeps them whole. Use 'fsdp2'."
-            )
-    asked = read_ac(ac)
-    found, chosen = layers_for(model, asked, ac_scope, layers)
-    backend = parse_compile(compile)
-    _check_compile(backend is not None, asked)
-    _check_float8(cast, {"tp": tensor.size, "ep": expert.size}, fsdp)
-    in_chunks = ChunkedLoss.of(loss)
-    if in_chunks is not None:
+    job, mesh = _on_ranks(job, mesh)
+    if job.pp.size == 1:
+        return _make_ready(model, job, mesh, sample_input)
+
+    from nemo_like.pipelined import cut_into_stages  # it traces the model, as planning does
+
+    cut = cut_into_stages(model, job, mesh, sample_input)
+    # Nothing has been changed up to here.
+    start_from_the_same_weights(model, mesh)
+    return cut.pipeline([(stage, _make_ready(stage.tree, stage.job, cut.stage_mesh)) for stage in cut.own_stages()])
+
+
+def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: Any = None) -> Any:
+    """Check, plan and change `model`, a whole model or one stage of a pipeline, on the ranks of `mesh`."""
+    shard_mesh = mesh if job.fsdp is not None else None
+    target = local_device(None if mesh is None else mesh.device_type) if job.device is None else job.device
+    is_stage = hasattr(model, STAGE_MARK)
+    found, chosen = layers_for(model, job)
+    if job.loss is not None:
         check_head(model)
-    _check_sharded_by_caller(model, word)
-    loop = StepSpec.of(step, optimizer)
-    size_watch(None, planned_tokens)
-    asked_device = None if device is None else checked_device(device)
-    sizes = {"dp_replicate": dp_replicate, "tp": tensor.size, "cp": context.size}
-    mesh = _mesh(word, mesh, sizes, asked_device, hasattr(model, STAGE_MARK))
-    shard_mesh = mesh if word == "fsdp2" else None
-    target = asked_device or local_device(None if mesh is None else mesh.device_type)
-    experts = _check_expert_parallel(model, shard_mesh, expert, asked)
-    split = _check_tensor_parallel(model, shard_mesh, asked, tensor, experts)
-    context = replace(context, size=axis_size(shard_mesh, "cp"))
-    if context.size > 1:
-        check_context_parallel(model, context, found, call_of(model))
+    check_float8(job.precision.matmuls)
+    experts = () if shard_mesh is None or job.ep.size == 1 else check_experts(model, shard_mesh, job.ep)
+    if job.cp.size > 1:
+        check_context_parallel(model, job.cp, found, call_of(model))
     if shard_mesh is not None:
-        check_sharding(model, found, shard_mesh, options=fsdp)
+        check_sharding(model, found, shard_mesh, options=job.fsdp)
     else:
-        _check_whole_model(model, mesh, cast)
-    if isinstance(asked, MemoryBudget):
-        ddp_ranks = mesh is not None and word == "ddp"
-        asked = planned(
-            model, asked, chosen, sample_input,
-            _planning(shard_mesh, loop, cast, fsdp, loss, place, expert, ddp=ddp_ranks)
-            | {
-                "cp": context, "tp_plan": tensor.plan, "sequence_parallel": tensor.sequence_parallel,
-                "loss_parallel": tensor.loss_parallel,
-            },
-        )  # fmt: skip
-    elif isinstance(asked, Plan):
-        asked.check_matmuls(effective_matmuls(cast, sharded=shard_mesh is not None))
-    specs = resolve(model, asked, found, chosen, sample_input=sample_input, offload=place, compile=backend is not None)
-    check_specs(model, specs, compile=backend is not None)
+        _check_whole_model(model, mesh, job)
+    job = with_plan(model, job, chosen, sample_input)
+    if isinstance(job.ac, Plan):
+        job.ac.check_matmuls(effective_matmuls(job.precision, sharded=shard_mesh is not None))
+    specs = resolve(model, job, found, chosen, sample_input)
+    check_specs(model, specs, compile=job.compile is not None)
 
     # Nothing has been changed up to here.
-    start_from_the_same_weights(model, shard_mesh)
+    if not is_stage:
+        start_from_the_same_weights(model, shard_mesh)
+        keep_documents_apart(model)  # stages do it themselves
     names = [layer.fqn for layer in found]
-    if cast.matmuls is not None:
-        float8_linears(
-            [bare(layer.module) for layer in found], cast.matmuls, target.type, sharded=shard_mesh is not None
-        )
-    if not hasattr(model, STAGE_MARK):  # stages do it themselves
-        keep_documents_apart(model)
-    if split and shard_mesh is not None:
+    if job.precision.matmuls is not None:
+        layers = [bare(layer.module) for layer in found]
+        float8_linears(layers, job.precision.matmuls, target.type, sharded=shard_mesh is not None)
+    if shard_mesh is not None and job.tp.size > 1:
         apply_tensor_parallel(
-            model, shard_mesh["tp"], tensor.plan,
-            sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel,
-            whole=[found.fqn for found in experts],
+            model, shard_mesh["tp"], job.tp.plan, sequence_parallel=job.tp.sequence_parallel,
+            loss_parallel=job.tp.loss_parallel, whole=[each.fqn for each in experts],
         )  # fmt: skip
-    if context.size > 1 and shard_mesh is not None:
-        apply_context_parallel(model, shard_mesh["cp"], context, found, call_of(model))
+    if shard_mesh is not None and job.cp.size > 1:
+        apply_context_parallel(model, shard_mesh["cp"], job.cp, found, call_of(model))
     # Also for a stage without experts: making process groups takes every rank.
-    expert_mesh = None if shard_mesh is None or expert.size == 1 else make_expert_mesh(shard_mesh, expert.size)
+    expert_mesh = None if shard_mesh is None or job.ep.size == 1 else make_expert_mesh(shard_mesh, job.ep.size)
     if expert_mesh is not None:
-        experts = split_experts(model, experts, expert_mesh, expert.dispatch)
-        specs = keep_routing(specs, [found.fqn for found in experts])
+        experts = split_experts(model, experts, expert_mesh, job.ep.dispatch)
+        specs = keep_routing(specs, [each.fqn for each in experts])
     if mesh is not None:
-        reduce_idle_experts(model, expert.plan)
-    apply_specs(model, specs, compile=backend is not None)
+        reduce_idle_experts(model, job.ep.plan)
+    apply_specs(model, specs, compile=job.compile is not None)
     cut_outside_of_regions(model)
-    if in_chunks is not None:
-        chunk_model_loss(model, in_chunks if in_chunks.compile else replace(in_chunks, compile=backend))
-    if backend is not None:
-        compile_layers(model, backend, [layer.module for layer in find_layers(model, names)])
+    if job.chunks is not None:
+        chunk_model_loss(model, job.chunks)
+    if job.compile is not None:
+        compile_layers(model, job.compile, [layer.module for layer in find_layers(model, names)])
     if shard_mesh is not None:
-        apart = [] if expert_mesh is None else [weight for found in experts for weight in found.weights]
-        shard_layers(model, find_layers(model, names), shard_mesh, options=fsdp, mp_policy=cast.policy, apart=apart)
+        apart = [weight for each in experts for weight in each.weights]
+        policy = job.precision.policy
+        shard_layers(model, find_layers(model, names), shard_mesh, options=job.fsdp, mp_policy=policy, apart=apart)
         if expert_mesh is not None:
-            shard_experts(experts, expert_mesh, mp_policy=cast.policy, options=fsdp)
+            shard_experts(experts, expert_mesh, mp_policy=policy, options=job.fsdp)
         refuse_to_save_shards(model)
-        if cast.matmuls == "fp8-gather":
+        if job.precision.matmuls == "fp8-gather":
             scale_before_forward(model)
     else:
-        model = _replicate(model, mesh, cast, target, ddp)
+        model = _replicate(model, mesh, job, target)
     setattr(model, _MARK, True)
-    staged = hasattr(model, STAGE_MARK)  # whose plan's peak is that of a rank, with all microbatches in flight
-    watch = size_watch(asked if isinstance(asked, Plan) else None, planned_tokens)
-    if watch is not None and is_rank_zero() and not staged:
-        warn_of_larger_batches(model, watch)
-    if isinstance(asked, Plan) and is_rank_zero() and not (staged or fsdp.cpu_offload or place.mode != "none"):
-        watch_first_step(model, asked, target)
+    if not is_stage and is_rank_zero() and (isinstance(job.ac, Plan) or job.planned_tokens is not None):
+        from nemo_like.planning.watch import watch  # it compares with what was planned
+
+        watch(model, job, target)
     return model
 
 
-def _check_float8(cast: Precision, sizes: Mapping[str, int], fsdp: FSDP2) -> None:
-    """Raise where float8 matmuls are asked for beside what was never tried with them, or torchao is not installed."""
-    if cast.matmuls is None:
-        return
-    split = next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
-    if cast.matmuls == "fp8-gather" and fsdp.cpu_offload:
-        raise ValueError(
-            "precision is 'fp8-gather' beside cpu_offload: shards would be cast to float8 on the host, which was not "
-            "tried. Use 'fp8'."
-        )
-    if split is not None:
-        raise ValueError(
-            f"precision is {cast.matmuls!r} beside {split}: weights that are split were not tried with float8. Leave one of "
-            "the two out, or use precision='bf16'."
-        )
-    check_float8(cast.matmuls)
+def _on_ranks(job: Job, mesh: DeviceMesh | None) -> tuple[Job, DeviceMesh | None]:
+    """Return the job with the sizes of its ranks, and its mesh; None for ranks that train by themselves.
+
+    Raises:
+        ValueError: a mesh, a number of ranks or a device that is not there, or sizes that do not divide the ranks.
+    """
+    ranks = world_size()
+    if job.world_size not in (None, ranks):
+        raise ValueError(f"world_size is {job.world_size}, but this job has {ranks} rank(s). Leave world_size out.")
+    if job.device is not None:
+        checked_device(job.device)
+    if mesh is None:
+        job = replace(job, world_size=ranks)
+    else:
+        job = _sized_by(job, mesh)
+    if job.is_single:
+        if mesh is not None and ranks > 1:
+            raise ValueError("strategy='single' uses no process group, but a mesh was given; use 'fsdp2' or 'ddp'.")
+        if ranks == 1 and not isinstance(job.strategy, Single):
+            word = type(job.strategy).__name__.lower()
+            say_once(f"strategy={word!r} with one rank: training on a single device, without a process group.")
+        elif ranks > 1 and job.pp.size == 1:
+            warn_once(f"strategy='single' in a job of {ranks} ranks: every rank trains a model of its own.")
+        if job.pp.size == 1:
+            return job, None
+    if job.tp.plan is not None and job.tp.size == 1:
+        warn_once("TensorParallel.plan was given, and tp is one rank: no weight is split.")
+    if job.ep.plan is not None and job.ep.size == 1:
+        warn_once("ExpertParallel.plan was given, and ep is one rank: no experts are split.")
+    if mesh is None:
+        sizes = {"pp": job.pp.size, "dp_replicate": job.dp_replicate, "cp": job.cp.size, "tp": job.tp.size}
+        if isinstance(job.strategy, DDP):
+            sizes["dp_replicate"] = 1  # one flat group
+        mesh = build_mesh(**sizes, device_type=None if job.device is None else job.device.type)
+    return job, mesh
 
 
-def _planning(
-    mesh: DeviceMesh | None, step: StepSpec, precision: Precision, fsdp: FSDP2, loss: str | ChunkedLoss,
-    offload: OffloadConfig, expert: ExpertParallel, *, ddp: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """What `plan_for` is to know of the step."""
-    return dict(
-        mesh=mesh,
-        world_size=1 if mesh is None else None,
-        step=step,
-        precision=precision,
-        fsdp=None if mesh is None else fsdp,
-        loss=loss,
-        offload=offload,
-        ddp=ddp,
-        ep=expert.size,
-        expert_plan=expert.plan,
-        imbalance=expert.imbalance,
-    )
-
-
-_AS_THEY_ARE: Mapping[str, Any] = {
-    "strategy": "fsdp2", "mesh": None, "dp_replicate": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1, "precision": None,
-    "offload": None, "step": None, "optimizer": None, "device": None,
-}  # fmt: skip
-"""What a model that comes in split has decided already, at the values that ask for nothing."""
+def _sized_by(job: Job, mesh: DeviceMesh) -> Job:
+    """Return `job` with the sizes of `mesh`, which must be those that it has where it has any."""
+    sizes = {"dp_replicate": job.dp_replicate, "cp": job.cp.size, "tp": job.tp.size}
+    if job.pp.size > 1:
+        sizes["pp"] = job.pp.size
+    check_sizes(mesh, sizes)
+    outside = 1 if job.pp.size > 1 else axis_size(mesh, "pp")  # the caller's own stages
+    return replace(
+        job, dp_replicate=axis_size(mesh, "dp_replicate"), tp=replace(job.tp, size=axis_size(mesh, "tp")),
+        cp=replace(job.cp, size=axis_size(mesh, "cp")), world_size=mesh.size() // outside,
+    )  # fmt: skip
 
 
 def _comes_in_split(model: Any) -> bool:
@@ -353,21 +308,24 @@ def _comes_in_split(model: Any) -> bool:
     return decided is not None and isinstance(model, FSDPModule) and not hasattr(model, _MARK)
 
 
-def _checkpoint_as_it_came(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
+_DECIDED = ("strategy", "dp_replicate", "tp", "cp", "ep", "pp", "precision", "offload", "step", "device")
+"""Fields of a job that a model which comes in split has decided already."""
+
+
+def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: Any) -> nn.Module:
     """Checkpointing, loss and compilation for a model that is sharded; its shards and units stay as they are."""
-    asked = [name for name, default in _AS_THEY_ARE.items() if given[name] != default and given[name] is not default]
-    if asked:
+    plain = Job()
+    asked = [name for name in _DECIDED if getattr(job, name) != getattr(plain, name)]
+    if asked or mesh is not None:
+        name = asked[0] if asked else "mesh"
+        said = job.words().get(name, getattr(job, name)) if asked else mesh
         raise ValueError(
-            f"{asked[0]} is {given[asked[0]]!r}, and this {type(model).__name__.removeprefix('FSDP')} was split and sharded "
-            "by transformers as its distributed_config says, and stays so. Say it there, or load the model without one."
+            f"{name} is {said}, and this {type(model).__name__.removeprefix('FSDP')} was split and sharded by transformers "
+            "as its distributed_config says, and stays so. Say it there, or load the model without one."
         )
-    backend = parse_compile(given["compile"])
-    model = apply_activation_checkpointing(
-        model, given["ac"], given["ac_scope"], backend is not None,
-        layers=given["layers"], loss=given["loss"], sample_input=given["sample_input"],
-    )  # fmt: skip
-    if backend is not None:
-        compile_layers(model, backend)
+    model = checkpoint(model, replace(job, world_size=world_size()), sample_input)
+    if job.compile is not None:
+        compile_layers(model, job.compile)
     setattr(model, _MARK, True)
     refuse_to_save_shards(model)
     return model
@@ -390,60 +348,15 @@ def _refuse_parallelized(model: nn.Module) -> None:
             )
 
 
-def _check_sharded_by_caller(model: nn.Module, strategy: str) -> None:
-    """Raise ValueError where the caller sharded parts of the model, and `strategy` keeps it whole."""
-    theirs = sharded_by_caller(model)
-    if theirs and strategy != "fsdp2":
+def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, job: Job) -> None:
+    """For a model that every rank holds whole."""
+    if theirs := sharded_by_caller(model):
         name = next(name for name, module in model.named_modules() if module is theirs[0])
         raise ValueError(
-            f"strategy is {strategy!r}, and {name} is sharded by fully_shard already, which only 'fsdp2' goes on from: "
-            "use FSDP2, or leave that part whole."
+            f"{name} is already sharded with fully_shard; only strategy='fsdp2' on several ranks supports partly sharded "
+            "models. Use that, or leave that part whole."
         )
-
-
-def _check_compile(compiled: bool, asked: Asked) -> None:
-    if compiled and getattr(asked, "use_reentrant", False):
-        raise ValueError("CheckpointConfig.use_reentrant is True and compile is on: torch cannot compile it. Drop one.")
-
-
-def _check_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh | None, asked: Asked, tensor: TensorParallel, experts: Iterable[Experts]
-) -> bool:
-    """Whether weights are split at all; `experts`: those that are split otherwise."""
-    split = axis_size(mesh, "tp") > 1
-    if split and isinstance(asked, MemoryBudget):
-        check_tensor_budget(model, axis_size(mesh, "tp"), tensor, asked, [found.fqn for found in experts])
-    for name in ("sequence_parallel", "loss_parallel"):
-        if getattr(tensor, name) and not split:
-            raise ValueError(
-                f"{name}=True splits tensors over the ranks of tp, and there is one; TensorParallel(2, ...)."
-            )
-    if tensor.plan is not None and not split:
-        warn_once("TensorParallel.plan was given, and tp is one rank: no weight is split.")
-    return split
-
-
-def _check_expert_parallel(
-    model: nn.Module, mesh: DeviceMesh | None, expert: ExpertParallel, asked: Asked
-) -> tuple[Experts, ...]:
-    """The modules whose experts are to be split."""
-    if mesh is None or expert.size == 1:
-        if expert.size > 1:
-            raise ValueError(f"ep is {expert.size}, but this job has one rank; start more with torchrun.")
-        if expert.plan is not None:
-            warn_once("ExpertParallel.plan was given, and ep is one rank: no experts are split.")
-        return ()
-    if isinstance(asked, MemoryBudget) and expert.dispatch != ExpertParallel().dispatch:
-        raise ValueError(
-            f"ac is {asked} beside ExpertParallel.dispatch={expert.dispatch!r}: plans know all-to-all alone. Use a mode "
-            "such as 'selective', or dispatch='all_to_all'."
-        )
-    return check_experts(model, mesh, expert)
-
-
-def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, precision: Precision) -> None:
-    """For a model that every rank holds whole."""
-    check_autocast(model, precision.dtypes["param_dtype"])
+    check_autocast(model, job.param_dtype)
     if mesh is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "strategy='ddp' averages the gradients of parameters, and no parameter of this model trains. Put what trains "
@@ -456,42 +369,15 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, precision: Pre
         )
 
 
-def _mesh(
-    strategy: str, mesh: DeviceMesh | None, sizes: Mapping[str, int], device: torch.device | None, is_stage: bool
-) -> DeviceMesh | None:
-    """The mesh to work on; None for one rank, where no process group is made or used. `sizes`: ranks by axis."""
-    ranks, dp_replicate = world_size(), sizes["dp_replicate"]
-    if mesh is not None:
-        check_sizes(mesh, sizes)
-    if ranks == 1:
-        for name, size in sizes.items():
-            if size != 1:
-                raise ValueError(f"{name} is {size}, but this job has one rank; start more with torchrun.")
-        if strategy != "single":
-            say_once(f"strategy={strategy!r} with one rank: training on a single device, without a process group.")
-        return None
-    if strategy == "single":
-        if mesh is not None:
-            raise ValueError("strategy='single' uses no process group, but a mesh was given; use 'fsdp2' or 'ddp'.")
-        if dp_replicate != 1:
-            raise ValueError(f"dp_replicate is {dp_replicate!r}, and strategy='single' has no replicas; use 'fsdp2'.")
-        if not is_stage:
-            warn_once(f"strategy='single' in a job of {ranks} ranks: every rank trains a model of its own.")
-        return None
-    if strategy == "ddp" and dp_replicate not in (1, ranks):
-        raise ValueError(f"dp_replicate is {dp_replicate}, but 'ddp' replicates over all {ranks} ranks; use 'fsdp2'.")
-    device_type = None if device is None else device.type
-    return mesh if mesh is not None else build_mesh(**sizes, device_type=device_type)
-
-
 def _replicate(
-    model: nn.Module, mesh: DeviceMesh | None, precision: Precision, place: torch.device, options: DDP
+    model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch.device
 ) -> nn.Module:
     """Put the whole model on this rank's device, under autocast; with a mesh, inside DistributedDataParallel."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         model.to(place)
+    precision, options = job.precision, job.ddp
     autocast_forward(model, place.type, precision.dtypes["param_dtype"], precision.dtypes["output_dtype"])
-    if mesh is None:
+    if mesh is None or options is None:
         return model
     if precision.reduce_dtype not in (None, torch.float32):
         warn_once(f"reduce_dtype={precision.reduce_dtype} was asked for; 'ddp' reduces gradients in their own dtype.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,42 +11,23 @@ from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.apply import refuse_checkpointed
+from nemo_like.activation_checkpointing.plan import Plan, plan_specs
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, named_ops_policy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec, How, one_region_each, segments_of
 from nemo_like.activation_checkpointing.submodules import submodules_to_checkpoint
 from nemo_like.cells import timestep_specs
 from nemo_like.choice import choose_layers
+from nemo_like.distributed.launch import pick_device_type
+from nemo_like.job import Job
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers, is_frozen, select_layers
 from nemo_like.log import is_rank_zero, logger, warn_once
 from nemo_like.module_tree import bare, join
 from nemo_like.offload import placed_on_host
-from nemo_like.options import CheckpointConfig, MemoryBudget, OffloadConfig, parse_ac
-from nemo_like.planning.apply_plan import plan_specs
-from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.planning.planner import plan_for
+from nemo_like.options import CheckpointConfig, MemoryBudget, parse_ac
 from nemo_like.profiling import MemoryProfiler
 
-Asked = CheckpointConfig | MemoryBudget | Plan
-
-
-def read_ac(ac: Any) -> Asked:
-    """What ``ac=`` means, as one value.
-
-    Raises:
-        ValueError, TypeError: as `parse_ac`.
-    """
-    if isinstance(ac, CheckpointConfig) and not ac.enabled and ac != CheckpointConfig():
-        warn_once(
-            "A CheckpointConfig with settings was given, but its field enabled is False, the default: nothing is "
-            "checkpointed. Set enabled=True."
-        )
-    return ac if isinstance(ac, Plan) else parse_ac(ac)
-
-
-def layers_for(
-    model: nn.Module, asked: Asked, scope: str | Iterable[str], layers: Iterable[str | nn.Module] | None
-) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """Every repeated layer of `model`, and those in scope.
+def layers_for(model: nn.Module, job: Job) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    """Return every repeated layer of `model`, and those that are in the job's scope.
 
     Frozen layers are among them: whether a gradient flows through one is known when it is called.
 
@@ -53,67 +35,65 @@ def layers_for(
         ValueError: no layers, an unknown scope or one that selects nothing, a model that is checkpointed.
     """
     refuse_checkpointed(model)
-    cells = isinstance(asked, CheckpointConfig) and asked.enabled and asked.snn_timestep_checkpoint
+    ac = job.ac
+    if isinstance(ac, CheckpointConfig) and not ac.enabled and ac not in (CheckpointConfig(), parse_ac("none")):
+        warn_once(
+            "A CheckpointConfig with settings was given, but its field enabled is False, the default: nothing is "
+            "checkpointed. Set enabled=True."
+        )
+    cells = isinstance(ac, CheckpointConfig) and ac.enabled and ac.snn_timestep_checkpoint
     try:
-        found = find_layers(model, layers)
+        found = find_layers(model, job.layers)
     except LayersNotFoundError:
-        if not cells or layers is not None:
+        if not cells or job.layers is not None:
             raise
         return (), ()  # a recurrent model has one cell, called again and again
-    return found, select_layers(found, scope)  # a wrong scope is an error also where nothing is checkpointed
+    return found, select_layers(found, job.ac_scope)  # a wrong scope is an error also where nothing is checkpointed
 
 
 def resolve(
-    model: nn.Module,
-    asked: CheckpointConfig | Plan,
-    found: Sequence[Layer],
-    chosen: Sequence[Layer],
-    *,
-    sample_input: Any = None,
-    offload: OffloadConfig | None = None,
-    compile: bool = False,
+    model: nn.Module, job: Job, found: Sequence[Layer], chosen: Sequence[Layer], sample_input: Any = None
 ) -> list[CheckpointSpec]:
-    """The regions that `asked` means on `model`, which is not changed; a profile is measured here.
+    """Return the regions that the job's ``ac`` means on `model`, which is not changed; a profile is measured here.
 
     Args:
         model: the bare model.
-        asked: from `read_ac`, a budget as its plan (`planned`).
+        job: its budget, if it had one, as a plan (`with_plan`).
         found, chosen: from `layers_for`; all of `found` are offloaded, `chosen` are checkpointed.
         sample_input: one batch, for a config that measures first.
-        offload: what waits in host memory; None: nothing.
-        compile: the layers will be compiled.
 
     Raises:
         ValueError, TypeError: a plan for another model, layers that share keys and values where a plan can't, a config that
             does not fit the model.
     """
-    if isinstance(asked, Plan):
-        _refuse_plan_through_cache(model, asked)
-        specs = plan_specs(model, asked)
-        _refuse_partial(asked, chosen)
+    if isinstance(job.ac, Plan):
+        _refuse_plan_through_cache(model, job.ac)
+        specs = plan_specs(model, job.ac, pick_device_type())
+        _refuse_partial(job.ac, chosen)
     else:
-        specs = config_specs(model, chosen, asked, _measured_bytes(model, asked, sample_input))
-    if offload is None or offload.mode == "none":
+        assert isinstance(job.ac, CheckpointConfig)
+        specs = config_specs(model, chosen, job.ac, _measured_bytes(model, job.ac, sample_input))
+    if job.offload.mode == "none":
         return specs
-    return placed_on_host(specs, [layer.fqn for layer in found], offload, compile=compile)
+    return placed_on_host(specs, [layer.fqn for layer in found], job.offload, compile=job.compile is not None)
 
 
-def planned(
-    model: nn.Module, budget: MemoryBudget, chosen: Sequence[Layer], sample_input: Any, planning: Mapping[str, Any]
-) -> Plan:
-    """The plan that a budget means on `model`, which is not changed.
+def with_plan(model: nn.Module, job: Job, chosen: Sequence[Layer], sample_input: Any) -> Job:
+    """Return `job` with the plan that its budget means on `model`, which is not changed; without a budget the job itself.
 
     Args:
         model: the bare model.
-        budget: from `read_ac`.
+        job: on its ranks (`Job.world_size`).
         chosen: from `layers_for`.
         sample_input: one batch.
-        planning: what else `plan_for` is to know.
 
     Raises:
         ValueError: no sample input, a budget that cannot be met (`BudgetError`), layers that share keys and values where
             a plan can't, a model that is sharded.
     """
+    budget = job.ac
+    if not isinstance(budget, MemoryBudget):
+        return job
     _refuse_plan_through_cache(model, budget)
     if sample_input is None:
         raise ValueError(
@@ -125,13 +105,15 @@ def planned(
             f"ac is {budget}, and {sharded} is sharded by fully_shard already: a plan is traced on whole weights. Use a "
             "mode such as 'selective', or a plan that was made before that part was sharded."
         )
-    plan = plan_for(model, budget, sample_input, layers=[layer.fqn for layer in chosen], **planning)
+    from nemo_like.planning.planner import plan_for  # only a budget asks the planner
+
+    plan = plan_for(model, replace(job, layers=[layer.fqn for layer in chosen]), sample_input=sample_input)
     if is_rank_zero():
         logger.info(
             f"ac={plan.budget!r}: predicted peak {plan.peak_bytes / 2**30:.2f} GiB per rank, replay "
             f"{plan.replay_share:.0%} of a forward pass."
         )
-    return plan
+    return replace(job, ac=plan)
 
 
 def config_specs(

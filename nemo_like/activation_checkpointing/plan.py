@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.log import warn_once
 from nemo_like.module_tree import bare, bare_modules
 
@@ -223,6 +225,24 @@ class Plan:
         if model is not None:
             plan.check(model)
         return plan
+
+
+def plan_specs(
+    model: nn.Module, plan: Plan, device_type: str, transfer: Transfer | None = None
+) -> list[CheckpointSpec]:
+    """The regions of `plan` on `model`, which is not changed. A layer that stands in several places is one region.
+
+    Raises:
+        PlanError: the plan was made for another model.
+    """
+    plan.check(model)
+    plan.say_other_device(device_type)
+    modules = {name: bare(module) for name, module in bare_modules(model)}
+    specs: dict[nn.Module, CheckpointSpec] = {}
+    for name, policy in plan.policies().items():
+        if policy is not None:
+            specs.setdefault(modules[name], CheckpointSpec((name,), policy, transfer))
+    return list(specs.values())
 
 
 def layer_signature(module: nn.Module) -> str:

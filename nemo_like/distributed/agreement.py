@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed import launch
+from nemo_like.job import Job
 from nemo_like.log import warn_once
-from nemo_like.options import normalise
+from nemo_like.options import Single, normalise
 
 _OWN_ON_EACH_RANK = ("model", "sample_input")
 """Arguments that may differ: each rank has data of its own, and a model is compared by its tensors."""
@@ -40,9 +41,13 @@ def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: on every rank, naming the option or tensor and the ranks.
     """
-    strategy, mesh = options.get("strategy"), options.get("mesh")
+    job, mesh = options.get("strategy"), options.get("mesh")
+    if isinstance(job, Job):
+        options = {**vars(job), **options, "strategy": job.strategy}
+    strategy = options.get("strategy")
     word = normalise(strategy) if isinstance(strategy, str) else strategy
-    if not isinstance(model, nn.Module) or word == "single" or launch.world_size() == 1:
+    alone = word == "single" or isinstance(word, Single)
+    if not isinstance(model, nn.Module) or alone or launch.world_size() == 1:
         return
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         return  # a mesh without this rank: refused in a moment, here and where it is one of too few

@@ -213,7 +213,8 @@ class ExpertParallel:
     structure."""
     imbalance: float | None = None
     """What a memory budget counts with: rows of the fullest rank's experts, as a multiple of those of a balanced router.
-    From 1 (balanced) to `size` (one rank gets all rows); None: 1.5, since a new router is unbalanced."""
+    From 1 (balanced) to `size` (one rank gets all rows), and never counted as more; None: 1.5, since a new router is
+    unbalanced."""
     dispatch: str = "all_to_all"
     """How tokens travel. ``all_to_all``: in torch alone, each to the ranks of its experts. ``all_gather``: all tokens to all
     ranks, in torch alone; budgets do not know it. ``deepep``: by the kernels of that package; CUDA, bfloat16, no budgets."""
@@ -227,8 +228,10 @@ class ExpertParallel:
         object.__setattr__(self, "dispatch", word)
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ValueError(f"ep is {self.size!r}; it must be a whole number of ranks >= 1.")
-        if self.imbalance is not None and not 1 <= self.imbalance <= self.size:
-            raise ValueError(f"ExpertParallel.imbalance is {self.imbalance!r}; it must be from 1 to size, {self.size}.")
+        if self.imbalance is not None and not 1 <= self.imbalance:
+            raise ValueError(
+                f"ExpertParallel.imbalance is {self.imbalance!r}; it must be 1 (a balanced router) or more."
+            )
         if self.plan is None:
             return
         if not isinstance(self.plan, Mapping) or not self.plan:

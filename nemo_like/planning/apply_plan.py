@@ -1,4 +1,4 @@
-"""A plan as regions: each planned layer becomes one, with its own decision table."""
+"""A plan put into a model by itself, for callers who own the order of the steps."""
 
 from __future__ import annotations
 
@@ -6,28 +6,8 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
-from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.distributed.launch import pick_device_type
-from nemo_like.module_tree import bare, bare_modules
-from nemo_like.activation_checkpointing.plan import Plan
-
-
-def plan_specs(
-    model: nn.Module, plan: Plan, *, device_type: str | None = None, transfer: Transfer | None = None
-) -> list[CheckpointSpec]:
-    """The regions of `plan` on `model`, which is not changed. A layer that stands in several places is one region.
-
-    Raises:
-        PlanError: the plan was made for another model.
-    """
-    plan.check(model)
-    plan.say_other_device(device_type or pick_device_type())
-    modules = {name: bare(module) for name, module in bare_modules(model)}
-    specs: dict[nn.Module, CheckpointSpec] = {}
-    for name, policy in plan.policies().items():
-        if policy is not None:
-            specs.setdefault(modules[name], CheckpointSpec((name,), policy, transfer))
-    return list(specs.values())
+from nemo_like.activation_checkpointing.plan import Plan, plan_specs
 
 
 def apply_plan(
@@ -54,5 +34,6 @@ def apply_plan(
         PlanError: the plan was made for another model. TypeError: a layer is checkpointed already. The model is
             unchanged then.
     """
-    apply_specs(model, plan_specs(model, plan, device_type=device_type, transfer=transfer), compile=compile)
+    specs = plan_specs(model, plan, device_type or pick_device_type(), transfer)
+    apply_specs(model, specs, compile=compile)
     return model

@@ -25,7 +25,7 @@ _PLANNED = "planned"
 
 def planned_imbalance(job: Job) -> float:
     """Return the imbalance that `job` is planned with."""
-    return min(IMBALANCE, job.ep.size) if job.ep.imbalance is None else job.ep.imbalance
+    return min(IMBALANCE if job.ep.imbalance is None else job.ep.imbalance, job.ep.size)
 
 
 def expert_twin(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.options import MemoryBudget, PipelineParallel
+from nemo_like.options import MemoryBudget
 from nemo_like.planning.peak import Peak
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
-from nemo_like.planning.plan_report import FRACTIONS, MODES, setup_keywords
+from nemo_like.planning.plan_report import FRACTIONS, MODES
 from nemo_like.planning.stage_plans import choose, describe, reserved_on_ranks, times
 from nemo_like.planning.stage_walk import Log
 from nemo_like.planning.stages import Choices, PipelinePlanner
@@ -105,22 +105,6 @@ def _ranks(row: PipelineRow) -> list[str]:
     if row.reserved is None:
         return peaks
     return [f"{peak} ({size / 2**30:.2f})" for peak, size in zip(peaks, row.reserved)]
-
-
-def pipeline_call(row: PipelineRow, dp_replicate: int = 1) -> str:
-    """The line of Python that runs `row`; `dp_replicate`: replicas of the whole pipeline."""
-    pp = row.planner.pp
-    said = [
-        f"{field.name}={getattr(pp, field.name)!r}"
-        for field in fields(PipelineParallel)
-        if (field.name != "size" and getattr(pp, field.name) != getattr(PipelineParallel(pp.size, pp.schedule), field.name))
-        or field.name == "schedule"
-    ]  # fmt: skip
-    more = setup_keywords(row.planner.setup, dp_replicate, planned=row.name not in MODES)
-    return (
-        f"pipeline = parallelize(model, ac={row.name!r}, pp=PipelineParallel({', '.join([str(pp.size), *said])})"
-        f"{''.join(f', {name}={value}' for name, value in more.items() if value is not None)}, sample_input=microbatch)"
-    )
 
 
 def pipeline_json(report: PipelineReport) -> dict[str, Any]:

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.options import (
-    FSDP2,
-    ChunkedLoss,
-    ExpertParallel,
-    MemoryBudget,
-    OffloadConfig,
-    Precision,
-    StepSpec,
-    dtype_word,
-)
+from nemo_like.job import Job
+from nemo_like.options import ChunkedLoss, MemoryBudget, PlanSearch, StepSpec
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.planning.plan_search import Reach
-from nemo_like.planning.planner import BudgetError, Planner, Setup
+from nemo_like.planning.planner import BudgetError, Planner
 from nemo_like.planning.tight import Tight, tight
 
 MODES = ("none", "full", "selective")
@@ -72,15 +64,11 @@ class PlanReport:
     """The fastest that fits; None where nothing does."""
     limit: int
     """Bytes that a step may peak at on the device."""
-    setup: Setup
-    """What all rows were planned for."""
+    job: Job
+    """What all rows were planned for, but for ``ac``."""
     device: str
     problem: str = ""
     """Why nothing fits."""
-    dp_replicate: int = 1
-    special: bool = False
-    """The plans were made as `parallelize` would not make them (``host``, without skips, measured)."""
-
     unmet: tuple[str, ...] = ()
     """For each budget that was asked for and that nothing meets: why."""
     chunks: ChunkedGain | None = None
@@ -95,14 +83,6 @@ class PlanReport:
     """Bytes of parameters, gradients and optimizer state on a rank that are padding: the ranks do not divide a weight."""
     tight: Tight | None = None
     """The recommended row would reserve more than the device has; None: it would not."""
-    file: str = "plan.json"
-    """Where a plan that needs a file is kept."""
-
-    @property
-    def tp(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.job.tp.size
-
     def tokens_per_second(self, row: PlanRow) -> float | None:
         """Of one GPU, predicted; None where no text goes in."""
         if self.tokens is None or not row.plan.step_seconds:
@@ -110,21 +90,20 @@ class PlanReport:
         return self.tokens * self.job.step.microbatches / row.plan.step_seconds / self.job.tp.size
 
     def call(self, row: PlanRow, sample: str = "batch") -> str:
-        """The line of Python that runs `row` as it was planned."""
-        setup, mode = self.setup, row.name in MODES
-        ac = f"Plan.load({self.file!r})" if self.special and not mode else repr(row.name)
-        said = {
-            "strategy": "'fsdp2'" if job.fsdp in (None, FSDP2()) else _shown(job.fsdp),
-            "ac": ac,
-            **setup_keywords(setup, self.dp_replicate, planned=not mode),
-            "sample_input": sample if not mode and not self.special else None,
-        }
-        return f"model = parallelize(model, {', '.join(f'{k}={v}' for k, v in said.items() if v is not None)})"
+        """Return the line of Python that runs `row` as it was planned."""
+        return planned_call(self.job, row.name, sample)
+
+
+def planned_call(job: Job, ac: str, sample: str) -> str:
+    """Return the line of Python that runs `job` with `ac`: a mode, which needs no sample and no more of the loop, or a budget."""
+    if ac in MODES and job.pp.size == 1:
+        return replace(job, ac=ac, step=StepSpec(), search=PlanSearch()).as_call()
+    return replace(job, ac=ac).as_call(sample=sample)
 
 
 def make_report(
     planner: Planner, budgets: Sequence[str] = (), limit: int | None = None, *,
-    dp_replicate: int = 1, special: bool = False, reach: Callable[[int], Reach] | None = None, tokens: int | None = None,
+    reach: Callable[[int], Reach] | None = None, tokens: int | None = None,
 ) -> PlanReport:  # fmt: skip
     """The three modes, plans at a few shares, at `budgets` if given, and the best plan within `limit` bytes.
 
@@ -132,8 +111,6 @@ def make_report(
         planner: of the model.
         budgets: as one writes them after ``ac=``.
         limit: bytes that a step may peak at; default: the share of the device's memory that ``"auto"`` means.
-        dp_replicate: replicas of the sharded model.
-        special: the plans are made as `parallelize` would not make them.
         reach: says for the limit how far the device goes.
         tokens: of one rank in one microbatch.
     """
@@ -159,7 +136,7 @@ def make_report(
     fitting = [row for row in rows if row.fits and (planner.takes_budget or row.name in MODES)]
     best = min(fitting, key=lambda row: (row.plan.step_time, row.plan.peak_bytes)) if fitting else None
     return PlanReport(
-        tuple(rows), best, limit, planner.setup, planner.device.name, problem, dp_replicate, special, tuple(unmet),
+        tuple(rows), best, limit, planner.job, planner.device.name, problem, tuple(unmet),
         _gain(planner, limit), None if reach is None else reach(limit), tokens, _balanced(planner, best), _padding(planner),
         None if best is None else tight(planner, _choices(planner, best)),
     )  # fmt: skip
@@ -197,67 +174,6 @@ def _gain(planner: Planner, limit: int) -> ChunkedGain | None:
     except BudgetError:
         best = None
     return ChunkedGain(before - after, after, best)
-
-
-def _shown(options: Any) -> str:
-    """A dataclass as one would write it: the fields that are not at their defaults."""
-    changed = [
-        f"{field.name}={_value(getattr(options, field.name))}"
-        for field in fields(options)
-        if getattr(options, field.name) != field.default
-    ]
-    return f"{type(options).__name__}({', '.join(changed)})"
-
-
-def setup_keywords(setup: Setup, dp_replicate: int, *, planned: bool) -> dict[str, str | None]:
-    """The keywords of `parallelize` that say `setup`, as one writes them; None: the default. `planned`: for a budget."""
-    return {
-        "dp_replicate": str(dp_replicate) if dp_replicate > 1 else None,
-        "tp": str(job.tp.size) if job.tp.size > 1 else None,
-        "cp": str(job.cp.size) if job.cp.size > 1 else None,
-        "ep": _experts(setup),
-        "precision": _precision(job.precision),
-        "loss": None if job.loss is None else _loss(job.loss),
-        "offload": None if job.offload.mode == "none" else _offload(job.offload),
-        **(_step(job.step) if planned else {}),
-    }
-
-
-def _experts(setup: Setup) -> str | None:
-    if job.ep.size == 1:
-        return None
-    return str(job.ep.size) if job.ep.imbalance is None else _shown(ExpertParallel(job.ep.size, imbalance=job.ep.imbalance))
-
-
-def _offload(offload: OffloadConfig) -> str:
-    return repr(offload.mode) if offload == OffloadConfig(offload.mode) else _shown(offload)
-
-
-def _loss(loss: ChunkedLoss) -> str:
-    return repr("chunked") if loss == ChunkedLoss() else _shown(loss)
-
-
-def _value(value: Any) -> str:
-    return getattr(value, "__name__", "...") if callable(value) else repr(value)
-
-
-def _step(step: StepSpec) -> dict[str, str]:
-    """The keyword that says `step`; none where it is the default."""
-    if step.changed.keys() == {"optimizer"}:
-        return {"optimizer": repr(step.optimizer)}
-    return {"step": _shown(step)} if step.changed else {}
-
-
-def _precision(precision: Precision) -> str | None:
-    """``precision=`` as one would write it; None: nothing to write."""
-    dtypes = {name: dtype_word(dtype) for name, dtype in precision.dtypes.items()}
-    if precision == Precision():
-        return None
-    if precision == Precision(dtypes["param_dtype"]):
-        return repr(dtypes["param_dtype"])
-    if precision.matmuls is not None and precision == Precision.of(precision.matmuls):
-        return repr(precision.matmuls)
-    return f"Precision({', '.join(f'{name}={dtype!r}' for name, dtype in dtypes.items() if dtype is not None)})"
 
 
 def _row(name: str, plan: Plan, limit: int, planner: Planner) -> PlanRow:
@@ -317,7 +233,7 @@ def routing(report: PlanReport) -> str:
         return ""
     peak = report.best.plan.peak_bytes / 2**30
     return (
-        f"Where the fullest rank's experts get {planned_imbalance(report.setup):g} times their share of the tokens: "
+        f"Where the fullest rank's experts get {planned_imbalance(report.job):g} times their share of the tokens: "
         f"{peak:.2f} GiB; where all get as many: {report.balanced / 2**30:.2f} GiB."
     )
 
@@ -327,7 +243,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
     return {
         "device": report.device,
         "traced_for": report.rows[0].plan.traced_for,
-        "setup": _setup_json(report.setup) | {"dp_replicate": report.dp_replicate},
+        "job": job_json(report.job),
         "limit_bytes": report.limit,
         "recommended": report.best.name if report.best else None,
         "call": report.call(report.best) if report.best else None,
@@ -361,13 +277,9 @@ def as_json(report: PlanReport) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _setup_json(setup: Setup) -> dict[str, Any]:
-    made = asdict(setup)
-    made["step"] = {name: _value(value) if callable(value) else value for name, value in made["step"].items()}
-    made["precision"] = {
-        name: dtype and str(dtype).removeprefix("torch.") for name, dtype in job.precision.dtypes.items()
-    }
-    return made
+def job_json(job: Job) -> dict[str, str]:
+    """Return what was asked, as code by keyword; without what is at its default."""
+    return job.words()
 
 
 def plot(planner: Planner, report: PlanReport, path: str | Path, points: int = 24) -> None:

@@ -64,7 +64,7 @@ from nemo_like.planning.sharding import (
 from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_events import LayerEvents
 from nemo_like.planning.step_time import exposed_seconds, update_seconds
-from nemo_like.planning.tensor_twin import has_known_rules, rank_twin
+from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules, rank_twin
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 from nemo_like.tensors import describe, tensors_in
 
@@ -611,6 +611,7 @@ def plan_for(model: nn.Module, job: Job | None = None, *, sample_input: Any = No
     >>> plan_for(model, ac="40GiB", world_size=8, gpu="h100-80gb", sample_input=batch)  # doctest: +SKIP
     """
     made = asked_job(job, asked, sample_input)
+    check_tensor_budget(model, made)
     if made.pp.size > 1:
         from nemo_like.planning.stage_plans import plan_pipeline
 

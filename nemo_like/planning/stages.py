@@ -114,8 +114,8 @@ class PipelinePlanner:
         return other
 
     def for_job(self, job: Job) -> PipelinePlanner:
-        """This planner for other ranks to shard over, another offloading or loss; but for the last stage of another loss,
-        nothing is traced again."""
+        """Return this planner for another number of ranks, schedule, offloading or loss. But for stages of other layers and
+        the last stage of another loss, nothing is traced again."""
         other = self._copy()
         other.job, other.planners = job, {}
         for key, planner in self.planners.items():
@@ -123,10 +123,11 @@ class PipelinePlanner:
                 continue
             _ = planner.trained  # traced once for all copies
             made = copy.copy(planner)
-            made.job = replace(job.of_stage(), loss=planner.job.loss, step=planner.job.step)
+            own = planner.job
+            made.job = replace(job.of_stage(), loss=own.loss, step=own.step, layers=own.layers)
             made.__dict__.pop("sharding", None)
             other.planners[key] = made
-        other.stages = other.stages_for(other.counts)
+        other.scheduled_as(job.pp)
         return other
 
     def dealt(self, counts: Sequence[int]) -> PipelinePlanner:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like.distributed.expert_parallel.find_experts import find_experts
 from nemo_like.distributed.row_lookup import looks_up_own_rows, own_rows
 from nemo_like.distributed.tensor_parallel import SequencePlaces, cut_head, sequence_places
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
+from nemo_like.job import Job
 from nemo_like.log import warn_once
-from nemo_like.options import TensorParallel
 from nemo_like.planning.planned_collectives import gathered, summed
 from nemo_like.planning.sequence_twin import PlannedCutSum, cut_sequences
 
@@ -140,15 +141,15 @@ def with_parts(model: nn.Module, rules: Sequence[Rule], tp: int) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def check_tensor_budget(
-    model: nn.Module, tp: int, options: TensorParallel, asked: object, whole: Collection[str] = ()
-) -> None:
-    """Raise ValueError where no plan can be made for the budget `asked` beside `options`, with `tp` ranks; `whole`: as for
-    `tensor_twin`."""
+def check_tensor_budget(model: nn.Module, job: Job) -> None:
+    """Raise ValueError where no plan can be made for the job's budget on weights that its ``tp`` splits."""
+    if job.tp.size == 1:
+        return
+    split = find_experts(model, job.ep.plan) if job.ep.size > 1 else ()
     try:
-        known_rules(model, tp, options.plan, whole)
+        known_rules(model, job.tp.size, job.tp.plan, [experts.fqn for experts in split])
     except UnknownStyleError as error:
-        raise ValueError(f"ac is {asked}, and {error} Use a mode: ac='selective'.") from error
+        raise ValueError(f"ac is {job.ac}, and {error} Use a mode: ac='selective'.") from error
 
 
 def has_known_rules(

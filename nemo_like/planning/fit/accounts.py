@@ -23,9 +23,9 @@ from nemo_like.planning.fit.explained_seconds import (
     ranks,
     second_rows,
 )
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.seconds import LayerRun, Links, StepSeconds
-from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, TracedShape, Variant
+from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, TracedShape
 from nemo_like.planning.fit.staged import StagedShape, busiest_rank
 from nemo_like.planning.optimizers import TrainedParameter
 from nemo_like.activation_checkpointing.plan import gib
@@ -38,15 +38,15 @@ _NOTHING = 1e-12
 
 
 def account_of(
-    shape: TracedShape | StagedShape, layout: Layout, variant: Variant, choices: Any, seconds: StepSeconds
+    shape: TracedShape | StagedShape, conf: Configuration, choices: Any, seconds: StepSeconds
 ) -> Account:
     """Where the bytes of the peak and the `seconds` of a configuration come from."""
     if isinstance(shape, StagedShape):
-        return _of_stages(shape, layout, variant, choices, seconds)
-    planner, device, name = shape.planner(layout, variant), shape.question.device, shape.question.step.optimizer
-    links, took = Links.of(layout, device), seconds.parts.get("optimizer", 0.0)
-    runs = shape.layer_runs(layout, variant, choices)
-    finer = second_rows(runs, shape.units_outside(planner), planner, links, layout)
+        return _of_stages(shape, conf, choices, seconds)
+    planner, device, name = shape.planner(conf), shape.question.device, shape.question.job.step.optimizer
+    links, took = Links.of(conf, device), seconds.parts.get("optimizer", 0.0)
+    runs = shape.layer_runs(conf, choices)
+    finer = second_rows(runs, shape.units_outside(planner), planner, links, conf)
     sharding = planner.sharding
     finer["optimizer"] = [Row("optimizer", _optimizer(sharding.trained, name, device, sharding.trained_on_host), took)]
     points = planner.points(choices)
@@ -56,9 +56,9 @@ def account_of(
     )  # fmt: skip
 
 
-def _of_stages(shape: StagedShape, layout: Layout, variant: Variant, choices: Choices, seconds: StepSeconds) -> Account:
-    planner = shape.planner(layout, variant)
-    finer = _staged_second_rows(shape, planner, layout, choices, seconds)
+def _of_stages(shape: StagedShape, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Account:
+    planner = shape.planner(conf)
+    finer = _staged_second_rows(shape, planner, conf, choices, seconds)
     lines = {f"rank {rank}": partial(_rank_points, planner, choices, rank) for rank in range(planner.pp.size)}
     peaks = planner.peaks(choices)
     most = max(range(planner.pp.size), key=lambda rank: peaks[rank].total)
@@ -76,10 +76,10 @@ def _rank_points(planner: PipelinePlanner, choices: Choices, rank: int) -> list[
 
 
 def _staged_second_rows(
-    shape: StagedShape, planner: PipelinePlanner, layout: Layout, choices: Choices, seconds: StepSeconds
+    shape: StagedShape, planner: PipelinePlanner, conf: Configuration, choices: Choices, seconds: StepSeconds
 ) -> Rows:
-    device, turns = shape.question.device, layout.grad_accum
-    links = Links.of(layout, device)
+    device, turns = shape.question.device, conf.grad_accum
+    links = Links.of(conf, device)
     parts = [shape.stage_parts(stage, own, links) for stage, own in zip(planner.stages, choices)]
     busiest = busiest_rank([planner.of_rank(rank) for rank in range(planner.pp.size)], parts)
     made: list[Rows] = []
@@ -93,16 +93,16 @@ def _staged_second_rows(
             run = LayerRun(count, block, 0.0, choice.label == "full", None)
             made.append(inside_rows(run, links, count * turns))
     finer = merged(made)
-    handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > layout.gpus // layout.pp, device)
+    handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > conf.gpus // conf.pp, device)
     late = seconds.parts.get("pipeline sends", 0.0)
     sent = handed * turns * _sends(planner, busiest)
     finer["pipeline sends"] = [
-        Row("pipeline sends", f"hand-overs (pp, {layout.pp} ranks)", late, max(0.0, sent - late))
+        Row("pipeline sends", f"hand-overs (pp, {conf.pp} ranks)", late, max(0.0, sent - late))
     ]
     finer["pipeline bubble"] = [
         Row("pipeline bubble", f"rank {busiest} waits", seconds.parts.get("pipeline bubble", 0.0))
     ]
-    name, own = shape.question.step.optimizer, [planner.stages[index] for index in planner.of_rank(busiest)]
+    name, own = shape.question.job.step.optimizer, [planner.stages[index] for index in planner.of_rank(busiest)]
     trained = [param for stage in own for param in stage.planner.sharding.trained]
     finer["optimizer"] = [Row("optimizer", _optimizer(trained, name, device), seconds.parts.get("optimizer", 0.0))]
     over = ranks("dp_shard", links.shards)

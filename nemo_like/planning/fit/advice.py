@@ -9,9 +9,9 @@ from typing import Any
 
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.fit.candidate import Candidate
-from nemo_like.planning.fit.layouts import MOST_STAGES, Layout
+from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.shapes import ShapeKey, TracedShape, Variant
+from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.activation_checkpointing.plan import gib
 
@@ -49,7 +49,7 @@ def binds(candidate: Candidate, limit: int, gpus_per_host: int) -> str:
             sizes[group] = sizes.get(group, 0) + size
         return f"memory: {max(sizes, key=lambda name: sizes[name])}"
     if worst == "network" and extra["network"] > 0.02 * candidate.step_seconds:
-        between = " between hosts" if candidate.layout.gpus > gpus_per_host else ""
+        between = " between hosts" if candidate.conf.gpus > gpus_per_host else ""
         return f"network: {_NETWORK[max(sent, key=lambda name: sent[name])]}{between}"
     if worst == "bubble" and extra["bubble"] > 0.02 * candidate.step_seconds:
         return "pipeline: the bubble"
@@ -67,11 +67,10 @@ def ways_out(
         question: what was asked.
         remade: another shape, or the same one for another question; raises ValueError where there is none.
     """
-    limit, layout = question.limit, candidate.layout
-    variant = Variant("full", candidate.loss, candidate.offload, candidate.reshard_after_forward, candidate.cpu_offload)
+    limit, conf = question.limit, candidate.conf.change(ac="full")
     key, growing = shape.key, AllocatorConfig(expandable_segments=True)
 
-    now = _needs(shape, layout, variant)
+    now = _needs(shape, conf)
     fitting: list[str] = []
     lowering: list[str] = []
 
@@ -79,130 +78,130 @@ def ways_out(
         if size < now:
             (fitting if size <= limit else lowering).append(f"{what}: -{gib(now - size)}")
 
-    for name, changed in _variants(shape, variant):
-        consider(name, _needs(shape, layout, changed))
-    if (on_host := _on_the_host(shape, layout, variant, question)) is not None:
+    for name, changed in _variants(shape, conf):
+        consider(name, _needs(shape, changed))
+    if (on_host := _on_the_host(shape, conf, question)) is not None:
         consider(*on_host)
-    if question.step.optimizer == "adamw":
-        step = replace(question.step, optimizer="adamw-8bit")
-        asked = replace(question, step=step)
-        eight_bit = shape.with_setup(step=step) if isinstance(shape, TracedShape) else remade(key, asked)
-        consider("an 8-bit optimizer (optimizer='adamw-8bit')", _needs(eight_bit, layout, variant))
-    consider(_GROWING, _needs(shape.with_setup(allocator=growing), layout, variant))
-    rows = _fewer_rows(question, layout, variant, lambda rows: remade(replace(key, micro_batch=rows), question))
+    if question.job.step.optimizer == "adamw":
+        step = replace(question.job.step, optimizer="adamw-8bit")
+        asked = replace(question, job=replace(question.job, step=step))
+        eight_bit = shape.for_job(step=step) if isinstance(shape, TracedShape) else remade(key, asked)
+        consider("an 8-bit optimizer (optimizer='adamw-8bit')", _needs(eight_bit, conf))
+    consider(_GROWING, _needs(shape.for_job(allocator=growing), conf))
+    rows = _fewer_rows(question, conf, lambda rows: remade(replace(key, micro_batch=rows), question))
     if rows is not None:
-        fitting.append(f"micro-batch {rows} instead of {layout.micro_batch}")
+        fitting.append(f"micro-batch {rows} instead of {conf.micro_batch}")
     one = remade(replace(key, whole=False), question) if key.whole else shape
-    fitting += _with_more_gpus(one, layout, variant, question, growing)
-    length = _shorter(question, layout, variant, lambda length: remade(key, replace(question, seq_len=length)))
+    fitting += _with_more_gpus(one, conf, question, growing)
+    length = _shorter(question, conf, lambda length: remade(key, replace(question, seq_len=length)))
     if length is not None:
         fitting.append(f"sequence {length:,} instead of {question.seq_len:,}")
     return [*fitting, *(f"{words}, which is not enough alone" for words in lowering)]
 
 
-def _needs(shape: TracedShape | StagedShape, layout: Layout, variant: Variant) -> int:
+def _needs(shape: TracedShape | StagedShape, conf: Configuration) -> int:
     """Bytes under ``ac="full"``."""
-    choices: Any = shape.choices(layout, variant)
-    return shape.need(layout, variant, choices, shape.peak(layout, variant, choices)).bytes
+    choices: Any = shape.choices(conf)
+    return shape.need(conf, choices, shape.peak(conf, choices)).bytes
 
 
-def _fits(shape: TracedShape | StagedShape, layout: Layout, variant: Variant, limit: int) -> bool:
+def _fits(shape: TracedShape | StagedShape, conf: Configuration, limit: int) -> bool:
     """The same within `limit`; what is reserved is asked for only where tensors alone would fit."""
-    tensors = shape.peak(layout, variant, shape.choices(layout, variant)).total
-    return tensors <= limit and _needs(shape, layout, variant) <= limit
+    tensors = shape.peak(conf, shape.choices(conf)).total
+    return tensors <= limit and _needs(shape, conf) <= limit
 
 
-def _variants(shape: TracedShape | StagedShape, variant: Variant) -> list[tuple[str, Variant]]:
+def _variants(shape: TracedShape | StagedShape, conf: Configuration) -> list[tuple[str, Configuration]]:
     made = []
-    if variant.loss == "model" and shape.chunked is not None:
-        made.append(("chunk the loss", replace(variant, loss="chunked")))
-    if variant.offload == "none" and isinstance(shape, TracedShape):
-        made.append(("layer inputs on the host (offload='boundary')", replace(variant, offload="boundary")))
-    if variant.reshard is False:
-        made.append(("free layers after forward (reshard_after_forward)", replace(variant, reshard=None)))
+    if conf.job.loss is None and shape.chunked is not None:
+        made.append(("chunk the loss", conf.change(loss="chunked")))
+    if conf.job.offload.mode == "none" and isinstance(shape, TracedShape):
+        made.append(("layer inputs on the host (offload='boundary')", conf.change(offload="boundary")))
+    if conf.reshard is False:
+        made.append(("free layers after forward (reshard_after_forward)", conf.with_strategy(reshard_after_forward=None)))
     return made
 
 
 def _on_the_host(
-    shape: TracedShape | StagedShape, layout: Layout, variant: Variant, question: Question
+    shape: TracedShape | StagedShape, conf: Configuration, question: Question
 ) -> tuple[str, int] | None:
     """Parameters, gradients and optimizer state in host memory, and the bytes that it then needs; None: it cannot be."""
     device = question.device
     known = isinstance(shape, TracedShape) and question.gpus > 1 and device.kind != "cpu" and device.host_bandwidth
-    if not known or variant.cpu_offload:
+    if not known or conf.cpu_offload:
         return None
     assert isinstance(shape, TracedShape)
-    there = replace(variant, cpu_offload=True)
+    there = conf.with_strategy(cpu_offload=True)
     words = "weights, gradients and optimizer state on the host (cpu_offload=True)"
-    size = shape.host_bytes(layout, there, shape.choices(layout, there))
+    size = shape.host_bytes(there, shape.choices(there))
     if size > question.host_memory:
         words = f"{words} with {gib(size)} of host memory per rank (--host-memory)"
-    return words, _needs(shape, layout, there)
+    return words, _needs(shape, there)
 
 
 def _fewer_rows(
-    question: Question, layout: Layout, variant: Variant, of_rows: Callable[[int], TracedShape | StagedShape]
+    question: Question, conf: Configuration, of_rows: Callable[[int], TracedShape | StagedShape]
 ) -> int | None:
     """The most of half, a quarter ... of a microbatch's sequences with which it fits, where fewer were not searched; None:
     none does."""
     if "micro_batch" not in question.pins:
         return None
-    rows = layout.micro_batch // 2
-    while rows and (layout.micro_batch % rows == 0):
-        fewer = replace(layout, micro_batch=rows, grad_accum=layout.grad_accum * (layout.micro_batch // rows))
-        if _needs(of_rows(rows), fewer, variant) <= question.limit:
+    rows = conf.micro_batch // 2
+    while rows and (conf.micro_batch % rows == 0):
+        fewer = conf.sized(micro_batch=rows, grad_accum=conf.grad_accum * (conf.micro_batch // rows))
+        if _needs(of_rows(rows), fewer) <= question.limit:
             return rows
         rows //= 2
     return None
 
 
 def _with_more_gpus(
-    shape: TracedShape | StagedShape, layout: Layout, variant: Variant, question: Question, growing: AllocatorConfig
+    shape: TracedShape | StagedShape, conf: Configuration, question: Question, growing: AllocatorConfig
 ) -> list[str]:
     """More GPUs to shard over, or for a pipeline whose stages are too large on any number of them, more stages."""
     limit = question.limit
     said = []
-    gpus = _more_gpus(shape, limit, variant, _sharded_over_more(layout))
+    gpus = _more_gpus(shape, limit, _sharded_over_more(conf))
     if gpus is not None:
         said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
-    fewer = _more_gpus(shape.with_setup(allocator=growing), limit, variant, _sharded_over_more(layout))
+    fewer = _more_gpus(shape.for_job(allocator=growing), limit, _sharded_over_more(conf))
     if fewer is not None and (gpus is None or fewer < gpus):
         said.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
     if gpus is None and isinstance(shape, StagedShape):
-        gpus = _more_gpus(shape, limit, variant, _in_more_stages(layout))
+        gpus = _more_gpus(shape, limit, _in_more_stages(conf))
         if gpus is not None:
             said.append(
-                f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // layout.gpus} times as many stages"
+                f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // conf.gpus} times as many stages"
             )
     return said
 
 
-def _sharded_over_more(layout: Layout) -> Iterator[Layout]:
+def _sharded_over_more(conf: Configuration) -> Iterator[Configuration]:
     """Over twice, four times ... the ranks."""
     for power in range(1, MOST_GPUS.bit_length()):
-        yield replace(layout, dp_shard=layout.dp_shard << power)
+        yield conf.sized(dp_shard=conf.dp_shard << power)
 
 
-def _in_more_stages(layout: Layout) -> Iterator[Layout]:
+def _in_more_stages(conf: Configuration) -> Iterator[Configuration]:
     """Of a pipeline, with as many microbatches more where each rank needs one."""
     for power in range(1, MOST_STAGES.bit_length()):
-        stages = layout.pp << power
-        yield replace(layout, pp=stages, grad_accum=max(layout.grad_accum, stages))
+        stages = conf.pp << power
+        yield conf.sized(pp=stages, grad_accum=max(conf.grad_accum, stages))
 
 
-def _more_gpus(shape: TracedShape | StagedShape, limit: int, variant: Variant, larger: Iterator[Layout]) -> int | None:
-    """The GPUs of the first layout that fits; None: none does, up to `MOST_GPUS`."""
-    for layout in itertools.takewhile(lambda layout: layout.gpus <= MOST_GPUS, larger):
+def _more_gpus(shape: TracedShape | StagedShape, limit: int, larger: Iterator[Configuration]) -> int | None:
+    """The GPUs of the first configuration that fits; None: none does, up to `MOST_GPUS`."""
+    for conf in itertools.takewhile(lambda conf: conf.gpus <= MOST_GPUS, larger):
         try:
-            if _fits(shape, layout, variant, limit):
-                return layout.gpus
+            if _fits(shape, conf, limit):
+                return conf.gpus
         except ValueError:
             return None  # more stages than the model has layers
     return None
 
 
 def _shorter(
-    question: Question, layout: Layout, variant: Variant, at_length: Callable[[int], TracedShape | StagedShape]
+    question: Question, conf: Configuration, at_length: Callable[[int], TracedShape | StagedShape]
 ) -> int | None:
     """The longest of seven, six ... eighths of the sequence that fits; None: not even one eighth does."""
     low, high, limit = 0, 8, question.limit
@@ -210,7 +209,7 @@ def _shorter(
         eighths = (low + high) // 2
         length = question.seq_len * eighths // 8
         try:
-            fits = (size := _needs(at_length(length), layout, variant)) <= limit
+            fits = (size := _needs(at_length(length), conf)) <= limit
         except ValueError:
             return None
         low, high = (eighths, high) if fits else (low, eighths)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from nemo_like.planning.block import Choice
 from nemo_like.planning.fit import network
 from nemo_like.planning.fit.explained import Row
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.network import RankGroup
 from nemo_like.planning.fit.seconds import (
     BACKWARD_TIMES,
@@ -50,15 +50,15 @@ def outer_rows(kinds: Mapping[str, float], turns: int, where: str) -> list[Row]:
 
 
 def second_rows(
-    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], planner: Planner, links: Links, layout: Layout
+    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], planner: Planner, links: Links, conf: Configuration
 ) -> Rows:
     """Of a step without stages: for each part what its rows are, which add up to it.
 
     Args:
-        runs, outside, links, layout: what `nemo_like.planning.fit.seconds.step_seconds` was called with.
+        runs, outside, links, conf: what `nemo_like.planning.fit.seconds.step_seconds` was called with.
         planner: of the traced layers that `runs` are calls of.
     """
-    turns, step = layout.grad_accum, planner.job.step
+    turns, step = conf.grad_accum, planner.job.step
     reduced = turns if step.sync == "every" else 1
     summed = reduced - (0 if step.zero_grad == "zero" else 1)
     all_rows: list[Rows] = []

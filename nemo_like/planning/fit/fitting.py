@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,21 +15,21 @@ from torch import nn
 
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.expert_parallel.find_experts import EACH
+from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once
 from nemo_like.models import resolve_model
-from nemo_like.options import MemoryBudget, Precision, StepSpec, parse_bytes
-from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
+from nemo_like.options import MemoryBudget, Precision, parse_bytes
+from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.fit.advice import binds, ways_out
 from nemo_like.planning.fit.candidate import Candidate
-from nemo_like.planning.fit.layouts import Room, layouts
+from nemo_like.planning.fit.layouts import Configuration, Room, configuration, layouts
 from nemo_like.planning.fit.lengths import planned_length
-from nemo_like.planning.fit.question import Question, read_pins
+from nemo_like.planning.fit.question import Question, read_question
 from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.activation_checkpointing.plan import gib
-from nemo_like.planning.planner import HOST_MEMORY
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.tensor_twin import has_known_rules, local_twin
 
@@ -119,38 +118,31 @@ class FitReport:
 
 
 def fit(
-    model: nn.Module | str, *, gpus: int, gpu: str | Device | None = None, seq_len: int = 4096,
-    global_batch: int | None = None, memory: int | str | None = None, host_memory: int | str = HOST_MEMORY,
-    precision: Any = None,
-    optimizer: str | Sequence[str] | None = None, step: StepSpec | None = None, imbalance: float | None = None,
-    dtype: Any = None, sample: Callable[[int], Any] | None = None, count: int = 10, max_seq_len: int | None = None,
-    p99: int | None = None, lengths: Mapping[int, int] | None = None, **pins: Any,
+    model: nn.Module | str, job: Job | None = None, *, gpus: int, seq_len: int = 4096, global_batch: int | None = None,
+    memory: int | str | None = None, dtype: Any = None, sample: Callable[[int], Any] | None = None, count: int = 10,
+    max_seq_len: int | None = None, p99: int | None = None, lengths: Mapping[int, int] | None = None, **pins: Any,
 ) -> FitReport:  # fmt: skip
-    """The fastest configurations of a training step that fit on `gpus` devices. Runs no kernel, needs no GPU.
+    """Find the fastest configurations of a training step that fit on `gpus` devices. Runs no kernel, needs no GPU.
 
     Args:
         model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
+        job: what is decided already: the fields that `Job.of` was given. The others are looked for.
         gpus: how many devices.
-        gpu: a name of `nemo_like.planning.devices.known_devices`, a file, or a `Device`. Default: the one at hand.
         seq_len: tokens per sequence. Where they differ, say one of
         max_seq_len, p99, lengths: tokens of the longest; what 99 of 100 do not exceed; a histogram, sequences by tokens. The
-            step is planned for the largest microbatch, all of whose sequences are as long as the longest; with `p99` alone
+            step is planned for the largest micro-batch, all of whose sequences are as long as the longest; with `p99` alone
             for that length, which the report says.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
         memory: bytes of each device that a step may take (``"70GiB"``), of what `nemo_like.planning.fit.need` says.
             Default: its memory less a tenth.
-        host_memory: bytes of host memory that one rank has, for `offload` and `cpu_offload` (``"128GiB"``). Default: 64 GiB.
-        precision: as for `nemo_like.parallelize`. Default: ``"bf16"`` on CUDA, else nothing is cast.
-        optimizer, step: the training loop, as for `nemo_like.parallelize`; how many microbatches is what is looked for.
-            Of `precision` and `optimizer`, which change what is computed, a list means: any of these.
-        imbalance: how unevenly tokens come to split experts, see `nemo_like.options.ExpertParallel`.
         dtype: of the parameters where `model` is a name. Default: float32.
-        sample: makes the input of one microbatch of so many sequences. Default: token ids, and the same as labels.
+        sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.
         count: how many configurations to report.
-        pins: what is decided already: one value, or a list of allowed ones, of ``dp_replicate, dp_shard, tp, cp, ep, pp,
-            schedule, micro_batch, grad_accum, ac`` (``none``, ``full``, ``selective``, ``plan``), ``loss``, ``offload``
-            (``none``, ``boundary``), ``reshard_after_forward``, ``cpu_offload`` (several GPUs, no `pp`, a device whose
-            host's bandwidth is known). `pp` is 1 on a single host where nobody says.
+        pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and what is decided
+            already of ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``, ``full``,
+            ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward``,
+            ``cpu_offload``: one value, or a list of allowed ones, also of ``precision`` and ``optimizer``. Where nobody says,
+            ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on a single host.
 
     Where a process group is up, rank 0 searches and the others receive its report.
 
@@ -158,16 +150,14 @@ def fit(
         ValueError: GPUs that the pins do not divide, an unknown device or pin, pins that contradict each other, a model
             without repeated layers. TypeError: a value of the wrong kind.
     """
-    device = device_at_hand() if gpu is None else calibrated(resolve_device(gpu))
-    seq_len, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
+    asked, pinned = read_question(job, pins)
+    length, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     questions = [
         Question(
-            gpus=gpus, device=device, seq_len=seq_len, planned_for=planned_for, global_batch=global_batch,
-            limit=_limit(device, memory), host_memory=_bytes("host_memory", host_memory, 0),
-            precision=Precision.of(cast), step=StepSpec.of(step, name),
-            imbalance=imbalance, pins=read_pins(pins),
+            each, gpus=gpus, seq_len=length, planned_for=planned_for, global_batch=global_batch,
+            limit=_limit(device_of(each), memory), pins=pinned,
         )
-        for cast, name in itertools.product(_casts(device, precision), _several("optimizer", optimizer))
+        for each in asked
     ]  # fmt: skip
 
     def search() -> FitReport:
@@ -189,19 +179,6 @@ def frozen_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _several(name: str, given: Any) -> list[Any]:
-    if not isinstance(given, list | tuple):
-        return [given]
-    if not given:
-        raise ValueError(f"{name} is {given!r}; give at least one, or leave it out.")
-    return list(dict.fromkeys(given))
-
-
-def _casts(device: Device, precision: Any) -> list[Any]:
-    given = ("bf16" if device.kind == "cuda" else None) if precision is None else precision
-    return [None if cast == "fp32" else cast for cast in _several("precision", given)]
 
 
 def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
@@ -241,7 +218,7 @@ def _searched(
     built = resolve_model(model).build("meta", dtype) if isinstance(model, str) else model
     traces: dict[Precision, Traces] = {}
     return [
-        _answer(name, built, each, sample, count, traces.setdefault(each.precision, Traces())) for each in questions
+        _answer(name, built, each, sample, count, traces.setdefault(each.job.precision, Traces())) for each in questions
     ]
 
 
@@ -265,7 +242,7 @@ def _answer(
 def _helps(
     search: Search, nearest: Candidate, model: nn.Module, question: Question, sample: Callable[[int], Any] | None
 ) -> list[str]:
-    shape = search.shapes[ShapeKey.of(nearest.layout)]
+    shape = search.shapes[ShapeKey.of(nearest.conf)]
     assert not isinstance(shape, str), "what needs least was traced"
 
     def remade(key: ShapeKey, asked: Question) -> Shape:
@@ -286,7 +263,13 @@ def make_search(
 ) -> tuple[Search, Counter[str], int]:
     """The search, combinations that are out before it begins, and how many layouts there are."""
     make, known = sample or _tokens(model, question.seq_len), traces or Traces()
-    found, rejected = layouts(_room(model, question))
+    spread, rejected = layouts(_room(model, question))
+    found: list[Configuration] = []
+    for layout in spread:
+        try:
+            found.append(configuration(question.job, layout))
+        except ValueError as error:  # of `nemo_like.job.RULES`
+            rejected[str(error)] += 1
 
     def trace(key: ShapeKey) -> Shape:
         if key in known.shapes:
@@ -296,7 +279,7 @@ def make_search(
             known.shapes[key] = made
         return made
 
-    return Search(question, found, trace), rejected, len(found)
+    return Search(question, found, trace), rejected, len(spread)
 
 
 def _counts_of_experts(model: nn.Module) -> list[int]:

@@ -1,12 +1,14 @@
-"""Every way to spread a step over the GPUs: sizes of the axes, micro-batch and accumulation. Pure numbers, no torch."""
+"""Every way to spread a step over the GPUs: sizes of the axes, micro-batch and accumulation."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+from nemo_like.job import Job
+from nemo_like.options import FSDP2, CheckpointConfig, PipelineParallel
 from nemo_like.options.schedules import SCHEDULE_OBJECTS
 
 SHORTEST_PART = 4096
@@ -18,36 +20,106 @@ MOST_CONTEXT, MOST_STAGES = 64, 32
 """Ranks of ``cp`` and of ``pp`` that are looked at, unless somebody pins more."""
 
 
-@dataclass(frozen=True, order=True)
-class Layout:
-    """Who has what; the product of the first six, but for `ep`, is the number of GPUs."""
+class Layout(NamedTuple):
+    """The sizes of a configuration: who has which part, and how often a step goes through it."""
 
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    """Out of ``dp_shard x cp x tp``."""
-    pp: int = 1
-    schedule: str | None = None
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    cp: int
+    ep: int
+    pp: int
+    schedule: str | None
+    micro_batch: int
+    grad_accum: int
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A job and the sequences of its micro-batch: what `fit` looks at. Sizes are read from the job, once."""
+
+    job: Job
     micro_batch: int = 1
-    """Sequences of one rank (with `cp`: of one group) in one microbatch."""
-    grad_accum: int = 1
-    """Microbatches of a step; with `pp`, those of the pipeline."""
+    """Sequences of one rank (with ``cp``: of one group) in one micro-batch."""
 
-    @property
-    def gpus(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
+    def __post_init__(self) -> None:
+        job = self.job
+        facts = {
+            "dp_replicate": job.dp_replicate, "dp_shard": job.dp_shard, "tp": job.tp.size, "cp": job.cp.size,
+            "ep": job.ep.size, "pp": job.pp.size, "schedule": job.pp.schedule if job.pp.size > 1 else None,
+            "grad_accum": (job.pp.microbatches or 1) if job.pp.size > 1 else job.step.microbatches,
+            "gpus": job.ranks, "shard_ranks": job.shard_ranks,
+        }  # fmt: skip
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "layout", Layout(*(getattr(self, name) for name in Layout._fields)))
 
-    @property
-    def shard_ranks(self) -> int:
-        """Ranks that a parameter is sharded over."""
-        return self.dp_shard * self.cp
+    dp_replicate: int = field(init=False, repr=False, compare=False)
+    dp_shard: int = field(init=False, repr=False, compare=False)
+    tp: int = field(init=False, repr=False, compare=False)
+    cp: int = field(init=False, repr=False, compare=False)
+    ep: int = field(init=False, repr=False, compare=False)
+    pp: int = field(init=False, repr=False, compare=False)
+    schedule: str | None = field(init=False, repr=False, compare=False)
+    grad_accum: int = field(init=False, repr=False, compare=False)
+    """Micro-batches of a step; with `pp`, those of the pipeline."""
+    gpus: int = field(init=False, repr=False, compare=False)
+    shard_ranks: int = field(init=False, repr=False, compare=False)
+    """Ranks that a parameter is sharded over."""
+    layout: Layout = field(init=False, repr=False, compare=False)
 
     @property
     def sequences(self) -> int:
         """Of all ranks in one step."""
         return self.dp_replicate * self.dp_shard * self.micro_batch * self.grad_accum
+
+    @property
+    def mode(self) -> str:
+        """``none``, ``full``, ``selective``, or ``plan``: the best within the memory."""
+        return self.job.ac.mode if isinstance(self.job.ac, CheckpointConfig) else "plan"
+
+    @property
+    def way(self) -> tuple[str, bool, str, bool | int | None, bool]:
+        """What changes no local shape: the mode, chunked loss, offloading, resharding, state in host memory."""
+        return self.mode, self.job.loss is not None, self.job.offload.mode, self.reshard, self.cpu_offload
+
+    @property
+    def reshard(self) -> bool | int | None:
+        """FSDP2's ``reshard_after_forward``; None: its default."""
+        return self.job.strategy.reshard_after_forward if isinstance(self.job.strategy, FSDP2) else None
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether parameters, gradients and optimizer state are in host memory."""
+        return isinstance(self.job.strategy, FSDP2) and self.job.strategy.cpu_offload
+
+    def change(self, **fields: Any) -> Configuration:
+        """Return this configuration with other fields of its job."""
+        return Configuration(replace(self.job, **fields), self.micro_batch)
+
+    def with_strategy(self, **options: Any) -> Configuration:
+        """Return this configuration with other options of FSDP2."""
+        assert isinstance(self.job.strategy, FSDP2)
+        return self.change(strategy=replace(self.job.strategy, **options))
+
+    def sized(self, **sizes: Any) -> Configuration:
+        """Return this configuration with other sizes, by the names of `Layout`."""
+        return configuration(self.job, Layout(**(self.layout._asdict() | sizes)))
+
+
+def configuration(job: Job, layout: Layout) -> Configuration:
+    """Return `job` in `layout`."""
+    stages = (
+        PipelineParallel()
+        if layout.pp == 1
+        else PipelineParallel(layout.pp, layout.schedule or PipelineParallel.schedule, layout.grad_accum)
+    )
+    sized = job.on(
+        dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate, tp=replace(job.tp, size=layout.tp),
+        cp=replace(job.cp, size=layout.cp), ep=replace(job.ep, size=layout.ep), pp=stages,
+        step=replace(job.step, microbatches=layout.grad_accum if layout.pp == 1 else 1),
+    )  # fmt: skip
+    return Configuration(sized, layout.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -159,5 +231,5 @@ def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[L
         elif facts.check(layout.pp, layout.grad_accum) is not None:
             rejected["the schedule cannot run so many microbatches"] += 1
         else:
-            made.append(Layout(**{**vars(layout), "schedule": word}))
+            made.append(layout._replace(schedule=word))
     return made

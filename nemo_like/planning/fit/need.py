@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_like.planning.allocator_model import DeviceMemoryError
 from nemo_like.planning.block import Choice
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner
@@ -53,11 +53,11 @@ def need_of(question: Question, peak: Peak, reserved: int | None, inputs: int) -
     return Need(reserved + inputs, RESERVED, reserved, inputs)
 
 
-def input_bytes(sample: Any, rows: int, layout: Layout) -> int:
+def input_bytes(sample: Any, rows: int, conf: Configuration) -> int:
     """Of the step's input on one rank, as it is before sequences are cut: of one microbatch, or of all that a pipeline's
     step is called with. `sample`: of `rows` sequences."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(sample))
-    return size * layout.micro_batch // rows * (layout.grad_accum if layout.pp > 1 else 1)
+    return size * conf.micro_batch // rows * (conf.grad_accum if conf.pp > 1 else 1)
 
 
 def reserved_within(planner: Planner, choices: Sequence[Choice], limit: int) -> int | None:

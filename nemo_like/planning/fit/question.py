@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from nemo_like.options import LOSSES, SCHEDULES, OffloadConfig, Precision, StepSpec, did_you_mean, normalise
-from nemo_like.planning.devices import Device
-from nemo_like.planning.planner import HOST_MEMORY
+from nemo_like.job import KEYWORDS, Job
+from nemo_like.options import (
+    FSDP2,
+    LOSSES,
+    SCHEDULES,
+    ExpertParallel,
+    MemoryBudget,
+    OffloadConfig,
+    StepSpec,
+    did_you_mean,
+    normalise,
+)
+from nemo_like.planning.devices import Device, device_of
 
 MODES = ("none", "full", "selective", "plan")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batch", "grad_accum")
@@ -25,38 +38,43 @@ PINS = (*AXES, *_WORDS, *_FLAGS)
 class Question:
     """One job on one kind of device."""
 
+    job: Job
+    """What is asked of every configuration: precision, loop, optimizer, device, allocator, host memory."""
     gpus: int
-    device: Device
     seq_len: int
     """Tokens of the sequences that bytes and seconds are of: the longest, where they differ."""
     limit: int
     """Bytes that a step may take on each of them."""
     global_batch: int | None = None
     """Sequences of a step over all of them."""
-    precision: Precision = field(default_factory=Precision)
-    step: StepSpec = field(default_factory=StepSpec)
-    """The loop; how many microbatches it goes through is what `fit` looks for."""
-    imbalance: float | None = None
-    host_memory: int = HOST_MEMORY
-    """Bytes of host memory that one rank has, for `offload` and `cpu_offload`."""
     planned_for: str = ""
     """In words: which sequences these are."""
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Allowed values by name out of `PINS`; what is not there is free."""
 
     def __post_init__(self) -> None:
-        for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1), ("host_memory", 0)):
+        for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1)):
             value = getattr(self, name)
             if value is None and name == "global_batch":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number >= {least}.")
-        if self.step.microbatches != 1:
+        if self.job.step.microbatches != 1:
             raise ValueError(
-                f"step has microbatches={self.step.microbatches}, which fit looks for itself; pin grad_accum instead."
+                f"step has microbatches={self.job.step.microbatches}, which fit looks for itself; pin grad_accum instead."
             )
         self._check_sizes()
         self._check_host()
+
+    @cached_property
+    def device(self) -> Device:
+        """The device that is predicted for."""
+        return device_of(self.job)
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes of host memory that one rank has, for ``offload`` and ``cpu_offload``."""
+        return int(self.job.search.host_memory)
 
     @property
     def host_state(self) -> tuple[bool, ...]:
@@ -101,6 +119,92 @@ class Question:
             )
         if "schedule" in self.pins and one.get("pp") == 1:
             raise ValueError(f"schedule is {self.pins['schedule'][0]!r} and pp is 1: one stage has none. Drop one.")
+
+
+def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job], dict[str, tuple[Any, ...]]]:
+    """Return the jobs to look for, one for each precision and optimizer, and the values that are pinned, by name.
+
+    Args:
+        job: whose fields that somebody gave are pinned; None: a job of the keywords.
+        given: keywords of `fit`, out of `PINS`, `Job.of`'s, ``imbalance`` and ``host_memory``.
+
+    Raises:
+        ValueError: an unknown name, or a value that the name cannot have. TypeError: a value of the wrong kind.
+    """
+    pins = {name: value for name, value in given.items() if name in PINS}
+    rest = {name: value for name, value in given.items() if name not in PINS and value is not None}
+    imbalance, host_memory = rest.pop("imbalance", None), rest.pop("host_memory", None)
+    precisions, optimizers = (_several(name, rest.pop(name, None)) for name in ("precision", "optimizer"))
+    for name in rest:
+        if name not in KEYWORDS:
+            known = sorted({*PINS, *KEYWORDS, "imbalance", "host_memory"})
+            raise ValueError(f"{name!r} is no argument of fit; these are: {', '.join(known)}." + did_you_mean(name, known))
+    asked = Job.of(**rest) if job is None else job.change(**rest) if rest else job
+    read = read_pins({**_pinned_by(asked), **{name: value for name, value in pins.items() if value is not None}})
+    base = replace(asked, **{name: getattr(_plain_job(), name) for name in _SEARCHED}, world_size=None)
+    base = replace(
+        base, cp=replace(asked.cp, size=1), tp=replace(asked.tp, size=1),
+        ep=ExpertParallel(imbalance=asked.ep.imbalance if imbalance is None else imbalance),
+        search=base.search if host_memory is None else replace(base.search, host_memory=host_memory),
+    )  # fmt: skip
+    if precisions == [None] and "precision" not in asked.asked and device_of(base).kind == "cuda":
+        precisions = ["bf16"]
+    jobs = []
+    for precision, optimizer in itertools.product(precisions, optimizers):
+        changed: dict[str, Any] = {} if precision is None else {"precision": None if precision == "fp32" else precision}
+        if optimizer is not None:
+            changed["step"] = StepSpec.of(base.step, optimizer)
+        jobs.append(replace(base, **changed))
+    return jobs, read
+
+
+_SEARCHED = ("strategy", "ac", "loss", "offload", "dp_replicate", "pp", "planned_tokens")
+"""Fields of a job that `fit` chooses; with the sizes of the other axes."""
+
+
+@functools.cache
+def _plain_job() -> Job:
+    return Job(ac="none")
+
+
+def _several(name: str, given: Any) -> list[Any]:
+    if not isinstance(given, list | tuple):
+        return [given]
+    if not given:
+        raise ValueError(f"{name} is {given!r}; give at least one, or leave it out.")
+    return list(dict.fromkeys(given))
+
+
+def _pinned_by(job: Job) -> dict[str, Any]:
+    """What the fields that somebody gave to `job` pin.
+
+    Raises:
+        ValueError: a field has a value that `fit` does not look at.
+    """
+    asked, pins = job.asked, dict[str, Any]()
+    for name in ("tp", "cp", "ep", "pp"):
+        if name in asked:
+            pins[name] = getattr(job, name).size
+    if "dp_replicate" in asked:
+        pins["dp_replicate"] = job.dp_replicate
+    if "pp" in asked and job.pp.size > 1:
+        pins["schedule"], pins["grad_accum"] = job.pp.schedule, job.pp.microbatches
+    if "strategy" in asked:
+        if not isinstance(job.strategy, FSDP2):
+            raise ValueError(
+                f"strategy is {type(job.strategy).__name__.lower()!r}, and fit looks at FSDP2 alone. Leave strategy out, or "
+                "use 'fsdp2'."
+            )
+        if job.strategy != FSDP2():
+            pins["reshard_after_forward"] = job.strategy.reshard_after_forward
+            pins["cpu_offload"] = job.strategy.cpu_offload
+    if "ac" in asked:
+        pins["ac"] = "plan" if isinstance(job.ac, MemoryBudget) else getattr(job.ac, "mode", "a plan")
+    if "loss" in asked:
+        pins["loss"] = "model" if job.loss is None else "chunked"
+    if "offload" in asked:
+        pins["offload"] = job.offload.mode
+    return pins
 
 
 def read_pins(pins: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

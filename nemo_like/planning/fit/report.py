@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from nemo_like.options import PipelineParallel
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.fitting import FitReport
@@ -57,15 +58,15 @@ _JUDGED = {
 
 
 def _line(number: int, candidate: Candidate) -> tuple[str, ...]:
-    layout = candidate.layout
-    stages = str(layout.pp) if layout.pp == 1 else f"{layout.pp} {layout.schedule}"
+    conf = candidate.conf
+    stages = str(conf.pp) if conf.pp == 1 else f"{conf.pp} {conf.schedule}"
     reserved = "" if candidate.reserved is None else f"{candidate.reserved / 2**30:.2f}"
-    reshard = {None: "default", True: "yes", False: "no"}[candidate.reshard_after_forward]
+    reshard = {None: "default", True: "yes", False: "no"}[conf.reshard]
     return (
-        str(number), f"{layout.dp_replicate} x {layout.dp_shard}", str(layout.tp), str(layout.cp), str(layout.ep), stages,
-        f"{layout.micro_batch} x {layout.grad_accum}", precision_word(candidate.precision), candidate.optimizer,
-        candidate.ac, candidate.loss, candidate.offload, reshard,
-        "yes" if candidate.cpu_offload else "no",
+        str(number), f"{conf.dp_replicate} x {conf.dp_shard}", str(conf.tp), str(conf.cp), str(conf.ep), stages,
+        f"{conf.micro_batch} x {conf.grad_accum}", precision_word(conf.job.precision), conf.job.step.optimizer,
+        candidate.ac, "model" if conf.job.loss is None else "chunked", conf.job.offload.mode, reshard,
+        "yes" if conf.cpu_offload else "no",
         f"{candidate.peak_bytes / 2**30:.2f}", reserved, f"{1000 * candidate.step_seconds:,.1f}",
         f"{candidate.tokens_per_second_per_gpu:,.0f}", f"{candidate.mfu:.1%}",
     )  # fmt: skip
@@ -113,26 +114,26 @@ def _stages(numbers: Sequence[int]) -> str:
 
 def recipe(report: FitReport, candidate: Candidate) -> str:
     """The command that trains so."""
-    layout = candidate.layout
+    conf, job = candidate.conf, candidate.job
     said = {
-        "--model": report.model, "--seq-len": report.question.seq_len, "--batch-size": layout.sequences,
-        "--grad-accum": layout.grad_accum, "--ac": candidate.ac,
-        "--precision": precision_word(candidate.precision),
+        "--model": report.model, "--seq-len": report.question.seq_len, "--batch-size": conf.sequences,
+        "--grad-accum": conf.grad_accum, "--ac": candidate.ac,
+        "--precision": precision_word(job.precision),
     }  # fmt: skip
-    axes = {"--dp-replicate": layout.dp_replicate, "--tp": layout.tp, "--cp": layout.cp, "--ep": layout.ep,
-            "--pp": layout.pp}  # fmt: skip
+    axes = {"--dp-replicate": conf.dp_replicate, "--tp": conf.tp, "--cp": conf.cp, "--ep": conf.ep, "--pp": conf.pp}
     said |= {name: size for name, size in axes.items() if size > 1}
-    if layout.pp > 1:
-        said["--pp-schedule"] = layout.schedule or "1f1b"
-    if candidate.loss != "model":
-        said["--loss"] = candidate.loss
-    if candidate.offload != "none":
-        said["--offload"] = candidate.offload
-    if candidate.reshard_after_forward is not None:
-        said["--reshard-after-forward"] = "yes" if candidate.reshard_after_forward else "no"
-    options = [f"{name} {value}" for name, value in said.items()] + ["--cpu-offload"] * candidate.cpu_offload
-    hosts = -(-layout.gpus // report.question.device.gpus_per_host)
-    start = f"torchrun --nnodes {hosts} --nproc-per-node {min(layout.gpus, report.question.device.gpus_per_host)} -m "
-    begin = "python -m " if layout.gpus == 1 else start
-    note = "" if candidate.optimizer == "adamw" else f"  # it trains with AdamW, not {candidate.optimizer}"
+    if conf.pp > 1:
+        said["--pp-schedule"] = conf.schedule or PipelineParallel.schedule
+    if job.loss is not None:
+        said["--loss"] = "chunked"
+    if job.offload.mode != "none":
+        said["--offload"] = job.offload.mode
+    if conf.reshard is not None:
+        said["--reshard-after-forward"] = "yes" if conf.reshard else "no"
+    options = [f"{name} {value}" for name, value in said.items()] + ["--cpu-offload"] * conf.cpu_offload
+    hosts = -(-conf.gpus // report.question.device.gpus_per_host)
+    start = f"torchrun --nnodes {hosts} --nproc-per-node {min(conf.gpus, report.question.device.gpus_per_host)} -m "
+    begin = "python -m " if conf.gpus == 1 else start
+    optimizer = job.step.optimizer
+    note = "" if optimizer == "adamw" else f"  # it trains with AdamW, not {optimizer}"
     return f"{begin}nemo_like.recipes.pretrain {' '.join(options)}{note}"

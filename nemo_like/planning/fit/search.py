@@ -3,8 +3,8 @@
 Everything not looked at yet stands in a queue by the least time that it could take: a local shape that is not traced by
 a bound, a traced configuration by its time. The bytes of a configuration are only asked for when no other could be faster,
 and no shape is traced that could not win. A configuration with a plan stands there, till the plan is made, by the time of
-one that may hold all the memory but parameters and optimizer state. The ways to run a layout with its state in host memory
-stand there as one until it is their turn. So nothing that is left out can beat what was found; `brute_force` looks at
+one that may hold all the memory but parameters and optimizer state. All ways to run a layout with its state in host memory share one
+entry, keyed by the fastest; it is expanded when popped. So nothing that is left out can beat what was found; `brute_force` looks at
 everything, and tests compare the two.
 """
 
@@ -20,21 +20,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nemo_like.options.words import parse_bytes
+from nemo_like.options import MemoryBudget, parse_bytes
 from nemo_like.planning.fit.accounts import account_of
 from nemo_like.planning.fit.candidate import Candidate
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.need import ALLOCATED, Need
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import StepSeconds
-from nemo_like.planning.fit.shapes import ShapeKey, TracedShape, Variant
+from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.fit.staged_bounds import StagedBounds
 from nemo_like.planning.peak import Peak
 
 Shape = TracedShape | StagedShape
 Tracer = Callable[[ShapeKey], Shape]
-Planning = Callable[[Layout, Variant, int], tuple[Any, Peak] | None]
+Planning = Callable[[Configuration, int], tuple[Any, Peak] | None]
 """A plan's choices and its peak, for the highest peak that it may have."""
 _ATTEMPTS = 6
 """Plans for ever lower peaks, till what is reserved fits."""
@@ -44,7 +44,7 @@ _ATTEMPTS = 6
 class StateOnHost:
     """All ways to run a layout with parameters, gradients and optimizer state in host memory."""
 
-    layout: Layout
+    conf: Configuration
 
 
 @dataclass(frozen=True)
@@ -79,24 +79,24 @@ class Found:
 class Search:
     """One question on one model."""
 
-    def __init__(self, question: Question, layouts: Iterable[Layout], trace: Tracer) -> None:
+    def __init__(self, question: Question, layouts: Iterable[Configuration], trace: Tracer) -> None:
         self.question, self.trace = question, trace
         self.found = Found()
         self.shapes: dict[ShapeKey, Shape | str] = {}
         """The traced ones; why the model cannot have the others."""
-        self.by_shape: dict[ShapeKey, list[Layout]] = {}
+        self.by_shape: dict[ShapeKey, list[Configuration]] = {}
         # Shapes that others are bounded by come first.
-        for layout in sorted(
-            layouts, key=lambda layout: (layout.pp > 1, layout.cp, layout.micro_batch, layout.tp, layout.ep)
+        for conf in sorted(
+            layouts, key=lambda conf: (conf.pp > 1, conf.cp, conf.micro_batch, conf.tp, conf.ep)
         ):
-            self.by_shape.setdefault(ShapeKey.of(layout), []).append(layout)
+            self.by_shape.setdefault(ShapeKey.of(conf), []).append(conf)
         self.hopeless: dict[Any, bool] = {}
         self.bounds: dict[ShapeKey, StagedBounds] = {}
-        self.least_staged: tuple[int, Layout, Variant] | None = None
+        self.least_staged: tuple[int, Configuration] | None = None
         """Of the pipelines that the whole model shows not to fit, the one with the fewest bytes."""
-        self.too_large: dict[tuple[Layout, Variant], int] = {}
+        self.too_large: dict[Configuration, int] = {}
         """Of those that were looked at more closely, bytes that they take at least."""
-        self.least: tuple[Shape, Layout, Variant, Resolved] | None = None
+        self.least: tuple[Shape, Configuration, Resolved] | None = None
         """Of what does not fit, the one with the lowest peak."""
 
     # --- the two ways through everything --------------------------------------------------------------------------
@@ -122,28 +122,28 @@ class Search:
                     for seconds, entry in self._entries(item):
                         heapq.heappush(queue, (seconds, next(order), entry))
                 continue
-            layout = item.layout if isinstance(item, StateOnHost) else item[0]
-            if any(found.layout == layout for found in self.found.best):
+            conf = item.conf if isinstance(item, StateOnHost) else item[0]
+            if any(found.layout == conf.layout for found in self.found.best):
                 self.found.rejected["slower than another way to run the same layout"] += 1
                 continue
-            shape = self._traced(ShapeKey.of(layout))
+            shape = self._traced(ShapeKey.of(conf))
             if isinstance(item, StateOnHost):
-                for seconds, entry in self._ways(shape, layout, (True,)):
+                for seconds, entry in self._ways(shape, conf, (True,)):
                     heapq.heappush(queue, (seconds, next(order), entry))
                 continue
-            _, variant, resolved = item
+            resolved = item[1]
             if isinstance(shape, str):  # it could not be cut into stages
                 self.found.rejected[shape] += 1
             elif self.found.best and isinstance(shape, StagedShape) and shape.key.in_one_stage not in self.shapes:
                 later += 1
             elif resolved is not None:
-                self.found.best.append(self.candidate(shape, layout, variant, resolved))
-            elif isinstance(shape, StagedShape) and (better := self._least_pipeline(shape, layout, variant)) > bound:
+                self.found.best.append(self.candidate(shape, conf, resolved))
+            elif isinstance(shape, StagedShape) and (better := self._least_pipeline(shape, conf)) > bound:
                 if better < math.inf:
                     heapq.heappush(queue, (better, next(order), item))
-            elif (resolved := self._resolve(shape, layout, variant)) is not None:
-                per_token = self._per_token(resolved.seconds, layout)
-                heapq.heappush(queue, (per_token, next(order), (layout, variant, resolved)))
+            elif (resolved := self._resolve(shape, conf)) is not None:
+                per_token = self._per_token(resolved.seconds, conf)
+                heapq.heappush(queue, (per_token, next(order), (conf, resolved)))
         if not self.found.best:
             self._look_at_the_least()
         later += sum(len(self.by_shape[item]) if isinstance(item, ShapeKey) else 1 for _, _, item in queue)
@@ -162,14 +162,14 @@ class Search:
         for key in self.by_shape:
             shape = self._traced(key)
             entries = [entry for _, entry in self._entries(key)]
-            there = [self._ways(shape, item.layout, (True,)) for item in entries if isinstance(item, StateOnHost)]
+            there = [self._ways(shape, item.conf, (True,)) for item in entries if isinstance(item, StateOnHost)]
             entries += [entry for _, entry in itertools.chain(*there)]
-            for layout, variant, _ in (entry for entry in entries if isinstance(entry, tuple)):
+            for conf, _ in (entry for entry in entries if isinstance(entry, tuple)):
                 assert not isinstance(shape, str)
-                resolved = self._resolve(shape, layout, variant)
+                resolved = self._resolve(shape, conf)
                 if resolved is not None:
-                    per_token = self._per_token(resolved.seconds, layout)
-                    everything.append((per_token, len(everything), shape, layout, variant, resolved))
+                    per_token = self._per_token(resolved.seconds, conf)
+                    everything.append((per_token, len(everything), shape, conf, resolved))
         everything.sort(key=lambda entry: entry[:2])
         self.found.best = [self.candidate(*entry[2:]) for entry in everything[:count]]
         self.found.nearest = None if self.found.best else self._nearest()
@@ -177,17 +177,17 @@ class Search:
 
     def _look_at_the_least(self) -> None:
         """Nothing fits: of the pipelines that are known not to, those that may need less than all else."""
-        large = [(least, *item) for item, least in self.too_large.items()]
-        for least, layout, variant in sorted(large, key=lambda entry: entry[0]):
+        large = [(least, conf) for conf, least in self.too_large.items()]
+        for least, conf in sorted(large, key=lambda entry: entry[0]):
             if self._near(least):
-                self._look_at(layout, variant)
+                self._look_at(conf)
         if self.least is None and self.least_staged is not None:
-            self._look_at(*self.least_staged[1:])
+            self._look_at(self.least_staged[1])
 
-    def _look_at(self, layout: Layout, variant: Variant) -> None:
-        shape = self._traced(ShapeKey.of(layout))
+    def _look_at(self, conf: Configuration) -> None:
+        shape = self._traced(ShapeKey.of(conf))
         if isinstance(shape, StagedShape):
-            self._resolve(shape, layout, variant)  # remembered as what needs least
+            self._resolve(shape, conf)  # remembered as what needs least
 
     # --- shapes ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Search:
         return self.shapes[key]
 
     def _bound(self, key: ShapeKey) -> float:
-        """Seconds of one GPU for a token that no layout of the shape is faster than, by the shapes that were traced; 0 where
+        """Seconds of one GPU for a token that no configuration of the shape is faster than, by the shapes that were traced; 0 where
         none of them has such weights. Without split experts no rank has more rows than with them, and with them as many
         on any number of ranks."""
         if key.staged:
@@ -215,8 +215,8 @@ class Search:
         kinds = {(other.ep > 1, other.cp > 1): shape for other, shape in like if other.cp == 1 or key.cp > 1}
         return max((self._least_per_token(key, shape.least_step) for shape in kinds.values()), default=0.0)
 
-    def _least_per_token(self, key: ShapeKey, least: Callable[[Layout], float]) -> float:
-        made = (least(layout) * layout.gpus / layout.sequences for layout in self.by_shape[key])
+    def _least_per_token(self, key: ShapeKey, least: Callable[[Configuration], float]) -> float:
+        made = (least(conf) * conf.gpus / conf.sequences for conf in self.by_shape[key])
         return min(made) / self.question.seq_len
 
     def _least_staged(self, key: ShapeKey, bounds: StagedBounds) -> float:
@@ -225,7 +225,7 @@ class Search:
         modes = self.question.pins.get("ac", ("none",))
         mode = "none" if {"none", "plan"} & set(modes) else modes[0] if len(modes) == 1 else "none"
         return self._least_per_token(
-            key, lambda layout: bounds.seconds(layout, mode, exchanges=ep > 1, once=ep == key.ep)
+            key, lambda conf: bounds.seconds(conf, mode, exchanges=ep > 1, once=ep == key.ep)
         )
 
     def _known_bounds(self, key: ShapeKey) -> list[StagedBounds]:
@@ -250,7 +250,7 @@ class Search:
         return self._bounds_of(whole, shape) if isinstance(shape, TracedShape) else None
 
     def _is_too_large(self, key: ShapeKey) -> bool:
-        """Whether no layout of a shape that is not traced fits, by those that were traced with the same weights: fewer rows
+        """Whether no configuration of a shape that is not traced fits, by those that were traced with the same weights: fewer rows
         take their share at least, and more take more."""
         if key.staged:
             return False
@@ -261,16 +261,16 @@ class Search:
             and (other.tp, other.ep, other.whole) == (key.tp, key.ep, key.whole)
             and (other.cp == 1 or key.cp > 1)
         ]
-        layouts = sorted(self.by_shape[key], key=lambda layout: -layout.shard_ranks)
-        return any(all(self._exceeds(shape, layout) for layout in layouts) for shape in alike)
+        layouts = sorted(self.by_shape[key], key=lambda conf: -conf.shard_ranks)
+        return any(all(self._exceeds(shape, conf) for conf in layouts) for shape in alike)
 
-    def _exceeds(self, shape: TracedShape, layout: Layout) -> bool:
+    def _exceeds(self, shape: TracedShape, conf: Configuration) -> bool:
         with quietly():
-            every = self._variants(shape, layout)
-            ways = dict.fromkeys(replace(variant, ac="full") for variant in every)
+            every = self._variants(shape, conf)
+            ways = dict.fromkeys(way.change(ac="full") for way in every)
             # What takes least comes last.
             return bool(ways) and all(
-                shape.least_peak(layout, way) > shape.most_allocated(layout, way) for way in reversed(ways)
+                shape.least_peak(way) > shape.most_allocated(way) for way in reversed(ways)
             )
 
     def _entries(self, key: ShapeKey) -> Iterator[tuple[float, Entry]]:
@@ -283,53 +283,53 @@ class Search:
             yield from self._staged_entries(key, shape)
             return
         states = tuple(state for state in self.question.host_state if not state)
-        for layout in self.by_shape[key]:
-            yield from self._ways(shape, layout, states)
-            if True in self.question.host_state and (least := self._least_on_host(shape, layout)) is not None:
-                yield least, StateOnHost(layout)
+        for conf in self.by_shape[key]:
+            yield from self._ways(shape, conf, states)
+            if True in self.question.host_state and (least := self._least_on_host(shape, conf)) is not None:
+                yield least, StateOnHost(conf)
             elif self.question.lacks_host_rates:
                 self.found.rejected["cpu_offload: the bandwidth of host memory is not known for this device"] += 1
 
-    def _least_on_host(self, shape: TracedShape, layout: Layout) -> float | None:
+    def _least_on_host(self, shape: TracedShape, conf: Configuration) -> float | None:
         """Seconds per token that no way to run a layout with its state in host memory is below: nothing is run again and no
         activation moved; None: there is no such way, which is counted."""
-        every = self._variants(shape, layout, (True,))
-        ways = dict.fromkeys(replace(variant, ac="none", offload="none") for variant in every)
+        every = self._variants(shape, conf, (True,))
+        ways = dict.fromkeys(way.change(ac="none", offload="none") for way in every)
         if not ways:
             self.found.rejected[_HOST_MEMORY] += 1
             return None
-        seconds = (shape.seconds(layout, variant, shape.choices(layout, variant)) for variant in ways)
-        return min(self._per_token(each, layout) for each in seconds)
+        seconds = (shape.seconds(way, shape.choices(way)) for way in ways)
+        return min(self._per_token(each, conf) for each in seconds)
 
-    def _ways(self, shape: Shape | str, layout: Layout, states: Collection[bool]) -> Iterator[tuple[float, Entry]]:
-        """Configurations of one layout; `states`: values of ``cpu_offload``."""
+    def _ways(self, shape: Shape | str, conf: Configuration, states: Collection[bool]) -> Iterator[tuple[float, Entry]]:
+        """Configurations of the layout of `conf`; `states`: values of ``cpu_offload``."""
         assert isinstance(shape, TracedShape)
-        for variant in self._variants(shape, layout, states):
-            choices, least = shape.least(layout, variant)
-            if least > shape.most_allocated(layout, variant) and (self.found.best or not self._near(least)):
+        for way in self._variants(shape, conf, states):
+            choices, least = shape.least(way)
+            if least > shape.most_allocated(way) and (self.found.best or not self._near(least)):
                 self.found.rejected["memory"] += 1
                 continue
-            seconds = shape.seconds(layout, variant, choices)
-            yield self._per_token(seconds, layout), (layout, variant, None)
+            seconds = shape.seconds(way, choices)
+            yield self._per_token(seconds, way), (way, None)
 
     def _staged_entries(self, key: ShapeKey, shape: StagedShape) -> Iterator[tuple[float, Entry]]:
         """All pipelines of a shape by the least seconds per token that they could take; none is cut for that."""
         bounds = self._exact_bounds(key)
-        for layout in self.by_shape[key]:
-            per_token = layout.gpus / (layout.sequences * self.question.seq_len)
-            for variant in self._variants(shape, layout):
+        for conf in self.by_shape[key]:
+            per_token = conf.gpus / (conf.sequences * self.question.seq_len)
+            for way in self._variants(shape, conf):
                 if bounds is None:
-                    yield 0.0, (layout, variant, None)
+                    yield 0.0, (way, None)
                     continue
-                least = bounds.bytes(layout, variant.ac)
-                if least > shape.most_allocated(layout, variant):
+                least = bounds.bytes(way, way.mode)
+                if least > shape.most_allocated(way):
                     self.found.rejected["memory"] += 1
                     if self.least_staged is None or least < self.least_staged[0]:
-                        self.least_staged = least, layout, replace(variant, ac="full")
+                        self.least_staged = least, way.change(ac="full")
                     continue
-                yield bounds.seconds(layout, variant.ac) * per_token, (layout, variant, None)
+                yield bounds.seconds(way, way.mode) * per_token, (way, None)
 
-    def _least_pipeline(self, shape: StagedShape, layout: Layout, variant: Variant) -> float:
+    def _least_pipeline(self, shape: StagedShape, conf: Configuration) -> float:
         """Seconds of one GPU for a token that this pipeline is not below, by the whole model in the same shape, which is
         traced where it was not; infinite where its bytes are too many, which is counted."""
         whole = self._traced(shape.key.in_one_stage)
@@ -339,26 +339,26 @@ class Search:
             return 0.0  # it cannot be cut, which whoever cuts it says
         if known is None:
             return 0.0
-        if known.bytes(layout, variant.ac) > shape.most_allocated(layout, variant):
+        if known.bytes(conf, conf.mode) > shape.most_allocated(conf):
             self.found.rejected["memory"] += 1
-            self.too_large[layout, replace(variant, ac="full")] = known.bytes(layout, "full")
+            self.too_large[conf.change(ac="full")] = known.bytes(conf, "full")
             return math.inf
-        return known.seconds(layout, variant.ac) * layout.gpus / (layout.sequences * self.question.seq_len)
+        return known.seconds(conf, conf.mode) * conf.gpus / (conf.sequences * self.question.seq_len)
 
     def _near(self, least: int) -> bool:
         """Whether what takes at least so many bytes could need less than anything yet: worth a look if nothing fits."""
-        return self.least is None or least < self.least[3].peak.total
+        return self.least is None or least < self.least[2].peak.total
 
-    def _variants(self, shape: Shape, layout: Layout, states: Collection[bool] | None = None) -> Iterator[Variant]:
+    def _variants(self, shape: Shape, conf: Configuration, states: Collection[bool] | None = None) -> Iterator[Configuration]:
         """`states`: values of ``cpu_offload``, by default all that are looked at; none with more than host memory has."""
         states = self.question.host_state if states is None else states
         pins = self.question.pins
         losses = pins.get("loss", ("model", "chunked"))
         modes = pins.get("ac", ("none", "full", "selective", "plan"))
-        sharded = layout.shard_ranks > 1
+        sharded = conf.shard_ranks > 1
         reshards = pins.get("reshard_after_forward", (None, False) if sharded else (None,))
         offloads = pins.get("offload", ("none", "boundary"))
-        if layout.pp > 1:
+        if conf.pp > 1:
             # Stages stay gathered for a whole step.
             reshards = tuple(dict.fromkeys(reshard if reshard else None for reshard in reshards))
             # A budget for each stage takes long to plan: where nobody asks for one, the winner alone gets it.
@@ -369,148 +369,151 @@ class Search:
             if True in reshards or not modes or not offloads or not states:
                 self.found.rejected[_NOT_BESIDE_PP] += 1
                 return
-        elif True in states and self._overfills_host(shape, layout):
+        elif True in states and self._overfills_host(shape, conf):
             states = tuple(state for state in states if not state)
         losses = tuple(loss for loss in losses if loss != "chunked" or shape.chunked is not None)
         for state, loss, reshard, offload, mode in itertools.product(states, losses, reshards, offloads, modes):
             if offload == "none" or mode != "none":  # else there is no region whose inputs could wait elsewhere
-                yield Variant(mode, loss, offload, reshard, state)
+                ac = MemoryBudget(peak_bytes=self.question.limit) if mode == "plan" else mode
+                try:
+                    way = conf.change(ac=ac, loss=loss, offload=offload)
+                    way = way.with_strategy(reshard_after_forward=reshard, cpu_offload=state)
+                except ValueError as error:  # of `nemo_like.job.RULES`
+                    self.found.rejected[str(error)] += 1
+                    continue
+                yield way
 
-    def _overfills_host(self, shape: Shape, layout: Layout) -> bool:
+    def _overfills_host(self, shape: Shape, conf: Configuration) -> bool:
         assert isinstance(shape, TracedShape)
-        return shape.host_bytes(layout, Variant("full", "model", "none", None, True)) > self.question.host_memory
+        way = conf.change(ac="full", loss=None, offload="none")
+        there = way.with_strategy(reshard_after_forward=None, cpu_offload=True)
+        return shape.host_bytes(there) > self.question.host_memory
 
     # --- one configuration ----------------------------------------------------------------------------------------
 
-    def _per_token(self, seconds: StepSeconds, layout: Layout) -> float:
+    def _per_token(self, seconds: StepSeconds, conf: Configuration) -> float:
         """Seconds of one GPU for a token."""
-        return seconds.total * layout.gpus / (layout.sequences * self.question.seq_len)
+        return seconds.total * conf.gpus / (conf.sequences * self.question.seq_len)
 
-    def _resolve(self, shape: Shape, layout: Layout, variant: Variant) -> Resolved | None:
+    def _resolve(self, shape: Shape, conf: Configuration) -> Resolved | None:
         """What it takes; None where it does not fit, which is counted."""
         self.found.looked_at += 1
         if isinstance(shape, StagedShape):
             try:
                 with quietly():
-                    shape.planner(layout, variant)
+                    shape.planner(conf)
             except ValueError as error:
                 self.shapes[shape.key] = reason = str(error).splitlines()[0]
                 self.found.rejected[reason] += 1
                 return None
         with quietly():
             resolved = None
-            if not self._is_hopeless(shape, layout, variant):
-                if variant.ac == "plan":
-                    resolved = self._planned(shape, layout, variant, shape.planned)
+            if not self._is_hopeless(shape, conf):
+                if conf.mode == "plan":
+                    resolved = self._planned(shape, conf, shape.planned)
                 else:
-                    resolved = self._uniform(shape, layout, variant)
+                    resolved = self._uniform(shape, conf)
                     if resolved.need.bytes > self.question.limit:
-                        self._remember_nearest(shape, layout, variant, resolved)
+                        self._remember_nearest(shape, conf, resolved)
                         resolved = None
         if resolved is None:
             self.found.rejected["memory"] += 1
-        elif self._on_host(shape, layout, variant, resolved) > self.question.host_memory:
+        elif self._on_host(shape, conf, resolved) > self.question.host_memory:
             self.found.rejected[_HOST_MEMORY] += 1
             return None
         return resolved
 
     @staticmethod
-    def _on_host(shape: Shape, layout: Layout, variant: Variant, resolved: Resolved) -> int:
+    def _on_host(shape: Shape, conf: Configuration, resolved: Resolved) -> int:
         """Bytes that one rank has in host memory."""
-        return shape.host_bytes(layout, variant, resolved.choices) if isinstance(shape, TracedShape) else 0
+        return shape.host_bytes(conf, resolved.choices) if isinstance(shape, TracedShape) else 0
 
-    def _uniform(self, shape: Shape, layout: Layout, variant: Variant) -> Resolved:
+    def _uniform(self, shape: Shape, conf: Configuration) -> Resolved:
         """Of a mode that needs no budget. What is needed beyond the peak is asked for only where that alone would fit."""
-        choices: Any = shape.choices(layout, variant)
-        peak = shape.peak(layout, variant, choices)
+        choices: Any = shape.choices(conf)
+        peak = shape.peak(conf, choices)
         known = peak.total <= self.question.limit
-        need = shape.need(layout, variant, choices, peak) if known else Need(peak.total, ALLOCATED)
-        return Resolved(shape.seconds(layout, variant, choices), peak, need, choices)
+        need = shape.need(conf, choices, peak) if known else Need(peak.total, ALLOCATED)
+        return Resolved(shape.seconds(conf, choices), peak, need, choices)
 
-    def _planned(self, shape: Shape, layout: Layout, variant: Variant, make: Planning) -> Resolved | None:
+    def _planned(self, shape: Shape, conf: Configuration, make: Planning) -> Resolved | None:
         """The plan that `make` makes for the highest peak with which what is needed fits; None: none does.
 
         A plan is made for a peak. Where more is reserved than there is, the next one is made for a peak that is lower in
         the same proportion.
         """
-        budget = shape.most_allocated(layout, variant)
+        budget = shape.most_allocated(conf)
         for _ in range(_ATTEMPTS):
-            made = make(layout, variant, budget)
+            made = make(conf, budget)
             if made is None:
                 return None
             choices, peak = made
-            need = shape.need(layout, variant, choices, peak)
+            need = shape.need(conf, choices, peak)
             if need.bytes <= self.question.limit:
-                return Resolved(shape.seconds(layout, variant, choices), peak, need, choices, budget)
+                return Resolved(shape.seconds(conf, choices), peak, need, choices, budget)
             budget = min(budget, peak.total) * self.question.limit // need.bytes
         return None
 
-    def _is_hopeless(self, shape: Shape, layout: Layout, variant: Variant) -> bool:
+    def _is_hopeless(self, shape: Shape, conf: Configuration) -> bool:
         """Nothing holds less than the layers' inputs, so where these are too much, all other modes are, too."""
-        turns = layout.grad_accum if layout.pp > 1 else min(layout.grad_accum, 3)
-        key = (shape.key, layout.shard_ranks, layout.pp, layout.schedule, turns, replace(variant, ac="full"))
+        turns = conf.grad_accum if conf.pp > 1 else min(conf.grad_accum, 3)
+        key = (shape.key, conf.shard_ranks, conf.pp, conf.schedule, turns, conf.way[1:])
         if key not in self.hopeless:
-            least = replace(variant, ac="full")
-            peak = shape.peak(layout, least, shape.choices(layout, least))
-            self.hopeless[key] = peak.total > shape.most_allocated(layout, variant)
+            least = conf.change(ac="full")
+            peak = shape.peak(least, shape.choices(least))
+            self.hopeless[key] = peak.total > shape.most_allocated(conf)
             if self.hopeless[key]:
-                self._remember_nearest(shape, layout, least, self._uniform(shape, layout, least))
+                self._remember_nearest(shape, least, self._uniform(shape, least))
         return self.hopeless[key]
 
-    def _remember_nearest(self, shape: Shape, layout: Layout, variant: Variant, resolved: Resolved) -> None:
-        if self.least is None or resolved.peak.total < self.least[3].peak.total:
-            self.least = shape, layout, variant, resolved
+    def _remember_nearest(self, shape: Shape, conf: Configuration, resolved: Resolved) -> None:
+        if self.least is None or resolved.peak.total < self.least[2].peak.total:
+            self.least = shape, conf, resolved
 
     def _nearest(self) -> Candidate | None:
         """What needs least, where nothing fits."""
         if self.least is None:
             return None
-        shape, layout, variant, resolved = self.least
+        shape, conf, resolved = self.least
         # What it needs was only asked for where the peak alone would fit.
         with quietly():
-            need = shape.need(layout, variant, resolved.choices, resolved.peak)
-        return self.candidate(shape, layout, variant, replace(resolved, need=need))
+            need = shape.need(conf, resolved.choices, resolved.peak)
+        return self.candidate(shape, conf, replace(resolved, need=need))
 
     def _refined(self, best: Candidate) -> Candidate:
         """The winner with the best plan of all, where a plan is what it has."""
-        shape, variant = self._traced(ShapeKey.of(best.layout)), self._variant(best)
+        conf = best.conf
+        shape = self._traced(ShapeKey.of(conf))
         if isinstance(shape, str):
             return best
         if isinstance(shape, StagedShape) and shape.takes_budget and "ac" not in self.question.pins:
-            variant = replace(variant, ac="plan")
+            conf = conf.change(ac=MemoryBudget(peak_bytes=self.question.limit))
         elif best.plan is None:
             return best
         with quietly():
-            made = self._planned(shape, best.layout, variant, shape.refined)
-        if made is None or self._on_host(shape, best.layout, variant, made) > self.question.host_memory:
+            made = self._planned(shape, conf, shape.refined)
+        if made is None or self._on_host(shape, conf, made) > self.question.host_memory:
             return best
-        finer = self.candidate(shape, best.layout, variant, made)
+        finer = self.candidate(shape, conf, made)
         return finer if finer.step_seconds <= best.step_seconds else best
 
-    def _variant(self, candidate: Candidate) -> Variant:
-        ac = candidate.ac if candidate.plan is None else "plan"
-        return Variant(ac, candidate.loss, candidate.offload, candidate.reshard_after_forward, candidate.cpu_offload)
-
-    def candidate(self, shape: Shape, layout: Layout, variant: Variant, resolved: Resolved) -> Candidate:
+    def candidate(self, shape: Shape, conf: Configuration, resolved: Resolved) -> Candidate:
         """All that is known of one configuration."""
-        question, ac, plan = self.question, variant.ac, None
+        question, plan = self.question, None
         with quietly():
-            account = account_of(shape, layout, variant, resolved.choices, resolved.seconds)
-            if ac == "plan":
-                ac = budget_word(resolved.budget, resolved.peak.total)
-                plan = shape.plan(layout, variant, resolved.choices, ac)
+            account = account_of(shape, conf, resolved.choices, resolved.seconds)
+            if conf.mode == "plan":
+                word = budget_word(resolved.budget, resolved.peak.total)
+                conf, plan = conf.change(ac=word), shape.plan(conf, resolved.choices, word)
         return Candidate(
-            layout=layout, ac=ac, loss=variant.loss, offload=variant.offload, reshard_after_forward=variant.reshard,
-            cpu_offload=variant.cpu_offload, host_bytes=self._on_host(shape, layout, variant, resolved),
-            precision=question.precision, optimizer=question.step.optimizer, peak=resolved.peak, need=resolved.need,
-            seconds=resolved.seconds, tokens=layout.sequences * question.seq_len,
-            model_flops=shape.flops() * layout.grad_accum / layout.pp, peak_flops=question.device.peak_flops,
-            fits=resolved.need.bytes <= question.limit, plan=plan, sample=shape.sample,
-            account=account,
+            conf, host_bytes=self._on_host(shape, conf, resolved), peak=resolved.peak, need=resolved.need,
+            seconds=resolved.seconds, tokens=conf.sequences * question.seq_len,
+            model_flops=shape.flops() * conf.grad_accum / conf.pp, peak_flops=question.device.peak_flops,
+            fits=resolved.need.bytes <= question.limit, plan=plan, sample=shape.sample, account=account,
         )  # fmt: skip
 
 
-Entry = tuple[Layout, Variant, Resolved | None] | StateOnHost
+Entry = tuple[Configuration, Resolved | None] | StateOnHost
 _HOST_MEMORY = "host memory"
 _NOT_BESIDE_PP = (
     "not planned beside pp: resharding, offloading, cpu_offload, a budget with experts that tp splits inside"

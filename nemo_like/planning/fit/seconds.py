@@ -19,7 +19,7 @@ from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_trace import OpRecord
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit import network
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.network import RankGroup, group_of
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.step_time import kernel_kind
@@ -193,7 +193,7 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class Links:
-    """The groups of ranks of a layout on a device."""
+    """The groups of ranks of a conf on a device."""
 
     device: Device
     tensor: RankGroup
@@ -204,18 +204,18 @@ class Links:
     expert_shards: RankGroup
 
     @classmethod
-    def of(cls, layout: Layout, device: Device) -> Links:
-        tp, cp, host = layout.tp, layout.cp, device.gpus_per_host
-        inner = layout.shard_ranks * tp
+    def of(cls, conf: Configuration, device: Device) -> Links:
+        tp, cp, host = conf.tp, conf.cp, device.gpus_per_host
+        inner = conf.shard_ranks * tp
         return cls(
-            device, group_of(tp, 1, host), group_of(cp, tp, host), group_of(layout.shard_ranks, tp, host),
-            group_of(layout.dp_replicate, inner, host), group_of(layout.ep, 1, host),
-            group_of(max(1, inner // layout.ep), layout.ep, host),
+            device, group_of(tp, 1, host), group_of(cp, tp, host), group_of(conf.shard_ranks, tp, host),
+            group_of(conf.dp_replicate, inner, host), group_of(conf.ep, 1, host),
+            group_of(max(1, inner // conf.ep), conf.ep, host),
         )  # fmt: skip
 
 
 def step_seconds(
-    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], links: Links, layout: Layout, *, outer: float,
+    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], links: Links, conf: Configuration, *, outer: float,
     optimizer: float, sync: str = "every", keeps_grads: bool = False,
 ) -> StepSeconds:  # fmt: skip
     """A whole step without pipeline stages.
@@ -224,13 +224,13 @@ def step_seconds(
         runs: the layer calls of one rank (of its stages), grouped.
         outside: FSDP2's units beside the layers: tail and root.
         links: who is connected how.
-        layout: how many microbatches; without stages.
+        conf: how many microbatches; without stages.
         outer: seconds of one microbatch's embedding, head and loss, forward and backward.
         optimizer: seconds of the optimizer's step.
         sync: microbatches that reduce gradients: ``every`` or ``last``.
         keeps_grads: those of the step before are there, as zeros.
     """
-    turns = layout.grad_accum
+    turns = conf.grad_accum
     reduced = turns if sync == "every" else 1
     summed = reduced - (0 if keeps_grads else 1)
     parts = dict.fromkeys(

@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from nemo_like.distributed.pipeline.dealing import StageParts
+from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig
+from nemo_like.options import ChunkedLoss, MemoryBudget
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice, best_of
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.need import Need, input_bytes, most_allocated, need_of, reserved_within
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
@@ -27,7 +28,7 @@ from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
-from nemo_like.planning.planner import RNG_STATE, Planner, Setup
+from nemo_like.planning.planner import RNG_STATE, Planner
 from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.stack import Stack
 from nemo_like.planning.step_time import exposed_seconds, update_seconds
@@ -68,22 +69,16 @@ class ShapeKey:
     def in_one_stage(self) -> ShapeKey:
         return replace(self, staged=False)
 
+    def job(self, asked: Job) -> Job:
+        """Return what was `asked` in this shape, on as few ranks as have it, in one stage."""
+        return asked.on(
+            dp_shard=1 if self.whole else 2 * self.ep, dp_replicate=1, tp=replace(asked.tp, size=self.tp),
+            cp=replace(asked.cp, size=self.cp), ep=replace(asked.ep, size=self.ep), pp=1,
+        )  # fmt: skip
+
     @classmethod
-    def of(cls, layout: Layout) -> ShapeKey:
-        return cls(layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.gpus == layout.pp, layout.pp > 1)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What of a candidate changes no local shape."""
-
-    ac: str
-    """``none`` | ``full`` | ``selective`` | ``plan``."""
-    loss: str
-    offload: str
-    reshard: bool | None
-    cpu_offload: bool = False
-    """Parameters, gradients and optimizer state lie in host memory."""
+    def of(cls, conf: Configuration) -> ShapeKey:
+        return cls(conf.tp, conf.cp, conf.ep, conf.micro_batch, conf.gpus == conf.pp, conf.pp > 1)
 
 
 @dataclass
@@ -106,7 +101,7 @@ class Shared:
 
 
 class TracedShape:
-    """One local shape of the model: seconds and bytes of any layout and variant that has it."""
+    """One local shape of the model: seconds and bytes of any conf and conf that has it."""
 
     def __init__(
         self, model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any],
@@ -116,13 +111,7 @@ class TracedShape:
         self.shared, self.given = shared, (model, sample)
         self.key, self.question, self.sample = key, question, sample(key.micro_batch)
         own = model if key.cp == 1 else copy.deepcopy(model)  # a planner cuts the model that it traces for good
-        setup = Setup(
-            shard_ranks=1 if key.whole else 2 * key.ep, step=question.step, precision=question.precision,
-            fsdp=None if key.whole else FSDP2(), tp=key.tp, ep=key.ep, imbalance=question.imbalance,
-            cp=ContextParallel(key.cp),
-        )  # fmt: skip
-        known = shared.known(key)
-        self.base = Planner(own, self.sample, device=question.device, setup=setup, known=known)
+        self.base = Planner(own, self.sample, key.job(question.job), known=shared.known(key))
         self.base.outers = self._outers("model")
         self.blocks = [BlockSeconds.of(problem) for problem in self.base.problems]
         self._least: dict[int, tuple[float, float]] = {}
@@ -136,15 +125,15 @@ class TracedShape:
         self.plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
         self.states_on_host: dict[tuple[int, bool], int] = {}
 
-    def with_setup(self, **changed: Any) -> TracedShape:
-        """The same shape, and nothing traced again, for another optimizer (``step=``) or other settings of the
+    def for_job(self, **changed: Any) -> TracedShape:
+        """Return the same shape, with nothing traced again, for another optimizer (``step=``) or other settings of the
         ``allocator=``."""
         other = copy.copy(self)
         other.base = copy.copy(self.base)
-        other.base.setup = replace(self.base.setup, **changed)
+        other.base.job = replace(self.base.job, **changed)
         if self.__dict__.get("chunked") is not None:
             other.__dict__["chunked"] = copy.copy(self.chunked)
-            other.__dict__["chunked"].setup = replace(other.__dict__["chunked"].setup, **changed)
+            other.__dict__["chunked"].job = replace(other.__dict__["chunked"].job, **changed)
         other.planners, other.peaks, other.plans, other.least_of, other.needs, other.states_on_host = (
             {},
             {},
@@ -156,8 +145,8 @@ class TracedShape:
         return other
 
     def asked(self, question: Question) -> TracedShape:
-        """The same shape, and nothing traced again, for a question that differs in the optimizer."""
-        other = self.with_setup(step=question.step)
+        """Return the same shape, with nothing traced again, for a question that differs in the optimizer."""
+        other = self.for_job(step=question.job.step)
         other.question = question
         return other
 
@@ -173,30 +162,26 @@ class TracedShape:
         key = (self.key.tp, self.key.cp, self.key.micro_batch, self.key.whole, loss)
         return self.shared.outers.setdefault((*key, tuple(call.kind for call in self.base.traced.calls)), {})
 
-    def planner(self, layout: Layout, variant: Variant) -> Planner:
-        """This shape's planner, for so many ranks, so many microbatches and this variant; nothing is traced."""
-        key = (
-            layout.shard_ranks, layout.grad_accum, variant.loss, variant.offload, variant.reshard, variant.cpu_offload,
-        )  # fmt: skip
+    def planner(self, conf: Configuration) -> Planner:
+        """This shape's planner, for so many ranks, so many micro-batches and this way; nothing is traced."""
+        key = (conf.shard_ranks, conf.grad_accum, *conf.way[1:])
         if key not in self.planners:
-            base = self.base if variant.loss == "model" else self.chunked
-            assert base is not None, "variants with a loss in chunks are only asked for where there are chunks"
+            base = self.base if conf.job.loss is None else self.chunked
+            assert base is not None, "configurations with a loss in chunks are only asked for where there are chunks"
             _ = base.trained, base.names_of_parameters  # found once for all copies
             made = copy.copy(base)
-            made.setup = replace(
-                base.setup, shard_ranks=layout.shard_ranks, replicas=layout.dp_replicate,
-                step=replace(base.job.step, microbatches=layout.grad_accum),
-                offload=OffloadConfig(variant.offload),
-                fsdp=None if base.job.fsdp is None
-                else FSDP2(reshard_after_forward=variant.reshard, cpu_offload=variant.cpu_offload),
+            own = base.job
+            made.job = replace(
+                conf.job, loss=own.loss, allocator=own.allocator,
+                step=replace(own.step, microbatches=conf.job.step.microbatches),
             )  # fmt: skip
             made.__dict__["sharding"] = self._sharding(made)
             self.planners[key] = made
         return self.planners[key]
 
     def _sharding(self, planner: Planner) -> Sharding:
-        """What lies on one rank: of shapes with the same weights the same, but for the ids of modules and parameters."""
-        own, setup = self.base.sharding, planner.setup
+        """What is on one rank: of shapes with the same weights the same, but for the ids of modules and parameters."""
+        own, job = self.base.sharding, planner.job
         key = (self.key.tp, self.key.ep, self.key.whole, job.shard_ranks, job.fsdp)
         if key not in self.shared.shardings:
             planner.__dict__.pop("sharding", None)
@@ -212,9 +197,9 @@ class TracedShape:
         """The modes that need no budget."""
         return {mode: self.base.uniform(mode) for mode in ("none", "full", "selective")}
 
-    def choices(self, layout: Layout, variant: Variant) -> list[Choice]:
+    def choices(self, conf: Configuration) -> list[Choice]:
         """Of a mode that needs no budget."""
-        return self.uniform[variant.ac]
+        return self.uniform[conf.mode]
 
     @cached_property
     def stack(self) -> Stack:
@@ -236,35 +221,35 @@ class TracedShape:
             made.append(best_of([problem.full(), *choices, problem.none()]))
         return made
 
-    def least(self, layout: Layout, variant: Variant) -> tuple[list[Choice], int]:
-        """Choices that no fitting ones of this variant are faster than, and bytes that their peak is not below: what is
+    def least(self, conf: Configuration) -> tuple[list[Choice], int]:
+        """Choices that no fitting ones of this conf are faster than, and bytes that their peak is not below: what is
         held when forward ends, parameters and optimizer state. Nothing runs for it."""
-        key = (layout.shard_ranks, variant.ac, variant.offload, variant.cpu_offload)
+        key = (conf.shard_ranks, conf.mode, conf.job.offload.mode, conf.cpu_offload)
         if key not in self.least_of:
-            self.least_of[key] = self._least_choices(layout, variant)
+            self.least_of[key] = self._least_choices(conf)
         return self.least_of[key]
 
-    def _least_choices(self, layout: Layout, variant: Variant) -> tuple[list[Choice], int]:
-        planner = self.planner(layout, variant)
+    def _least_choices(self, conf: Configuration) -> tuple[list[Choice], int]:
+        planner = self.planner(conf)
         sharding, optimizer = planner.sharding, planner.job.step.optimizer
         static = sharding.params + optimizer_memory(sharding.trained, optimizer, foreach=False).state
 
         def bytes_of(choices: list[Choice]) -> int:
             return static + sum(choice.held_bytes for choice in choices) - sum(planner.moved(choices))
 
-        if variant.ac != "plan":
-            return self.uniform[variant.ac], bytes_of(self.uniform[variant.ac])
+        if conf.mode != "plan":
+            return self.uniform[conf.mode], bytes_of(self.uniform[conf.mode])
         mixes = self.stack.mixes
         key = lambda mix: bytes_of(self.stack.assignment(mix))  # noqa: E731
-        index = max(0, bisect_right(mixes, self.most_allocated(layout, variant), key=key) - 1)
+        index = max(0, bisect_right(mixes, self.most_allocated(conf), key=key) - 1)
         choices = self.stack.assignment(mixes[index])
         return choices, bytes_of(choices)
 
-    def planned(self, layout: Layout, variant: Variant, limit: int) -> tuple[list[Choice], Peak] | None:
+    def planned(self, conf: Configuration, limit: int) -> tuple[list[Choice], Peak] | None:
         """The fastest mix of the menu whose peak is within `limit`, and that peak; None: there is none."""
-        key = (layout.shard_ranks, min(layout.grad_accum, 3), variant, limit)
+        key = (conf.shard_ranks, min(conf.grad_accum, 3), conf.way, limit)
         if key not in self.plans:
-            planner, mixes = self.planner(layout, variant), self.stack.mixes
+            planner, mixes = self.planner(conf), self.stack.mixes
 
             def peak_of(mix: solver.Mix) -> Peak:
                 return planner.peak(planner.proved_all(self.stack.assignment(mix)))
@@ -276,31 +261,31 @@ class TracedShape:
                 self.plans[key] = planner.proved_all(self.stack.assignment(mixes[fits])), peak_of(mixes[fits])
         return self.plans[key]
 
-    def refined(self, layout: Layout, variant: Variant, limit: int) -> tuple[list[Choice], Peak] | None:
+    def refined(self, conf: Configuration, limit: int) -> tuple[list[Choice], Peak] | None:
         """`planned` over the whole frontier; None: nothing fits."""
-        planner = self.planner(layout, variant)
+        planner = self.planner(conf)
         try:
             choices, _ = planner.choose(MemoryBudget(peak_bytes=limit), "")
         except BudgetError:
             return None
         return choices, planner.peak(choices)
 
-    def peak(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> Peak:
+    def peak(self, conf: Configuration, choices: Sequence[Choice]) -> Peak:
         """Of a whole step."""
-        key = (layout.shard_ranks, min(layout.grad_accum, 3), variant)
+        key = (conf.shard_ranks, min(conf.grad_accum, 3), conf.way)
         if key not in self.peaks:
-            self.peaks[key] = self.planner(layout, variant).peak(choices)
+            self.peaks[key] = self.planner(conf).peak(choices)
         return self.peaks[key]
 
-    def least_peak(self, layout: Layout, variant: Variant) -> int:
-        """Bytes that no step of `layout` is below, whose local shape was not traced but has the same weights: at the point
+    def least_peak(self, conf: Configuration) -> int:
+        """Bytes that no step of `conf` is below, whose local shape was not traced but has the same weights: at the point
         where this shape peaks, what is sharded, gathered and reduced is the same, what is computed takes at least the share
         that its rows or tokens are of this shape's (what does not grow with them is more than that), and what is held
         between forward and backward grows with them."""
-        rows = layout.micro_batch / self.key.micro_batch
-        tokens = rows * self.key.cp / layout.cp
-        choices = self.choices(layout, variant)
-        peak = self.peak(layout, variant, choices)
+        rows = conf.micro_batch / self.key.micro_batch
+        tokens = rows * self.key.cp / conf.cp
+        choices = self.choices(conf)
+        peak = self.peak(conf, choices)
         computed = sum(peak.parts.get(name, 0) for name in _COMPUTED)
         least = peak.total - computed + int(min(1.0, rows, tokens) * computed)
         growing = peak.parts.get("held activations", 0) - self.base.traced.shared_bytes - self._constant
@@ -314,44 +299,44 @@ class TracedShape:
             for call in self.base.traced.calls
         )
 
-    def plan(self, layout: Layout, variant: Variant, choices: Sequence[Choice], asked: str) -> Plan:
+    def plan(self, conf: Configuration, choices: Sequence[Choice], asked: str) -> Plan:
         """Choices as what `nemo_like.parallelize` takes."""
-        return self.planner(layout, variant).describe(choices, asked)
+        return self.planner(conf).describe(choices, asked)
 
-    def most_allocated(self, layout: Layout, variant: Variant) -> int:
+    def most_allocated(self, conf: Configuration) -> int:
         """The highest peak that could fit."""
-        inputs = input_bytes(self.sample, self.key.micro_batch, layout)
-        return most_allocated(self.question, inputs, predicted=variant.offload == "none" and not variant.cpu_offload)
+        inputs = input_bytes(self.sample, self.key.micro_batch, conf)
+        return most_allocated(self.question, inputs, predicted=conf.job.offload.mode == "none" and not conf.cpu_offload)
 
-    def host_bytes(self, layout: Layout, variant: Variant, choices: Sequence[Choice] = ()) -> int:
+    def host_bytes(self, conf: Configuration, choices: Sequence[Choice] = ()) -> int:
         """What one rank has in host memory: parameters, gradients and optimizer state, and of `choices` what layers move."""
-        planner = self.planner(layout, variant)
-        key = (layout.shard_ranks, variant.cpu_offload)
+        planner = self.planner(conf)
+        key = (conf.shard_ranks, conf.cpu_offload)
         if key not in self.states_on_host:
             self.states_on_host[key] = planner.state_on_host
         return self.states_on_host[key] + sum(planner.moved(choices))
 
-    def need(self, layout: Layout, variant: Variant, choices: Sequence[Choice], peak: Peak) -> Need:
+    def need(self, conf: Configuration, choices: Sequence[Choice], peak: Peak) -> Need:
         """What decides whether it fits; `peak`: of these choices."""
-        key = (layout.shard_ranks, min(layout.grad_accum, 3), variant, tuple(map(id, choices)))
+        key = (conf.shard_ranks, min(conf.grad_accum, 3), conf.way, tuple(map(id, choices)))
         if key not in self.needs:
-            inputs = input_bytes(self.sample, self.key.micro_batch, layout)
-            reserved = reserved_within(self.planner(layout, variant), choices, self.question.limit - inputs)
+            inputs = input_bytes(self.sample, self.key.micro_batch, conf)
+            reserved = reserved_within(self.planner(conf), choices, self.question.limit - inputs)
             self.needs[key] = need_of(self.question, peak, reserved, inputs)
             self._kept.append(choices)
         return self.needs[key]
 
     # --- seconds --------------------------------------------------------------------------------------------------
 
-    def seconds(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> StepSeconds:
-        """Of a whole step in this layout."""
-        planner, device = self.planner(layout, variant), self.question.device
+    def seconds(self, conf: Configuration, choices: Sequence[Choice]) -> StepSeconds:
+        """Of a whole step in this conf."""
+        planner, device = self.planner(conf), self.question.device
         sharding, step = planner.sharding, planner.job.step
-        made = self.layer_runs(layout, variant, choices)
+        made = self.layer_runs(conf, choices)
         trained = len(sharding.trained) + len(sharding.trained_on_host)  # the host's kernels are called as slowly
         loop = trained * KERNELS_PER_PARAMETER * device.launch_seconds
         return step_seconds(
-            made, self.units_outside(planner), Links.of(layout, device), layout, outer=planner.outer().seconds,
+            made, self.units_outside(planner), Links.of(conf, device), conf, outer=planner.outer().seconds,
             sync=step.sync, optimizer=max(loop, update_seconds(sharding, step.optimizer, device)),
             keeps_grads=step.zero_grad == "zero",
         )  # fmt: skip
@@ -361,12 +346,12 @@ class TracedShape:
         sharding = planner.sharding
         return [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.on else []
 
-    def layer_runs(self, layout: Layout, variant: Variant, choices: Sequence[Choice]) -> list[LayerRun]:
+    def layer_runs(self, conf: Configuration, choices: Sequence[Choice]) -> list[LayerRun]:
         """The layer calls of a microbatch, equal ones together."""
-        key = (layout.shard_ranks, variant, tuple(map(id, choices)))
+        key = (conf.shard_ranks, conf.way, tuple(map(id, choices)))
         if key in self._runs:
             return self._runs[key]
-        planner, device = self.planner(layout, variant), self.question.device
+        planner, device = self.planner(conf), self.question.device
         sharding = planner.sharding
         units = dict(zip(sharding.modules, sharding.units))
         runs: Counter[tuple[Any, ...]] = Counter()
@@ -384,19 +369,21 @@ class TracedShape:
         self._kept.append(choices)
         return made
 
-    def least_step(self, layout: Layout) -> float:
-        """Seconds that no step of `layout` is faster than, whose local shape was not traced but has the same weights, or
+    def least_step(self, conf: Configuration) -> float:
+        """Seconds that no step of `conf` is faster than, whose local shape was not traced but has the same weights, or
         another share of the experts: kernels without launches, part waves and the bytes of weights, and all collectives
         but those between parts of sequences, where this shape has none, and what splitting experts brings, where this
         one has them all."""
-        key, device = ShapeKey.of(layout), self.question.device
+        key, device = ShapeKey.of(conf), self.question.device
         rows = key.micro_batch / self.key.micro_batch  # whole sequences
         share = rows * self.key.cp / key.cp  # tokens
         resharding = self.question.pins.get("reshard_after_forward", (None, False))
         host = False not in self.question.pins.get("cpu_offload", (False,))
-        variant = Variant("none", "model", "none", False if False in resharding else resharding[0], host)
+        way = conf.change(ac="none", loss=None, offload="none").with_strategy(
+            reshard_after_forward=False if False in resharding else resharding[0], cpu_offload=host
+        )
         runs = []
-        for run in self.layer_runs(layout, variant, self.uniform["none"]):
+        for run in self.layer_runs(way, self.uniform["none"]):
             kind = next(n for n, block in enumerate(self.blocks) if block is run.block)
             if kind not in self._least:
                 self._least[kind] = least_seconds(self.base.problems[kind])
@@ -415,7 +402,7 @@ class TracedShape:
             runs.append(replace(run, block=block, unit=unit, experts=experts))
         head = self.head_seconds(key.micro_batch * self.question.seq_len / key.cp)
         return step_seconds(
-            runs, [], Links.of(layout, device), layout, outer=head, sync=self.question.step.sync, optimizer=0.0
+            runs, [], Links.of(conf, device), conf, outer=head, sync=self.question.job.step.sync, optimizer=0.0
         ).total
 
     def head_seconds(self, tokens: float) -> float:

@@ -7,17 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.fit import network
-from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.seconds import BlockSeconds, Links
 from nemo_like.planning.schedule_time import StageSeconds, action_seconds
 
 _SENT = ("tensor-parallel sums", "sequence gathers", "expert exchanges")
 _PARTS = ("forward", "backward", "replay", *_SENT, "head and embedding")
-
-
-def pipeline_of(layout: Layout) -> PipelineParallel:
-    """The cut and the schedule of a layout with stages."""
-    return PipelineParallel(layout.pp, layout.schedule or "1f1b", layout.grad_accum)
 
 
 def layer_parts(calls: Iterable[tuple[BlockSeconds, BlockProblem, Choice]], links: Links) -> dict[str, float]:

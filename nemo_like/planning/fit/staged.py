@@ -13,20 +13,20 @@ from torch import nn
 from nemo_like.distributed.expert_parallel.find_experts import find_experts
 from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import FSDP2, ChunkedLoss, ContextParallel, MemoryBudget, OffloadConfig
+from nemo_like.options import ChunkedLoss, MemoryBudget
 from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.fit import network
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.need import Need, input_bytes, most_allocated, need_of, reserved_by_ranks
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, Links, StepSeconds, unit_seconds
-from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Shared, TracedShape, Variant
-from nemo_like.planning.fit.stage_seconds import action_seconds_of, layer_parts, pipeline_of
+from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Shared, TracedShape
+from nemo_like.planning.fit.stage_seconds import action_seconds_of, layer_parts
 from nemo_like.planning.fit.staged_least import StagedLeast
 from nemo_like.planning.peak import Peak
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
-from nemo_like.planning.planner import Setup
 from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.stage_plans import choose, describe
 from nemo_like.planning.stage_reserved import is_replayed
@@ -52,12 +52,8 @@ class StagedShape:
         self.shared = shared
         self.key, self.question, self.sample = key, question, sample(key.micro_batch)
         self.model = model if key.cp == 1 else copy.deepcopy(model)  # stages cut the layers that they trace for good
-        self.setup = Setup(
-            shard_ranks=1, step=question.step, precision=question.precision, tp=key.tp, ep=key.ep,
-            fsdp=None if key.whole else FSDP2(reshard_after_forward=False), imbalance=question.imbalance,
-            cp=ContextParallel(key.cp),
-        )  # fmt: skip
-        self._first: dict[str, PipelinePlanner] = {}
+        self.job = question.job
+        self._first: dict[ChunkedLoss | None, PipelinePlanner] = {}
         self._planners: dict[Any, PipelinePlanner] = {}
         self._blocks: dict[int, BlockSeconds] = {}
         self._peaks: dict[Any, Peak] = {}
@@ -65,10 +61,10 @@ class StagedShape:
         self._needs: dict[Any, Need] = {}
         self._least: StagedLeast | None = None
 
-    def with_setup(self, **changed: Any) -> StagedShape:
-        """The same shape, and nothing traced again, for other settings of the ``allocator=``."""
+    def for_job(self, **changed: Any) -> StagedShape:
+        """Return the same shape, with nothing traced again, for other settings of the ``allocator=``."""
         other = copy.copy(self)
-        other.setup = replace(self.setup, **changed)
+        other.job = replace(self.job, **changed)
         other.ask_anew()
         return other
 
@@ -77,37 +73,27 @@ class StagedShape:
         self._first = dict(self._first)
         self._planners, self._plans, self._needs = {}, {}, {}
 
-    def planner(self, layout: Layout, variant: Variant) -> PipelinePlanner:
-        """Of this layout and variant; stages of the same layers are traced once for all of them."""
-        key = (*self._layout_key(layout), variant.loss, variant.offload)
+    def planner(self, conf: Configuration) -> PipelinePlanner:
+        """Of this conf and conf; stages of the same layers are traced once for all of them."""
+        key = (*self._layout_key(conf), conf.job.loss, conf.job.offload.mode)
         if key not in self._planners:
-            pp = pipeline_of(layout)
-            setup = replace(
-                self.setup, shard_ranks=layout.shard_ranks, replicas=layout.dp_replicate,
-                offload=OffloadConfig(variant.offload), loss=ChunkedLoss() if variant.loss == "chunked" else None,
-            )  # fmt: skip
-            known = self._first.get(variant.loss) or next(iter(self._first.values()), None)
+            job = replace(conf.job, allocator=self.job.allocator)
+            known = self._first.get(job.loss) or next(iter(self._first.values()), None)
             if known is None:
                 made = PipelinePlanner(
-                    self.model,
-                    self.sample,
-                    pp=pp,
-                    device=self.question.device,
-                    setup=setup,
-                    parts=self._parts(),
-                    known=self.shared.known(self.key),
+                    self.model, self.sample, job, parts=self._parts(job), known=self.shared.known(self.key)
                 )
             else:
-                made = known.with_setup(setup).scheduled(pp)
-            self._first.setdefault(variant.loss, made)
+                made = known.for_job(job)
+            self._first.setdefault(job.loss, made)
             self._planners[key] = made
         return self._planners[key]
 
-    def _parts(self) -> StageParts:
+    def _parts(self, job: Job) -> StageParts:
         """Looked for once for all shapes, also where the model cannot be cut."""
         if self.shared.parts is None:
             try:
-                self.shared.parts = parts_of(self.model, self.sample, self.setup)
+                self.shared.parts = parts_of(self.model, self.sample, job)
             except ValueError as error:
                 self.shared.parts = str(error)
         if isinstance(self.shared.parts, str):
@@ -117,7 +103,7 @@ class StagedShape:
     def least(self, whole: TracedShape) -> StagedLeast | None:
         """What bounds its pipelines, by `whole`, the model in one stage in this shape; None: it cannot be cut."""
         if self._least is None:
-            parts = self._parts()
+            parts = self._parts(whole.base.job)
             made = StagedLeast(whole, parts, hidden_of(self.model, self.sample, parts, self.key.cp).nbytes)
             self._least = made if made.is_known else None
         return self._least
@@ -127,8 +113,8 @@ class StagedShape:
         """Cuts, schedules and set-ups that there is a planner of."""
         return len(self._planners)
 
-    def _layout_key(self, layout: Layout) -> tuple[Any, ...]:
-        return layout.pp, layout.schedule, layout.grad_accum, layout.shard_ranks
+    def _layout_key(self, conf: Configuration) -> tuple[Any, ...]:
+        return conf.pp, conf.schedule, conf.grad_accum, conf.shard_ranks
 
     @cached_property
     def chunked(self) -> bool | None:
@@ -137,15 +123,15 @@ class StagedShape:
 
     # --- choices --------------------------------------------------------------------------------------------------
 
-    def choices(self, layout: Layout, variant: Variant) -> Any:
+    def choices(self, conf: Configuration) -> Any:
         """Of a mode that needs no budget, for each stage."""
-        return self.planner(layout, variant).uniform(variant.ac)
+        return self.planner(conf).uniform(conf.mode)
 
-    def planned(self, layout: Layout, variant: Variant, limit: int) -> tuple[Any, Peak] | None:
+    def planned(self, conf: Configuration, limit: int) -> tuple[Any, Peak] | None:
         """The fastest plan of each stage within `limit`, and the highest rank's peak; None: there is none."""
-        key = (*self._layout_key(layout), variant, limit)
+        key = (*self._layout_key(conf), conf.way, limit)
         if key not in self._plans:
-            planner = self.planner(layout, variant)
+            planner = self.planner(conf)
             try:
                 choices = choose(planner, MemoryBudget(peak_bytes=limit))
                 self._plans[key] = choices, _highest(planner, choices)
@@ -155,46 +141,46 @@ class StagedShape:
 
     refined = planned
 
-    def peak(self, layout: Layout, variant: Variant, choices: Any) -> Peak:
+    def peak(self, conf: Configuration, choices: Any) -> Peak:
         """Of a whole step, on the rank of the pipeline that has the highest."""
-        key = (*self._layout_key(layout), variant)
+        key = (*self._layout_key(conf), conf.way)
         if key not in self._peaks:
-            self._peaks[key] = _highest(self.planner(layout, variant), choices)
+            self._peaks[key] = _highest(self.planner(conf), choices)
         return self._peaks[key]
 
-    def plan(self, layout: Layout, variant: Variant, choices: Any, asked: str) -> Plan:
+    def plan(self, conf: Configuration, choices: Any, asked: str) -> Plan:
         """Choices as what `nemo_like.parallelize` takes."""
-        return describe(self.planner(layout, variant), choices, asked)
+        return describe(self.planner(conf), choices, asked)
 
-    def most_allocated(self, layout: Layout, variant: Variant) -> int:
+    def most_allocated(self, conf: Configuration) -> int:
         """The highest peak that could fit: what is reserved is predicted where backward stays in one piece."""
-        inputs = input_bytes(self.sample, self.key.micro_batch, layout)
-        return most_allocated(self.question, inputs, predicted=is_replayed(pipeline_of(layout)))
+        inputs = input_bytes(self.sample, self.key.micro_batch, conf)
+        return most_allocated(self.question, inputs, predicted=is_replayed(conf.job.pp))
 
-    def need(self, layout: Layout, variant: Variant, choices: Any, peak: Peak) -> Need:
+    def need(self, conf: Configuration, choices: Any, peak: Peak) -> Need:
         """What decides whether it fits; `peak`: of these choices, on the highest rank."""
-        key = (*self._layout_key(layout), variant, tuple(map(tuple, choices)))
+        key = (*self._layout_key(conf), conf.way, tuple(map(tuple, choices)))
         if key not in self._needs:
-            inputs = input_bytes(self.sample, self.key.micro_batch, layout)
-            reserved = reserved_by_ranks(self.planner(layout, variant), choices, self.question.limit - inputs)
+            inputs = input_bytes(self.sample, self.key.micro_batch, conf)
+            reserved = reserved_by_ranks(self.planner(conf), choices, self.question.limit - inputs)
             self._needs[key] = need_of(self.question, peak, reserved, inputs)
         return self._needs[key]
 
     # --- seconds --------------------------------------------------------------------------------------------------
 
-    def seconds(self, layout: Layout, variant: Variant, choices: Any) -> StepSeconds:
+    def seconds(self, conf: Configuration, choices: Any) -> StepSeconds:
         """Of a whole step: what the busiest rank of the pipeline computes and sends, what it waits for, and what its stages
         gather and reduce, which is once in a step."""
-        planner, device = self.planner(layout, variant), self.question.device
-        links = Links.of(layout, device)
+        planner, device = self.planner(conf), self.question.device
+        links = Links.of(conf, device)
         parts = [self.stage_parts(stage, own, links) for stage, own in zip(planner.stages, choices)]
         ranks = [planner.of_rank(rank) for rank in range(planner.pp.size)]
         sums = [{name: sum(parts[index][name] for index in own) for name in parts[0]} for own in ranks]
         busiest = busiest_rank(ranks, parts)
-        found = {name: value * layout.grad_accum for name, value in sums[busiest].items()}
+        found = {name: value * conf.grad_accum for name, value in sums[busiest].items()}
         actions, count = actions_of(planner.pp), len(planner.stages)
         seconds = action_seconds_of(parts, planner.pp)
-        handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > layout.gpus // layout.pp, device)
+        handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > conf.gpus // conf.pp, device)
         computing = timeline(actions, seconds, count).seconds
         found["pipeline bubble"] = max(0.0, computing - sum(found.values()))
         found["pipeline sends"] = max(0.0, timeline(actions, seconds, count, handed).seconds - computing)
@@ -236,7 +222,7 @@ class StagedShape:
     def _optimizer_seconds(self, stage: PlannedStage) -> float:
         trained, device = stage.planner.sharding.trained, self.question.device
         loop = len(trained) * KERNELS_PER_PARAMETER * device.launch_seconds
-        return max(loop, optimizer_seconds(trained, self.question.step.optimizer, device))
+        return max(loop, optimizer_seconds(trained, self.question.job.step.optimizer, device))
 
     def flops(self) -> float:
         """Of one microbatch in all stages: forward and backward of layers and head, nothing twice."""

@@ -1,4 +1,4 @@
-"""Seconds and bytes that no pipeline of a layout is below, by the whole model traced with the same local weights.
+"""Seconds and bytes that no pipeline of a conf is below, by the whole model traced with the same local weights.
 
 A pipeline is cut and traced only where these allow that it is the best. They are made of what all stages together compute,
 send and hold, dealt out evenly: the busiest rank has no less. Layers are dealt out whole, so that a rank may have fewer than
@@ -8,16 +8,15 @@ its even share; what is said of the first rank alone counts the fewest.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from nemo_like.options.schedules import SCHEDULE_OBJECTS
 from nemo_like.planning.block import Choice
 from nemo_like.planning.fit import network
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.seconds import Links, least_seconds, unit_seconds
-from nemo_like.planning.fit.shapes import TracedShape, Variant
+from nemo_like.planning.fit.shapes import TracedShape
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.step_time import optimizer_seconds
@@ -38,34 +37,34 @@ class StagedBounds:
         """Layer calls by kind."""
         return Counter(call.kind for call in self.shape.base.traced.calls)
 
-    def seconds(self, layout: Layout, mode: str, *, exchanges: bool = True, once: bool = True) -> float:
+    def seconds(self, conf: Configuration, mode: str, *, exchanges: bool = True, once: bool = True) -> float:
         """Of a step under `mode` (``none``, ``full``, ``selective``).
 
         Args:
-            layout: with stages.
+            conf: with stages.
             mode: what is run again.
-            exchanges: the traced shape splits experts, as the layout does, be it over other ranks.
+            exchanges: the traced shape splits experts, as the conf does, be it over other ranks.
             once: it splits them over as many; else what is gathered, reduced and stepped once is left out.
         """
-        pp = layout.pp
-        one = self._microbatch(layout, mode, exchanges)
-        facts = SCHEDULE_OBJECTS[layout.schedule or "1f1b"]
+        pp = conf.pp
+        one = self._microbatch(conf, mode, exchanges)
+        facts = SCHEDULE_OBJECTS[conf.schedule or "1f1b"]
         stages = pp * facts.default_per_rank
         even = self._even(stages)
         fill = one * (pp - 1) / pp * even * facts.fill
-        return layout.grad_accum * one / pp + fill + (self.once(layout) / pp if once else 0.0)
+        return conf.grad_accum * one / pp + fill + (self.once(conf) / pp if once else 0.0)
 
-    def _microbatch(self, layout: Layout, mode: str, exchanges: bool) -> float:
+    def _microbatch(self, conf: Configuration, mode: str, exchanges: bool) -> float:
         """Of one, in all stages."""
-        key = (layout.micro_batch, layout.cp, layout.ep, mode, exchanges)
+        key = (conf.micro_batch, conf.cp, conf.ep, mode, exchanges)
         if key not in self._one:
-            links, share = Links.of(layout, self.device), self._share(layout)
-            one = self.head(layout)
+            links, share = Links.of(conf, self.device), self._share(conf)
+            one = self.head(conf)
             for kind, count in self.counts.items():
                 block = self.shape.blocks[kind]
                 sent = network.reduce_seconds(int(block.boundary_bytes * share), links.tensor, self.device) * 4
-                if layout.cp == self.shape.key.cp:
-                    size = int(block.sequence_bytes * self._rows(layout))
+                if conf.cp == self.shape.key.cp:
+                    size = int(block.sequence_bytes * self._rows(conf))
                     sent += network.gather_seconds(size, links.sequence, self.device) * 2
                 if exchanges:
                     size = int(block.expert_bytes * share)
@@ -74,34 +73,34 @@ class StagedBounds:
             self._one[key] = one
         return self._one[key]
 
-    def bytes(self, layout: Layout, mode: str) -> int:
+    def bytes(self, conf: Configuration, mode: str) -> int:
         """Of the first rank's peak: what lies there of its layers, and what its microbatches in flight hold."""
         held = sum(choice.held_bytes for choice in self.choices("full" if mode == "plan" else mode))
-        lies = self._lying(layout)
-        facts = SCHEDULE_OBJECTS[layout.schedule or "1f1b"]
-        flight = facts.in_flight(layout.pp, layout.grad_accum, facts.default_per_rank)
-        stages = layout.pp * facts.default_per_rank
-        return int(self._even(stages) / layout.pp * (lies + held * self._share(layout) * flight))
+        lies = self._lying(conf)
+        facts = SCHEDULE_OBJECTS[conf.schedule or "1f1b"]
+        flight = facts.in_flight(conf.pp, conf.grad_accum, facts.default_per_rank)
+        stages = conf.pp * facts.default_per_rank
+        return int(self._even(stages) / conf.pp * (lies + held * self._share(conf) * flight))
 
-    def _lying(self, layout: Layout) -> int:
+    def _lying(self, conf: Configuration) -> int:
         """Parameters of all layers, stored and gathered, whole gradients and optimizer state."""
-        if layout.shard_ranks not in self._lies:
-            sharding, optimizer = self.sharding(layout), self.shape.question.step.optimizer
+        if conf.shard_ranks not in self._lies:
+            sharding, optimizer = self.sharding(conf), self.shape.question.job.step.optimizer
             layers = (*sharding.units, *sharding.experts.values())
             trained = [p for p in sharding.trained if p.in_layer]
             lies = sum(unit.shard for unit in layers) + optimizer_memory(trained, optimizer, foreach=False).state
             if sharding.on:
                 lies += sum(unit.gathered + unit.whole_grad for unit in layers)
-            self._lies[layout.shard_ranks] = lies
-        return self._lies[layout.shard_ranks]
+            self._lies[conf.shard_ranks] = lies
+        return self._lies[conf.shard_ranks]
 
-    def _share(self, layout: Layout) -> float:
+    def _share(self, conf: Configuration) -> float:
         """Tokens of a microbatch, as a share of the traced shape's."""
-        return self._rows(layout) * self.shape.key.cp / layout.cp
+        return self._rows(conf) * self.shape.key.cp / conf.cp
 
-    def _rows(self, layout: Layout) -> float:
+    def _rows(self, conf: Configuration) -> float:
         """Sequences of a microbatch, as a share of the traced shape's."""
-        return layout.micro_batch / self.shape.key.micro_batch
+        return conf.micro_batch / self.shape.key.micro_batch
 
     def _even(self, stages: int) -> float:
         """The least that a stage has, of its even share of the layers."""
@@ -130,16 +129,16 @@ class StagedBounds:
         choices = self.choices("none" if mode == "plan" else mode)
         return next(c for call, c in zip(self.shape.base.traced.calls, choices) if call.kind == kind)
 
-    def head(self, layout: Layout) -> float:
+    def head(self, conf: Configuration) -> float:
         """Of the head's products with one microbatch."""
-        return self.shape.head_seconds(layout.micro_batch * self.shape.question.seq_len / layout.cp)
+        return self.shape.head_seconds(conf.micro_batch * self.shape.question.seq_len / conf.cp)
 
-    def once(self, layout: Layout) -> float:
+    def once(self, conf: Configuration) -> float:
         """Of gathers, reductions and the optimizer, of all stages."""
-        key = (layout.shard_ranks, layout.dp_replicate)
+        key = (conf.shard_ranks, conf.dp_replicate)
         if key not in self._ends:
-            sharding, links = self.sharding(layout), Links.of(layout, self.device)
-            total = optimizer_seconds(sharding.trained, self.shape.question.step.optimizer, self.device)
+            sharding, links = self.sharding(conf), Links.of(conf, self.device)
+            total = optimizer_seconds(sharding.trained, self.shape.question.job.step.optimizer, self.device)
             experts = set(map(id, sharding.experts.values()))
             for unit in sharding.all if sharding.on else ():
                 shards = links.expert_shards if id(unit) in experts else links.shards
@@ -147,7 +146,10 @@ class StagedBounds:
             self._ends[key] = total
         return self._ends[key]
 
-    def sharding(self, layout: Layout) -> Sharding:
+    def sharding(self, conf: Configuration) -> Sharding:
         """Of the whole model over the ranks that share a stage."""
-        whole = replace(layout, pp=1, schedule=None, grad_accum=1, micro_batch=1)
-        return self.shape.planner(whole, Variant("none", "model", "none", None)).sharding
+        whole = conf.sized(pp=1, schedule=None, grad_accum=1, micro_batch=1)
+        plain = whole.change(ac="none", loss=None, offload="none").with_strategy(
+            reshard_after_forward=None, cpu_offload=False
+        )
+        return self.shape.planner(plain).sharding

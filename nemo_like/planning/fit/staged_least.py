@@ -16,10 +16,10 @@ from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, Acti
 from nemo_like.distributed.pipeline.schedules import rank_of, stages_of
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.fit import network
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.seconds import Links
 from nemo_like.planning.fit.shapes import TracedShape
-from nemo_like.planning.fit.stage_seconds import action_seconds_of, layer_parts, pipeline_of
+from nemo_like.planning.fit.stage_seconds import action_seconds_of, layer_parts
 from nemo_like.planning.fit.staged_bounds import StagedBounds
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.schedule_time import timeline
@@ -51,23 +51,23 @@ class StagedLeast:
         """Whether the whole model calls each layer once, in order: else it can't be cut either."""
         return tuple(call.fqn for call in self.whole.base.traced.calls) == self.parts.layers
 
-    def seconds(self, layout: Layout, mode: str) -> float:
+    def seconds(self, conf: Configuration, mode: str) -> float:
         """Of a step under `mode` (``none``, ``full``, ``selective``, ``plan``)."""
-        key = (layout.pp, layout.schedule, layout.grad_accum, layout.gpus, mode)
+        key = (conf.pp, conf.schedule, conf.grad_accum, conf.gpus, mode)
         if key not in self._timelines:
-            self._timelines[key] = self._timeline(layout, mode)
-        return (self._timelines[key] + self.bounds.once(layout) / layout.pp) * _ROUNDING
+            self._timelines[key] = self._timeline(conf, mode)
+        return (self._timelines[key] + self.bounds.once(conf) / conf.pp) * _ROUNDING
 
-    def _timeline(self, layout: Layout, mode: str) -> float:
-        pp, links, whole = pipeline_of(layout), Links.of(layout, self.device), self.whole
+    def _timeline(self, conf: Configuration, mode: str) -> float:
+        pp, links, whole = conf.job.pp, Links.of(conf, self.device), self.whole
         choices = self.bounds.choices("none" if mode == "plan" else mode)
         calls = [
             (whole.blocks[call.kind], whole.base.problems[call.kind], choice)
             for call, choice in zip(whole.base.traced.calls, choices)
         ]
         parts = [layer_parts((calls[i] for i in stage.layers), links) for stage in self._stages(pp)]
-        parts[-1]["head and embedding"] = self.bounds.head(layout)
-        handed = network.send_seconds(self.hidden, self.device.gpus_per_host > layout.gpus // layout.pp, self.device)
+        parts[-1]["head and embedding"] = self.bounds.head(conf)
+        handed = network.send_seconds(self.hidden, self.device.gpus_per_host > conf.gpus // conf.pp, self.device)
         return timeline(actions_of(pp), action_seconds_of(parts, pp), len(parts), handed).seconds
 
     def _stages(self, pp: PipelineParallel) -> list[StageSlice]:
@@ -77,28 +77,28 @@ class StagedLeast:
 
     # --- bytes ----------------------------------------------------------------------------------------------------
 
-    def bytes(self, layout: Layout, mode: str) -> int:
+    def bytes(self, conf: Configuration, mode: str) -> int:
         """Of the highest rank's peak: what lies there, and what its microbatches in flight hold."""
-        pp = pipeline_of(layout)
+        pp = conf.job.pp
         stages = self._stages(pp)
-        lies, flies = self._lying(layout, stages), self._flying(layout, stages, "full" if mode == "plan" else mode)
+        lies, flies = self._lying(conf, stages), self._flying(conf, stages, "full" if mode == "plan" else mode)
         return max(0, *(sum(lies[n] for n in stages_of(pp, rank)) + most for rank, most in enumerate(flies)))
 
-    def _flying(self, layout: Layout, stages: Sequence[StageSlice], mode: str) -> list[int]:
+    def _flying(self, conf: Configuration, stages: Sequence[StageSlice], mode: str) -> list[int]:
         """Of each rank, the most that buffers, microbatches in flight and whole gradients take, however many ranks share a
         stage's parameters."""
-        on = self.bounds.sharding(layout).on
-        key = (layout.pp, layout.schedule, layout.grad_accum, mode, on)
+        on = self.bounds.sharding(conf).on
+        key = (conf.pp, conf.schedule, conf.grad_accum, mode, on)
         if key not in self._flights:
-            pp, hidden, choices = pipeline_of(layout), self.hidden, self.bounds.choices(mode)
+            pp, hidden, choices = conf.job.pp, self.hidden, self.bounds.choices(mode)
             held = [sum(choices[i].held_bytes for i in stage.layers) for stage in stages]
             gradients, found = self._gradients(pp, stages, on=on), []
-            for rank, states in enumerate(self._states_of(pp, layout)):
+            for rank, states in enumerate(self._states_of(pp, conf)):
                 own = stages_of(pp, rank)
                 # What a stage is called with is in a buffer, and what it hands on to the next one here takes the place of
                 # one.
                 each = [max(0, held[n] - hidden * (n > 0) - hidden * (n + 1 in own)) for n in own]
-                buffers = sum(hidden * ((n > 0) + (n + 1 < len(stages))) for n in own) * layout.grad_accum
+                buffers = sum(hidden * ((n > 0) + (n + 1 < len(stages))) for n in own) * conf.grad_accum
                 most = 0
                 for flights, back in states:
                     alive = sum(flight * size for flight, size in zip(flights, each))
@@ -107,21 +107,21 @@ class StagedLeast:
             self._flights[key] = found
         return self._flights[key]
 
-    def _states_of(self, pp: PipelineParallel, layout: Layout) -> list[set[State]]:
-        key = (layout.pp, layout.schedule, layout.grad_accum)
+    def _states_of(self, pp: PipelineParallel, conf: Configuration) -> list[set[State]]:
+        key = (conf.pp, conf.schedule, conf.grad_accum)
         if key not in self._states:
             actions = walked_actions(pp)
             self._states[key] = [set(_states(actions[rank], stages_of(pp, rank))) for rank in range(pp.size)]
         return self._states[key]
 
-    def _lying(self, layout: Layout, stages: Sequence[StageSlice]) -> list[int]:
+    def _lying(self, conf: Configuration, stages: Sequence[StageSlice]) -> list[int]:
         """Of each stage, parameters, stored and gathered, and optimizer state."""
-        pp = pipeline_of(layout)
-        key = (layout.shard_ranks, len(stages), _shares_ends(pp, stages))
+        pp = conf.job.pp
+        key = (conf.shard_ranks, len(stages), _shares_ends(pp, stages))
         if key not in self._lies:
-            base, sharding = self.whole.base, self.bounds.sharding(layout)
-            ranks = layout.shard_ranks
-            expert_ranks = max(1, ranks * layout.tp // layout.ep)
+            base, sharding = self.whole.base, self.bounds.sharding(conf)
+            ranks = conf.shard_ranks
+            expert_ranks = max(1, ranks * conf.tp // conf.ep)
             memory = optimizer_memory(sharding.trained, base.job.step.optimizer, foreach=False)
             states, found = map(sum, memory.states), [0] * len(stages)
             for param, where in zip(self._parameters, self._places(pp, stages, on=sharding.on)):
