@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+
 from torch import nn
 
 from nemo_like.activation_checkpointing.kv_sharing import shares_states_explicitly

@@ -26,6 +26,7 @@ from nemo_like.offload import placed_on_host
 from nemo_like.options import CheckpointConfig, MemoryBudget, parse_ac
 from nemo_like.profiling import MemoryProfiler
 
+
 def layers_for(model: nn.Module, job: Job) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
     """Return every repeated layer of `model`, and those that are in the job's scope.
 

@@ -9,9 +9,10 @@ import torch
 
 from nemo_like.bench.bench_report import Column, Table, surroundings
 from nemo_like.bench.suite_options import BenchOptions
+from nemo_like.job import Job
 from nemo_like.models import resolve_model
-from nemo_like.options import MemoryBudget, Precision
-from nemo_like.planning import Planner, Setup
+from nemo_like.options import MemoryBudget
+from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 
 HELP = "time to plan 8B, 70B, 405B and mixture-of-experts shapes for 8192 tokens on H100s, on meta"
@@ -47,8 +48,8 @@ def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
     source = resolve_model(name)
     model = source.build("meta")
     built = time.perf_counter()
-    setup = Setup(shard_ranks=ranks, precision=Precision("bf16"))
-    planner = Planner(model, source.sample_input(1, tokens), device=resolve_device("h100-80gb"), setup=setup)
+    job = Job.of(world_size=ranks, precision="bf16", gpu=resolve_device("h100-80gb"))
+    planner = Planner(model, source.sample_input(1, tokens), job)
     traced = time.perf_counter()
     kinds = len(planner.frontiers)
     chosen = time.perf_counter()

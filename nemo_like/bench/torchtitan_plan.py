@@ -13,15 +13,17 @@ from nemo_like.bench import torchtitan_step
 from nemo_like.bench.torchtitan_model import tensor_parallel_rank, with_ring
 from nemo_like.bench.torchtitan_seconds import HowRun, LayerSeconds, layer_seconds
 from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.job import Job
 from nemo_like.models import resolve_model
-from nemo_like.options import FSDP2, PipelineParallel, Precision
+from nemo_like.options import PipelineParallel
+from nemo_like.options.schedules import SCHEDULE_OBJECTS
 from nemo_like.planning.block import Choice
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit import network
-from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.fit.layouts import Configuration, Layout, configuration
 from nemo_like.planning.fit.seconds import Links, unit_seconds
 from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from nemo_like.planning.reserved import Reserved
 from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
 from nemo_like.planning.stages import PipelinePlanner, parts_of
@@ -64,11 +66,12 @@ class PublishedStep:
         return self.pp
 
     @property
-    def layout(self) -> Layout:
-        return Layout(
-            1, self.dp_shard, self.tp, self.cp, pp=self.pp, schedule=self.schedule or None,
-            micro_batch=self.local_batch // self.microbatches, grad_accum=self.microbatches,
+    def layout(self) -> Configuration:
+        sizes = Layout(
+            1, self.dp_shard, self.tp, self.cp, 1, self.pp, self.schedule or None,
+            self.local_batch // self.microbatches, self.microbatches,
         )  # fmt: skip
+        return configuration(Job(), sizes)
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,8 @@ class _Step:
         loop = torchtitan_step.STEP
         if step.compiled_loss:
             loop = replace(loop, loss_fn=torchtitan_step.compiled_loss)
-        self.setup = Setup(
-            shard_ranks=step.layout.shard_ranks, step=loop, precision=Precision("bf16"),
-            fsdp=FSDP2(reshard_after_forward=False if step.pp > 1 else None),
-        )  # fmt: skip
+        # The model is one rank's already, of tp and of cp, which shards parameters.
+        self.job = Job.of(step=loop, precision="bf16", gpu=device, world_size=step.layout.shard_ranks)
 
     def sample(self) -> dict[str, torch.Tensor]:
         """One microbatch of one rank: of a sequence that several share, its part."""
@@ -126,14 +127,14 @@ class _Step:
     def optimizer(self, planner: Planner) -> float:
         trained = planner.sharding.trained
         loop = len(trained) * KERNELS_PER_PARAMETER * self.device.launch_seconds
-        return max(loop, optimizer_seconds(trained, planner.setup.step.optimizer, self.device))
+        return max(loop, optimizer_seconds(trained, planner.job.step.optimizer, self.device))
 
 
 class _Whole(_Step):
     """Without stages."""
 
     def planned(self) -> StepPrediction:
-        planner = Planner(self.model, self.sample(), device=self.device, setup=self.setup)
+        planner = Planner(self.model, self.sample(), self.job)
         choices = planner.uniform(self.step.ac)
         eager = self.step.ac == "selective" and not self.step.compiled
         memory = torchtitan_step.reserved(planner, choices, eager_selective=eager)
@@ -157,13 +158,13 @@ class _Stages(_Step):
 
     def planned(self) -> StepPrediction:
         step = self.step
-        stages = step.pp * (1 if step.schedule == "1f1b" else 2)
+        stages = step.pp * SCHEDULE_OBJECTS[step.schedule].default_per_rank
         pp = PipelineParallel(step.pp, step.schedule, step.microbatches, balance=_dealt(len(self._layers()), stages))
         sample = self.sample() | {"labels": self.sample()["input_ids"]}
+        job = self.job.on(dp_shard=self.job.dp_shard, pp=pp)
         planner = PipelinePlanner(
-            self.model, sample, pp=pp, device=self.device, setup=self.setup, parts_sent=step.tp,
-            parts=parts_of(self.whole, sample, self.setup),
-        )  # fmt: skip
+            self.model, sample, job, parts_sent=step.tp, parts=parts_of(self.whole, sample, job)
+        )
         choices = planner.uniform(step.ac)
         ranked = [self._memory(planner, rank, choices) for rank in range(step.pp)]
         rank = max(range(step.pp), key=lambda r: ranked[r].reserved)

@@ -80,7 +80,7 @@ def kept_last_product(problem: BlockProblem) -> int:
 def reserved(planner: Planner, choices: Sequence[Choice], *, eager_selective: bool) -> Reserved:
     """What the allocator reserves for such a step."""
     own = copy.copy(planner)
-    own.setup = replace(planner.setup, allocator=ALLOCATOR)
+    own.job = replace(planner.job, allocator=ALLOCATOR)
     own.__dict__["sharding"] = one_root(planner.sharding)
     if eager_selective:
         more = [kept_last_product(problem) for problem in planner.problems]

@@ -16,11 +16,12 @@ from nemo_like.bench.measured_step import cpu_events
 from nemo_like.commands.code_version import code_version
 from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, one_line, within
 from nemo_like.extras import require
+from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.first_step import bytes_between_steps
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from nemo_like.planning.remembered import RememberedTables
 from nemo_like.planning.step_loss import loss_of
 
@@ -167,8 +168,7 @@ def _step(model: nn.Module, sample: dict[str, Tensor]) -> None:
 def planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]) -> SurveyedPlan:
     name = type(model).__name__
     try:
-        setup = Setup(step=StepSpec(keeps_output=False), fsdp=None)
-        planner = Planner(model, sample, device=resolve_device("cpu"), setup=setup)
+        planner = Planner(model, sample, Job.of(step=StepSpec(keeps_output=False), gpu=resolve_device("cpu")))
         budget = _budget(planner)
         choices, _ = planner.choose(budget, str(budget))
         plan, predicted = planner.describe(choices, str(budget)), planner.peak(choices)

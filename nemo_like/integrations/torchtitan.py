@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.extras import require
 from nemo_like.parallelizer import apply_activation_checkpointing
-from nemo_like.activation_checkpointing.plan import Plan
 
 
 def activation_checkpoint(ac: Any = "selective", *, sample_input: Any = None) -> Any:

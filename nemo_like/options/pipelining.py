@@ -11,7 +11,6 @@ from nemo_like.options.schedules import SCHEDULE_OBJECTS, SCHEDULES, Schedule
 from nemo_like.options.words import did_you_mean, normalise
 
 
-
 @dataclass(frozen=True)
 class PipelineParallel:
     """Deal a model's layers out to `size` ranks. ``pp=2`` means the defaults.

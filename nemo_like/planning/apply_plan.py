@@ -6,8 +6,8 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
-from nemo_like.distributed.launch import pick_device_type
 from nemo_like.activation_checkpointing.plan import Plan, plan_specs
+from nemo_like.distributed.launch import pick_device_type
 
 
 def apply_plan(

@@ -15,6 +15,7 @@ from nemo_like.distributed.expert_parallel.find_experts import EACH, experts_per
 from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
 from nemo_like.distributed.expert_parallel.split_experts import SplitExperts
 from nemo_like.distributed.expert_parallel.tensor_ranks import TensorRanks
+from nemo_like.job import Job
 
 IMBALANCE = 1.5
 """Rows that the fullest rank's experts get, as a multiple of what they would get if all got alike, where nobody says. A

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from nemo_like.log import logger
 from nemo_like.activation_checkpointing.plan import Plan, gib
+from nemo_like.log import logger
 from nemo_like.profiling.meters import AllocatorEvents, storages_of
 from nemo_like.tensors import describe, tensors_in
 

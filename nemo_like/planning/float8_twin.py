@@ -11,8 +11,8 @@ from torch import nn
 
 from nemo_like.distributed.pipeline.cut import STAGE_MARK
 from nemo_like.float8 import check_float8, float8_linears
-from nemo_like.module_tree import bare
 from nemo_like.job import Job
+from nemo_like.module_tree import bare
 from nemo_like.planning.devices import Device
 
 _LEAST = (8, 9)

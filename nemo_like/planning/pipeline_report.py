@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
 from nemo_like.extras import require
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.peak import Peak
-from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
 from nemo_like.planning.plan_report import FRACTIONS, MODES
 from nemo_like.planning.stage_plans import choose, describe, reserved_on_ranks, times
 from nemo_like.planning.stage_walk import Log

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.extras import require
 from nemo_like.job import Job
 from nemo_like.options import ChunkedLoss, MemoryBudget, PlanSearch, StepSpec
@@ -15,7 +16,6 @@ from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
 from nemo_like.planning.optimizers import optimizer_memory
-from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.planning.plan_search import Reach
 from nemo_like.planning.planner import BudgetError, Planner
 from nemo_like.planning.tight import Tight, tight

@@ -17,6 +17,7 @@ from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.module_state import copied_in_forward
 from nemo_like.activation_checkpointing.keep_routing import KeepRouting
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.expert_parallel.split_experts import has_experts
@@ -51,7 +52,6 @@ from nemo_like.planning.microbatch import Microbatch, microbatches
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
-from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.planning.plan_of_choices import plan_of
 from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.sharding import (

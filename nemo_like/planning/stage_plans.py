@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.block import Choice
 from nemo_like.planning.peak import Peak
-from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
 from nemo_like.planning.planner import asked_job
 from nemo_like.planning.schedule_time import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.sharding import same_on_all_ranks

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nemo_like.activation_checkpointing.plan import BudgetError, gib
 from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
 from nemo_like.planning import solver
 from nemo_like.planning.last_within import last_within
 from nemo_like.planning.peak import Peak
-from nemo_like.activation_checkpointing.plan import BudgetError, gib
 from nemo_like.planning.stack import Stack
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.activation_checkpointing.plan import BudgetError, gib
 from nemo_like.options import (
     FSDP2,
     ChunkedLoss,
@@ -20,7 +21,6 @@ from nemo_like.options import (
     parse_dtype,
 )
 from nemo_like.planning.devices import Device, device_at_hand
-from nemo_like.activation_checkpointing.plan import BudgetError, gib
 from nemo_like.planning.planner import Planner, Setup
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.run_options import RunOptions

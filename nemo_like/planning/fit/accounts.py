@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.planning.block import Choice
 from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import Device
@@ -28,7 +29,6 @@ from nemo_like.planning.fit.seconds import LayerRun, Links, StepSeconds
 from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, TracedShape
 from nemo_like.planning.fit.staged import StagedShape, busiest_rank
 from nemo_like.planning.optimizers import TrainedParameter
-from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.planning.stage_walk import with_inputs_counted_once
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.step_time import host_optimizer_seconds, optimizer_seconds

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.job import Job
@@ -29,7 +30,6 @@ from nemo_like.planning.fit.question import Question, read_question
 from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
-from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.tensor_twin import has_known_rules, local_twin
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
@@ -27,7 +28,6 @@ from nemo_like.planning.last_within import last_within
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
-from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.planning.planner import RNG_STATE, Planner
 from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.stack import Stack

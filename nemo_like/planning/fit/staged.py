@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.distributed.expert_parallel.find_experts import find_experts
 from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.distributed.pipeline.order import actions_of
@@ -26,7 +27,6 @@ from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Share
 from nemo_like.planning.fit.stage_seconds import action_seconds_of, layer_parts
 from nemo_like.planning.fit.staged_least import StagedLeast
 from nemo_like.planning.peak import Peak
-from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.stage_plans import choose, describe
 from nemo_like.planning.stage_reserved import is_replayed

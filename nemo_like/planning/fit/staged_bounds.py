@@ -21,6 +21,7 @@ from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.step_time import optimizer_seconds
 
+
 class StagedBounds:
     """Of all pipelines whose local weights `shape`, the whole model, has."""
 
