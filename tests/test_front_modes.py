@@ -65,7 +65,7 @@ def test_a_budget_that_cannot_be_met_leaves_the_model_alone() -> None:
 
 
 def test_a_saved_plan_is_a_mode(tmp_path: Path) -> None:
-    plan_for(build("llama"), "40%", SAMPLE, world_size=1).save(tmp_path / "plan.json")
+    plan_for(build("llama"), ac="40%", sample_input=SAMPLE, world_size=1).save(tmp_path / "plan.json")
     model = build("llama")
     assert same(parallelize(model, ac=Plan.load(tmp_path / "plan.json", model)))
     with pytest.raises(ValueError, match="plan was made for"):

@@ -46,7 +46,7 @@ class _WithLoss(PlainDecoder):
 
 
 def test_a_plan_for_fewer_layers_is_refused() -> None:
-    plan = plan_for(_WithLoss(layers=2), "50%", (batch(2),))
+    plan = plan_for(_WithLoss(layers=2), ac="50%", sample_input=(batch(2),))
     model: nn.Module = _WithLoss(layers=4)
     with pytest.raises(ValueError, match=r"plan has 2 layers.*blocks\.2, blocks\.3"):
         parallelize(model, "single", plan)
@@ -70,7 +70,7 @@ def test_a_budget_of_the_wrong_kind_says_how_to_write_it(fields: dict[str, objec
 @pytest.mark.parametrize("budget", [0.5, None, True])
 def test_a_number_is_no_budget(budget: object) -> None:
     with pytest.raises(TypeError, match=r"budget is .*'40GiB' or '50%'"):
-        plan_for(_WithLoss(layers=2), budget, (batch(2),))
+        plan_for(_WithLoss(layers=2), ac=budget, sample_input=(batch(2),))
 
 
 def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from nemo_like import PlanSearch
 from nemo_like import CheckpointConfig, MemoryBudget, SelectivePolicy, apply_activation_checkpointing, parallelize
 from nemo_like.options import FSDP2, OffloadConfig, Precision, TensorParallel
 from nemo_like.planning import plan_for
@@ -54,7 +55,7 @@ def _own_checkpointing() -> nn.Module:
 
 
 def _plan_of_another() -> dict[str, Any]:
-    return dict(ac=plan_for(build("llama"), "100%", {"input_ids": IDS, "labels": IDS}, device="h100-80gb", skip=False))
+    return dict(ac=plan_for(build("llama"), ac="100%", sample_input={"input_ids": IDS, "labels": IDS}, gpu="h100-80gb", search=PlanSearch(skip=False)))
 
 
 def _config(**fields: Any) -> CheckpointConfig:

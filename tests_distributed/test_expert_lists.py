@@ -405,7 +405,7 @@ def test_budgets_say_why_not(ep: int) -> None:
         r"'layers\.0\.mixture\.experts' is a list of experts, whose block decides in Python how many rows each gets"
     )
     with pytest.raises(ValueError, match=reason):
-        plan_for(Model(), "50%", tokens(2), world_size=2, ep=ep)
+        plan_for(Model(), ac="50%", sample_input=tokens(2), ep=ep, world_size=2)
 
 
 def test_what_a_stack_is_not() -> None:

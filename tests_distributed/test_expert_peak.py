@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like import parallelize
 from nemo_like.options import ExpertParallel, MemoryBudget
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from tests.models.expert_families import all_to_the_first_rank, tokens
 from tests_distributed.allocated import local, step_peak_bytes
 from tests_distributed.spawn import run_ranks
@@ -21,8 +22,8 @@ BUDGETS = ("60%", "30%")
 def _peaks(rank: int, world_size: int, asked: tuple[str, ...], tp: int) -> list[tuple[str, int, int, bool]]:
     ids = tokens(2, 64, seed=rank // tp)
     sample = {"input_ids": ids, "labels": ids}
-    setup = Setup(shard_ranks=world_size // tp, ep=2, imbalance=2.0, tp=tp)
-    planner = Planner(all_to_the_first_rank(), sample, device=resolve_device("cpu"), setup=setup)
+    setup = Job.of(world_size=(world_size // tp) * tp, tp=tp, ep=ExpertParallel(2, imbalance=2.0))
+    planner = Planner(all_to_the_first_rank(), sample, setup.change(gpu=resolve_device("cpu")))
     found, bare = [], None
     for ac in asked:
         peak = (

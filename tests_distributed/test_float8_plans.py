@@ -28,7 +28,7 @@ def _run(rank: int, world_size: int, cp: int, word: str) -> tuple[bool, int, int
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank // cp))
     sample = {"input_ids": ids, "labels": ids}
     said = {"precision": word, "device": "cpu", "cp": cp, "sample_input": sample}
-    plan = plan_for(llama(), BUDGET, sample, world_size=world_size, device="cpu", precision=word, cp=cp)
+    plan = plan_for(llama(), ac=BUDGET, sample_input=sample, gpu="cpu", precision=word, cp=cp, world_size=world_size)
     model = parallelize(llama(), FSDP2(), ac=BUDGET, **said)
     own = _gradients(model, sample)
     plain = _gradients(parallelize(llama(), FSDP2(), ac="none", **said), sample)

@@ -15,10 +15,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_like import Job
 from nemo_like import parallelize
 from nemo_like.options import FSDP2, Precision
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from nemo_like.planning.sharding import sharding_of
 from nemo_like.tensors import tensors_in
 from tests.models.fit_models import llama
@@ -90,9 +91,7 @@ def _played(rank: int, world_size: int, precision: str | None, tokens: int) -> l
     fsdp, cast = FSDP2(cpu_offload=True), Precision.of(precision)
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
-    planner = Planner(
-        llama(), sample, device=resolve_device("cpu"), setup=Setup(shard_ranks=world_size, fsdp=fsdp, precision=cast)
-    )
+    planner = Planner(llama(), sample, Job.of(strategy=fsdp, world_size=world_size, precision=cast, gpu=resolve_device("cpu")))
     planner.__dict__["sharding"] = sharding_of(
         planner.model,
         planner.layers,
@@ -136,7 +135,7 @@ def _on_the_cpu(rank: int, world_size: int) -> tuple[int, int]:
     fsdp = FSDP2(cpu_offload=True)
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
-    planner = Planner(llama(), sample, device=resolve_device("cpu"), setup=Setup(shard_ranks=world_size, fsdp=fsdp))
+    planner = Planner(llama(), sample, Job.of(strategy=fsdp, world_size=world_size, gpu=resolve_device("cpu")))
     model = parallelize(llama(), fsdp, ac="full", device="cpu")
     return planner.peak(planner.uniform("full")).total, loop_peak_bytes(model, sample)
 

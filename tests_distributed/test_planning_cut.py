@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like import ContextParallel, parallelize
 from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.cut_models import step
 from tests_distributed.spawn import run_ranks
@@ -52,12 +53,7 @@ def _peaks(
     planned = _build(name)
     before = {key: len(vars(module)) for key, module in planned.named_modules()}
     rows = []
-    with Planner(
-        planned,
-        batch,
-        device=resolve_device("cpu"),
-        setup=Setup(shard_ranks=world_size, step=StepSpec(keeps_output=False), cp=cp),
-    ) as planner:
+    with Planner(planned, batch, Job.of(world_size=world_size, step=StepSpec(keeps_output=False), cp=cp, gpu=resolve_device("cpu"))) as planner:
         plans = {
             mode: planner.describe(planner.uniform(mode), mode)
             if mode in ("none", "full", "selective")

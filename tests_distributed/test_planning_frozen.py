@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job
 from nemo_like import FSDP2, StepSpec, parallelize
-from nemo_like.planning import Planner, Setup
+from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.four_bit import four_bit_twin
 from tests_distributed.allocated import step_peak_bytes
@@ -61,10 +62,7 @@ def _case(rank: int, world_size: int, name: str, ac: str, step: StepSpec) -> tup
     model = MODELS[name]().train()
     ids = torch.randint(VOCAB, (4, 64))
     batch = {"input_ids": ids, "labels": ids}
-    planner = Planner(
-        model, batch, device=resolve_device("cpu"),
-        setup=Setup(shard_ranks=world_size, step=step, fsdp=None if world_size == 1 else FSDP2()),
-    )  # fmt: skip
+    planner = Planner(model, batch, Job.of(world_size=world_size, step=step, gpu=resolve_device("cpu")))  # fmt: skip
     peak = planner.peak(planner.uniform(ac))
     model = parallelize(model, "single" if world_size == 1 else "fsdp2", ac, device="cpu")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job
 from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, StepSpec
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
@@ -121,13 +122,11 @@ def _compare(rank, world_size, name, modes):
     from nemo_like.layers import find_layers
     from nemo_like.planning.apply_plan import apply_plan
     from nemo_like.planning.devices import resolve_device
-    from nemo_like.planning.planner import Planner, Setup
+    from nemo_like.planning.planner import Planner
 
     rows = []
     batch = _batch(name, rank)
-    planner = Planner(
-        MODELS[name]().train(), batch, device=resolve_device("cpu"), setup=Setup(shard_ranks=world_size, step=DROPPED)
-    )
+    planner = Planner(MODELS[name]().train(), batch, Job.of(world_size=world_size, step=DROPPED, gpu=resolve_device("cpu")))
     for mode in modes:
         torch.manual_seed(0)
         model = MODELS[name]().train()
@@ -170,15 +169,15 @@ def _settings(rank, world_size, cases, mode):
     from nemo_like.losses.model_loss import chunk_model_loss
     from nemo_like.planning.apply_plan import apply_plan
     from nemo_like.planning.devices import resolve_device
-    from nemo_like.planning.planner import Planner, Setup
+    from nemo_like.planning.planner import Planner
 
     rows = []
     for name, precision, fsdp, loss in cases:
         torch.manual_seed(0)
         batch = _batch(name, rank)
         model = MODELS[name]().train()
-        setup = Setup(shard_ranks=world_size, step=DROPPED, precision=precision, fsdp=fsdp, loss=loss)
-        planner = Planner(model, batch, device=resolve_device("cpu"), setup=setup)
+        setup = Job.of(strategy=fsdp, world_size=world_size, step=DROPPED, precision=precision, loss=loss)
+        planner = Planner(model, batch, setup.change(gpu=resolve_device("cpu")))
         plan = planner.describe(planner.uniform(mode), mode)
         apply_plan(model, plan, device_type="cpu")
         if loss is not None:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like import ContextParallel, parallelize
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, Precision, StepSpec
-from nemo_like.planning import PipelinePlanner, Plan, Setup
+from nemo_like.planning import PipelinePlanner, Plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.halves_memory import backward_of_inputs
 from nemo_like.planning.stage_plans import choose, describe
@@ -45,10 +46,7 @@ def _microbatch() -> dict[str, torch.Tensor]:
 
 def _planner(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfig", **setup: Any) -> PipelinePlanner:
     own = {} if shard_ranks > 1 else {"fsdp": None}
-    return PipelinePlanner(
-        _build(name), _microbatch(), pp=pp, device=resolve_device("cpu"),
-        setup=Setup(shard_ranks=shard_ranks, step=StepSpec(), **own, **setup),
-    )  # fmt: skip
+    return PipelinePlanner(_build(name), _microbatch(), Job.of(world_size=shard_ranks * pp.size, step=StepSpec(), **own, **setup, gpu=resolve_device("cpu"), pp=pp))  # fmt: skip
 
 
 def _peaks(
@@ -76,9 +74,9 @@ def _cut_peaks(rank: int, world_size: int, schedule: str, modes: tuple[str, ...]
     pp, cp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES), ContextParallel(2, method)
     planned = _build(name)
     before = {key: len(vars(module)) for key, module in planned.named_modules()}
-    setup = Setup(shard_ranks=2, step=StepSpec(), cp=cp)
+    setup = Job.of(world_size=2, step=StepSpec(), cp=cp)
     rows = []
-    with PipelinePlanner(planned, _microbatch(), pp=pp, device=resolve_device("cpu"), setup=setup) as planner:
+    with PipelinePlanner(planned, _microbatch(), setup.change(gpu=resolve_device("cpu"), pp=pp)) as planner:
         for mode in modes:
             plain = mode in ("none", "full", "selective")
             choices = planner.uniform(mode) if plain else choose(planner, MemoryBudget.parse(mode))

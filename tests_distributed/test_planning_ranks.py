@@ -17,7 +17,7 @@ def _plan(rank, world_size, budget):
 
     source = resolve_model("llama-tiny")
     # Other ranks look at other inputs: only rank 0's counts, or plans would differ.
-    return plan_for(source.build("meta"), budget, source.sample_input(1, 32 + 8 * rank), device="cpu")
+    return plan_for(source.build("meta"), ac=budget, sample_input=source.sample_input(1, 32 + 8 * rank), gpu="cpu")
 
 
 def _policies(rank, world_size, budget):
@@ -44,7 +44,7 @@ def _replicated(rank, world_size):
     source = resolve_model("llama-tiny")
     model, sample = source.build("meta"), source.sample_input(1, 32)
     meshes = [build_mesh(device_type="cpu"), build_mesh(device_type="cpu", dp_replicate=2)]
-    return [plan_for(model, "100%", sample, mesh=mesh, device="cpu").peak["parameters"] for mesh in meshes]
+    return [plan_for(model, ac="100%", sample_input=sample, gpu="cpu", mesh=mesh).peak["parameters"] for mesh in meshes]
 
 
 def test_mesh_says_how_far_parameters_are_sharded():

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job
 from nemo_like import FSDP2, ChunkedLoss, StepSpec, parallelize
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.losses.model_loss import chunked_in_evaluation
-from nemo_like.planning import Planner, Setup
+from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.first_step import VARIABLE
 from tests_distributed.allocated import step_peak_bytes
@@ -134,12 +135,7 @@ def _case(rank, world_size, strategy, ac, name, layers, shape):
     batch = {"input_ids": ids, "labels": ids}
     model = _model(layers)
     fsdp = isinstance(strategy, FSDP2) and world_size > 1
-    planner = Planner(
-        model, {"input_ids": ids} if outside else batch, device=resolve_device("cpu"),
-        setup=Setup(
-            shard_ranks=world_size if fsdp else 1, step=spec, fsdp=strategy if fsdp else None, ddp=strategy == "ddp"
-        ),
-    )  # fmt: skip
+    planner = Planner(model, {"input_ids": ids} if outside else batch, Job.of(strategy="ddp", world_size=2, step=spec, gpu=resolve_device("cpu")))  # fmt: skip
     plan = planner.describe(planner.uniform(ac), ac)
     model = parallelize(model, strategy, ac, device="cpu")
     return name, ac, plan.peak_bytes, Loop(model, spec, batch, outside).peak(), plan.peak_at, dict(plan.peak)
@@ -183,8 +179,8 @@ def test_an_evaluation_in_chunks_takes_no_more_than_a_step_with_a_chunked_loss()
     """8 x 64 tokens and 4,096 logits for each: with an evaluation that makes them all, the peak is another one."""
     ids, peaks = torch.randint(4096, (8, 64)), []
     batch = {"input_ids": ids, "labels": ids}
-    setup = Setup(fsdp=None, loss=ChunkedLoss(chunk_tokens=32))
-    planner = Planner(_model(3, 4096), batch, device=resolve_device("cpu"), setup=setup)
+    setup = Job.of(loss=ChunkedLoss(chunk_tokens=32))
+    planner = Planner(_model(3, 4096), batch, setup.change(gpu=resolve_device("cpu")))
     predicted = planner.peak(planner.uniform("full")).total
     for kind in (Loop, _EvaluatingInChunks, _Evaluating):
         torch.manual_seed(0)
@@ -201,7 +197,7 @@ def test_evaluation_between_steps_and_parameters_that_are_stored_in_bfloat16(dty
     torch.manual_seed(0)
     model, ids = _model(3).to(dtype), torch.randint(VOCAB, (4, 64))
     batch = {"input_ids": ids, "labels": ids}
-    planner = Planner(model, batch, device=resolve_device("cpu"), setup=Setup(fsdp=None))
+    planner = Planner(model, batch, Job.of(gpu=resolve_device("cpu")))
     predicted = planner.peak(planner.uniform("full")).total
     loop = _Evaluating(parallelize(model, "single", "full", device="cpu"), StepSpec(), batch, False)
     measured = loop.peak()

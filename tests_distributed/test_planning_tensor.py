@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
+from nemo_like import Job
 from nemo_like import parallelize
 from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, PipelineParallel, Precision, StepSpec, TensorParallel
-from nemo_like.planning import Planner, Setup
+from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from tests_distributed.allocated import local, pipeline_peak_bytes, step_peak_bytes
 from tests_distributed.spawn import run_ranks
@@ -38,10 +39,7 @@ def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
 
 
 def _steps(rank: int, world_size: int, name: str, asked: tuple[str, ...], precision: str | None) -> list[Any]:
-    planner = Planner(
-        _build(name), _batch(), device=resolve_device("cpu"),
-        setup=Setup(shard_ranks=world_size // 2, tp=2, step=STEP, fsdp=FSDP2(), precision=Precision.of(precision)),
-    )  # fmt: skip
+    planner = Planner(_build(name), _batch(), Job.of(world_size=(world_size // 2) * 2, tp=2, step=STEP, precision=precision, gpu=resolve_device("cpu")))  # fmt: skip
     rows, bare = [], None
     for ac in asked:
         model = parallelize(_build(name), ac=ac, tp=2, sample_input=_batch(), step=STEP, precision=precision)
@@ -115,10 +113,8 @@ def test_a_budget_beside_tp_and_pp(schedule: str, budget: str) -> None:
 
 def _parts(rank: int, world_size: int, options: TensorParallel, asked: tuple[str, ...]) -> list[Any]:
     """(ac, planned, measured) of steps that are cut along the sequence, or by vocabulary."""
-    setup = Setup(
-        tp=2, step=STEP, sequence_parallel=options.sequence_parallel, loss_parallel=options.loss_parallel,
-    )  # fmt: skip
-    planner, rows = Planner(_build("LlamaConfig"), _batch(), device=resolve_device("cpu"), setup=setup), []
+    setup = Job.of(world_size=2, tp=TensorParallel(2, sequence_parallel=options.sequence_parallel, loss_parallel=options.loss_parallel), step=STEP)  # fmt: skip
+    planner, rows = Planner(_build("LlamaConfig"), _batch(), setup.change(gpu=resolve_device("cpu"))), []
     for ac in asked:
         model = parallelize(_build("LlamaConfig"), ac=ac, tp=options, sample_input=_batch(), step=STEP)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -165,10 +161,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
 
 def test_chunks_of_logits_in_parts_are_refused() -> None:
     with pytest.raises(ValueError, match="loss='chunked' beside loss_parallel=True"):
-        Planner(
-            _build("LlamaConfig"), _batch(), device=resolve_device("cpu"),
-            setup=Setup(tp=2, loss_parallel=True, loss=ChunkedLoss()),
-        )  # fmt: skip
+        Planner(_build("LlamaConfig"), _batch(), Job.of(world_size=2, tp=TensorParallel(2, loss_parallel=True), loss=ChunkedLoss(), gpu=resolve_device("cpu")))  # fmt: skip
 
 
 def test_what_no_plan_is_made_for_is_refused() -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from nemo_like import Job
 from nemo_like import Precision, StepSpec, materialize, parallelize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.state_dict import get_model_state
 from nemo_like.distributed.units import shard_dim
-from nemo_like.planning import Planner, Setup
+from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.fake import fake_rank
@@ -80,7 +81,7 @@ def test_padding_is_no_longer_what_binds_on_64_ranks() -> None:
     with torch.device("meta"):
         model = _mixtral(8, num_hidden_layers=2, hidden_size=1024, intermediate_size=3584)
     sample = {"input_ids": torch.zeros(1, 32, dtype=torch.long), "labels": torch.zeros(1, 32, dtype=torch.long)}
-    planner = Planner(model, sample, device=resolve_device("h100-80gb"), setup=Setup(shard_ranks=64))
+    planner = Planner(model, sample, Job.of(world_size=64, gpu=resolve_device("h100-80gb")))
     exact = sum(p.numel() * p.element_size() for p in model.parameters()) / 64
     assert planner.sharding.params == pytest.approx(exact, rel=0.01)
     assert planner.sharding.params - planner.sharding.padding == exact
@@ -116,8 +117,8 @@ def _peak(rank: int, world_size: int, experts: int, precision: str | None, mode:
     batch = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": batch, "labels": batch}
     model, step = _mixtral(experts), StepSpec(keeps_output=False, optimizer="sgd")
-    setup = Setup(shard_ranks=world_size, step=step, precision=Precision.of(precision))
-    planner = Planner(model, sample, device=resolve_device("cpu"), setup=setup)
+    setup = Job.of(world_size=world_size, step=step, precision=precision)
+    planner = Planner(model, sample, setup.change(gpu=resolve_device("cpu")))
     plan = planner.describe(planner.uniform(mode), mode)
     model = parallelize(model, "fsdp2", mode, precision=precision, device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -49,7 +49,7 @@ def _compare(rank: int, world_size: int, folder: str, name: str, sizes: dict[str
 
     wanted = step(loaded())
     assert len(wanted) > 20
-    plan = plan_for(build(name), "50%", {"input_ids": ids, "labels": ids}, world_size=1, device="cpu")
+    plan = plan_for(build(name), ac="50%", sample_input={"input_ids": ids, "labels": ids}, gpu="cpu", world_size=1)
     for ac in (*MODES, plan):
         model = loaded()
         kept = dict(model.named_parameters())

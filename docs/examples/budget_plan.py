@@ -29,7 +29,7 @@ batch = {"input_ids": torch.randint(64, (4, 128))}
 batch["labels"] = batch["input_ids"]
 
 # Half of the activation bytes that no checkpointing would hold; "40GiB" would bound the peak of a whole step.
-plan = plan_for(build(), "50%", batch)
+plan = plan_for(build(), ac="50%", sample_input=batch)
 print(f"none would hold {plan.none_bytes / 1e6:.2f} MB, the plan holds {plan.held_bytes / 1e6:.2f} MB, ", end="")
 print(f"replay is {plan.replay_share:.0%} of a forward pass (predicted)")
 plan.save(path)

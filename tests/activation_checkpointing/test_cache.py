@@ -67,7 +67,7 @@ def test_the_config_stays_as_it_was(name: str, ac: str | None) -> None:
 def test_a_plan_leaves_the_config_as_it_was() -> None:
     model, ids = build("llama"), batch(2)
     before = copy.deepcopy(model.config.to_dict())
-    plan = plan_for(model, "50%", {"input_ids": ids, "labels": ids})
+    plan = plan_for(model, ac="50%", sample_input={"input_ids": ids, "labels": ids})
     for apply in (apply_plan, lambda m, p: apply_activation_checkpointing(m, p)):
         planned = build("llama")
         apply(planned, plan)

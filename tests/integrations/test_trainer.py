@@ -179,8 +179,8 @@ def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None
     trainer, after = _train(tmp_path, ac="60%", bf16=True)
     assert _same(after, _reference(tmp_path, bf16=True))
     sample = {name: torch.stack([tensor, tensor]) for name, tensor in Rows()[0].items()}
-    plan = plan_for(decoders.build("llama"), "60%", sample, precision="bf16", fsdp=None, device="cpu")
-    plain = plan_for(decoders.build("llama"), "60%", sample, device="cpu")
+    plan = plan_for(decoders.build("llama"), ac="60%", sample_input=sample, gpu="cpu", precision="bf16")
+    plain = plan_for(decoders.build("llama"), ac="60%", sample_input=sample, gpu="cpu")
     planned, other = ([each for each in p.policies().values() if each is not None] for p in (plan, plain))
     policies = [module.policy for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
     assert policies == planned != other

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import PlanSearch
 from nemo_like import cli, parallelize
 from nemo_like.layers import find_layers
 from nemo_like.log import forget_announcements
@@ -89,7 +90,7 @@ def test_the_command_plans_one_rank_as_it_will_run(capsys: pytest.CaptureFixture
     source = resolve_model("llama-tiny")
     model, sample = source.build("meta"), source.sample_input(2, 32)
     whole, sharded = (
-        plan_for(model, "100%", sample, precision=Precision("bf16"), device="cpu", skip=False, **more)
+        plan_for(model, ac="100%", sample_input=sample, gpu="cpu", precision=Precision("bf16"), search=PlanSearch(skip=False), **more)
         for more in (dict(fsdp=None), {})
     )
     assert rows["none"] == whole.none_bytes != sharded.none_bytes
@@ -104,7 +105,7 @@ def test_precision_counts_in_the_plan_of_a_whole_model() -> None:
     """Weights stay float32, unlike FSDP2's; autograd keeps the bfloat16 copies that autocast makes of them."""
     model = build("llama")
     plain, whole, sharded = (
-        plan_for(copy.deepcopy(model), "100%", _sample(), device="cpu", **more)
+        plan_for(copy.deepcopy(model), ac="100%", sample_input=_sample(), gpu="cpu", **more)
         for more in ({}, dict(precision="bf16", fsdp=None), dict(precision="bf16"))
     )
     assert sharded.none_bytes < whole.none_bytes

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job
 from nemo_like import ChunkedLoss, cli, parallelize
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import forget_announcements
@@ -18,7 +19,7 @@ from nemo_like.planning import BudgetError, plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.plan_advice import advice
 from nemo_like.planning.plan_report import as_json, make_report
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -43,7 +44,7 @@ def wide() -> nn.Module:
 
 
 def _planner(model: nn.Module, sample: Any = BATCH, loss: ChunkedLoss | None = None) -> Planner:
-    return Planner(model, sample, device=resolve_device("cpu"), setup=Setup(fsdp=None, loss=loss))
+    return Planner(model, sample, Job.of(loss=loss, gpu=resolve_device("cpu")))
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -67,14 +68,14 @@ def test_a_budget_that_only_chunks_meet() -> None:
 
 
 def test_plan_for_takes_what_parallelize_takes() -> None:
-    plans = {loss: plan_for(wide(), "1TiB", BATCH, device="cpu", fsdp=None, loss=loss) for loss in ("model", "chunked")}
+    plans = {loss: plan_for(wide(), ac="1TiB", sample_input=BATCH, gpu="cpu", loss=loss) for loss in ("model", "chunked")}
     assert plans["chunked"].peak_bytes < plans["model"].peak_bytes
-    asleep = plan_for(wide().eval(), "1TiB", BATCH, device="cpu", fsdp=None, loss="chunked")
+    asleep = plan_for(wide().eval(), ac="1TiB", sample_input=BATCH, gpu="cpu", loss="chunked")
     assert asleep.peak_bytes == plans["chunked"].peak_bytes  # a loaded model is in evaluation mode, and will train
     with pytest.raises(ValueError, match=r"loss is 'chunk'.*chunked"):
-        plan_for(wide(), "1TiB", BATCH, device="cpu", loss="chunk")
+        plan_for(wide(), ac="1TiB", sample_input=BATCH, gpu="cpu", loss="chunk")
     with pytest.raises(ValueError, match="needs the output head"):
-        plan_for(wide().model, "1TiB", {"input_ids": IDS}, device="cpu", loss="chunked")
+        plan_for(wide().model, ac="1TiB", sample_input={"input_ids": IDS}, gpu="cpu", loss="chunked")
 
 
 def test_a_head_that_is_no_plain_linear_is_planned() -> None:

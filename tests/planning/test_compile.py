@@ -46,7 +46,7 @@ def _run(budget: str | None, backend: str | None, dropout: float):
     model, x = Model(dropout), torch.randn(2, 16, HIDDEN, requires_grad=True)
     plan = None
     if budget is not None:
-        plan = plan_for(model, budget, x, device="h100-80gb")
+        plan = plan_for(model, ac=budget, sample_input=x, gpu="h100-80gb")
         apply_plan(model, plan, device_type="cpu", compile=backend is not None)
     if backend is not None:
         compile_layers(model, backend, model.layers)
@@ -70,7 +70,7 @@ def _assert_derivative(budget: str, backend: str, dropout: float) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Model(dropout).double(), torch.randn(2, 16, HIDDEN, dtype=torch.float64, requires_grad=True)
-    apply_plan(model, plan_for(model, budget, x, device="h100-80gb"), device_type="cpu", compile=True)
+    apply_plan(model, plan_for(model, ac=budget, sample_input=x, gpu="h100-80gb"), device_type="cpu", compile=True)
     compile_layers(model, backend, model.layers)
     leaves = [x, *model.parameters()]
     directions = [torch.randn_like(leaf) for leaf in leaves]

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nemo_like import Job, PlanSearch
 from nemo_like import plan_for
 from nemo_like.layers import find_layers
 from nemo_like.options import Precision
-from nemo_like.planning import Plan, Planner, Setup, apply_plan
+from nemo_like.planning import Plan, Planner, apply_plan
 from nemo_like.planning.block_trace import record
 from nemo_like.planning.capture import trace_model
 from nemo_like.planning.cuda_attention import CUDNN, EFFICIENT, FLASH, MATH, Call, backend
@@ -237,7 +238,7 @@ def test_a_block_of_all_that_differs_is_planned_and_proved() -> None:
     """The table is run by the engine on fake tensors, so that one which did not fit would be refused."""
     pytest.importorskip("scipy")
     model, x = _Model().to(BF16), torch.randn(2, 32, 64, dtype=BF16)
-    planner = Planner(model, x, device=resolve_device("a100-80gb"), setup=Setup(fsdp=None))
+    planner = Planner(model, x, Job.of(gpu=resolve_device("a100-80gb")))
     for problem in planner.problems:
         ops = [str(record.op).split(".")[1] for record in problem.records]
         assert ops.count("_fused_rms_norm") == ops.count("native_dropout") == 1
@@ -261,12 +262,10 @@ def test_deepseek_v3_holds_a_quarter_of_what_unfused_attention_would() -> None:
     with torch.device("meta"):
         model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config()).train()
     ids = torch.zeros(1, 4096, dtype=torch.long)
-    setup = Setup(shard_ranks=2048, precision=Precision("bf16"))
+    setup = Job.of(world_size=2048, precision=Precision("bf16"))
     held = {}
     for device in ("h100-80gb", "cpu"):
-        planner = Planner(
-            model, {"input_ids": ids, "labels": ids}, device=resolve_device(device), setup=setup, skip=False
-        )
+        planner = Planner(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device(device), search=PlanSearch(skip=False)))
         held[device] = planner.held(planner.uniform("none")) / 2**30
     assert held["h100-80gb"] == pytest.approx(176.19, abs=0.01)
     assert held["cpu"] == pytest.approx(679.32, abs=0.01)
@@ -276,11 +275,11 @@ def test_a_plan_says_what_it_was_traced_for(tmp_path: Path, caplog: pytest.LogCa
     pytest.importorskip("scipy")
     torch.manual_seed(0)
     model, x = _Model(), torch.randn(2, 32, 64)
-    plan = plan_for(model, "60%", x, device="a100-80gb")
+    plan = plan_for(model, ac="60%", sample_input=x, gpu="a100-80gb")
     plan.save(tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text())["traced_for"] == "cuda"
     loaded = Plan.load(tmp_path / "plan.json", model)
-    assert loaded == plan and plan_for(model, "60%", x, device="cpu").traced_for == "cpu"
+    assert loaded == plan and plan_for(model, ac="60%", sample_input=x, gpu="cpu").traced_for == "cpu"
     expected = _gradients(model, x)
     with caplog.at_level(logging.WARNING, logger="nemo_like"):
         apply_plan(model, loaded, device_type="cpu")
@@ -292,7 +291,7 @@ def test_operators_are_measured_only_on_the_device_that_is_planned_for() -> None
     model, x = _Model(), torch.randn(2, 32, 64)
     other = "cpu" if torch.cuda.is_available() else "h100-80gb"
     with pytest.raises(ValueError, match="can't be measured for"):
-        plan_for(model, "60%", x, device=other, measure=True)
+        plan_for(model, ac="60%", sample_input=x, gpu=other, search=PlanSearch(measure=True))
 
 
 def _gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -341,7 +340,7 @@ def test_a_plan_for_the_gpu_at_hand_fits_its_first_forward(caplog: pytest.LogCap
     pytest.importorskip("scipy")
     torch.manual_seed(0)
     model, x = _Model().cuda().to(BF16), torch.randn(2, 32, 64, device="cuda", dtype=BF16)
-    plan = plan_for(model, "60%", x, device=device_at_hand())
+    plan = plan_for(model, ac="60%", sample_input=x, gpu=device_at_hand())
     expected = _gradients(model, x)
     with caplog.at_level(logging.WARNING, logger="nemo_like"):
         apply_plan(model, plan)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.options import ContextParallel
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from tests.models.expert_families import tokens
 from tests.models.families import FAMILIES
 
@@ -20,11 +21,9 @@ ROWS, LENGTH, WIDTH = 2, 64, 8
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_gather_costs_what_a_rank_receives(ranks: int) -> None:
     ids = tokens(ROWS, LENGTH) % 48
-    setup = Setup(shard_ranks=ranks, cp=ContextParallel(ranks))
+    setup = Job.of(world_size=ranks, cp=ContextParallel(ranks))
     device = resolve_device("h100")
-    with Planner(
-        FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, device=device, setup=setup
-    ) as planner:  # fmt: skip
+    with Planner(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, setup.change(gpu=device)) as planner:  # fmt: skip
         problem = planner.problems[0]
         gathers = [
             (record, seconds)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision
@@ -15,7 +16,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.expert_twin import expert_twin, planned_table
 from nemo_like.planning.plan_advice import advice
 from nemo_like.planning.plan_report import as_json, make_report
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from nemo_like.planning.sharding import sharding_of
 from tests.models.expert_families import NAMES, build, tokens
 
@@ -59,8 +60,8 @@ def test_parameters_of_the_presets() -> None:
 def _planner(imbalance: float | None, name: str = "mixtral", ep: int = 2, shard_ranks: int = 4, **more: Any) -> Planner:
     ids = tokens(1, 32)
     sample = {"input_ids": ids, "labels": ids}
-    setup = Setup(shard_ranks=shard_ranks, ep=ep, imbalance=imbalance, **more)
-    return Planner(build(name, "meta"), sample, device=resolve_device("h100"), setup=setup)
+    setup = Job.of(world_size=shard_ranks, ep=ExpertParallel(ep, imbalance=imbalance), **more)
+    return Planner(build(name, "meta"), sample, setup.change(gpu=resolve_device("h100")))
 
 
 def test_rows_grow_with_imbalance() -> None:

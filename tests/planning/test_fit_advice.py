@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like.options import PipelineParallel, Precision
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
-from nemo_like.planning.planner import Setup
 from nemo_like.planning.stage_reserved import replay_rank
 from nemo_like.planning.stages import PipelinePlanner
 from tests.models.fit_models import llama
@@ -64,10 +64,7 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
     asked = _STAGES | _AXES | {"gpu": "h100-80gb", "seq_len": 1500, "micro_batch": 2, "global_batch": 8}
     report = fit(model, memory="875MiB", **asked)
     ids = torch.zeros(2, 1500, dtype=torch.long)
-    planner = PipelinePlanner(
-        model, {"input_ids": ids, "labels": ids}, pp=PipelineParallel(2, "1f1b", 4), device=resolve_device("h100-80gb"),
-        setup=Setup(fsdp=None, precision=Precision("bf16")),
-    )  # fmt: skip
+    planner = PipelinePlanner(model, {"input_ids": ids, "labels": ids}, Job.of(world_size=None, precision=Precision("bf16"), gpu=resolve_device("h100-80gb"), pp=PipelineParallel(2, "1f1b", 4)))  # fmt: skip
     whole, growing = (
         max(replay_rank(planner, rank, planner.uniform("full"), config).reserved for rank in range(2))
         for config in (AllocatorConfig(), AllocatorConfig(expandable_segments=True))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ChunkedLoss, Precision, StepSpec
@@ -14,7 +15,7 @@ from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import recipe, table
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from tests.models.fit_models import llama
 
 pytest.importorskip("transformers")
@@ -102,10 +103,7 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     best = report.best
     model = resolve_model("llama3-70b").build("meta")
     ids = best.sample["input_ids"]
-    planner = Planner(
-        model, {"input_ids": ids, "labels": ids}, device=resolve_device("h100-80gb"),
-        setup=Setup(shard_ranks=8, fsdp=FSDP2(True, cpu_offload=True), precision=Precision("bf16"), loss=ChunkedLoss()),
-    )  # fmt: skip
+    planner = Planner(model, {"input_ids": ids, "labels": ids}, Job.of(strategy=FSDP2(True, cpu_offload=True), world_size=8, precision=Precision("bf16"), loss=ChunkedLoss(), gpu=resolve_device("h100-80gb")))  # fmt: skip
     assert best.cpu_offload and best.peak_bytes == planner.peak(planner.uniform("full")).total
     assert best.host_bytes == planner.state_on_host and best.reserved is None
     assert best.need.bytes == int(1.21 * best.peak_bytes) + 8192 * 16  # token ids and labels

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like import parallelize
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from tests.models.fit_models import llama
 from tests_distributed.allocated import loop_peak_bytes
 
@@ -36,7 +37,7 @@ def _model(**sizes: int) -> Any:
 def test_the_peak_is_within_one_per_cent(ac: str) -> None:
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0))
     sample = {"input_ids": ids, "labels": ids}
-    planner = Planner(_model(), sample, device=resolve_device("cpu"), setup=Setup(fsdp=None))
+    planner = Planner(_model(), sample, Job.of(gpu=resolve_device("cpu")))
     plan = planner.plan(MemoryBudget.parse(ac)) if "MiB" in ac else None
     predicted = planner.peak(planner.uniform(ac)).total if plan is None else plan.peak_bytes
     model = parallelize(_model(), "single", ac=ac if plan is None else plan, device="cpu")
@@ -57,7 +58,7 @@ def test_what_an_operator_on_float8_runs_inside_counts(ac: str) -> None:
     sizes = dict(hidden_size=64, intermediate_size=256, vocab_size=32, max_position_embeddings=256)
     ids = torch.randint(32, (4, 256), generator=torch.Generator().manual_seed(0))
     sample = {"input_ids": ids, "labels": ids}
-    planner = Planner(_model(**sizes), sample, device=resolve_device("cpu"), setup=Setup(fsdp=None))
+    planner = Planner(_model(**sizes), sample, Job.of(gpu=resolve_device("cpu")))
     predicted = planner.peak(planner.uniform(ac))
     measured = loop_peak_bytes(parallelize(_model(**sizes), "single", ac=ac, device="cpu"), sample)
     assert abs(predicted.total - measured) <= 0.005 * measured

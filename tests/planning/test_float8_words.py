@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like import parallelize
 from nemo_like.extras import MissingExtraError
 from nemo_like.options import Precision
@@ -16,7 +17,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.report import recipe, table
 from nemo_like.activation_checkpointing.plan import Plan, PlanError
-from nemo_like.planning.planner import Planner, Setup, plan_for
+from nemo_like.planning.planner import Planner, plan_for
 from tests.models.fit_models import llama
 from tests_distributed.allocated import loop_peak_bytes
 
@@ -40,7 +41,7 @@ def _gradients(model: Any) -> list[torch.Tensor]:
 def test_a_budget_beside_the_word_gives_the_same_gradients_and_peaks_as_planned(word: str) -> None:
     budget, sample = BUDGETS[word], _sample()
     said = {"precision": word, "device": "cpu"}
-    plan = plan_for(llama(), budget, sample, fsdp=None, **said)
+    plan = plan_for(llama(), ac=budget, sample_input=sample, **said)
     model = parallelize(llama(), "single", ac=budget, sample_input=sample, **said)
     own, plain = _gradients(model), _gradients(parallelize(llama(), "single", ac="none", **said))
     assert len(own) == len(plain) and all(torch.equal(one, other) for one, other in zip(own, plain))
@@ -48,7 +49,7 @@ def test_a_budget_beside_the_word_gives_the_same_gradients_and_peaks_as_planned(
     assert not all(torch.equal(one, other) for one, other in zip(own, lowered)), "float8 rounds otherwise"
     model.zero_grad()
     measured = loop_peak_bytes(model, sample)
-    bf16 = plan_for(llama(), budget, sample, fsdp=None, precision="bf16", device="cpu")
+    bf16 = plan_for(llama(), ac=budget, sample_input=sample, gpu="cpu", precision="bf16")
     assert plan.peak_bytes <= 4800 << 10 and abs(plan.peak_bytes - measured) <= 0.01 * measured
     assert {layer.label for layer in plan.layers} - {"none", "full"}, "a plan that keeps some outputs"
     assert plan.matmuls == ("fp8" if word == "fp8-gather" else word) and bf16.matmuls is None
@@ -58,14 +59,14 @@ def test_the_model_that_is_planned_stays_as_it_is() -> None:
     model = llama()
     before = {name: (type(module), id(module)) for name, module in model.named_modules()}
     tensors = [(id(p), p.clone()) for p in model.parameters()]
-    plan_for(model, "4800KiB", _sample(), fsdp=None, precision="fp8", device="cpu")
+    plan_for(model, ac="4800KiB", sample_input=_sample(), gpu="cpu", precision="fp8")
     assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
     assert all(id(p) == n and torch.equal(p, was) for p, (n, was) in zip(model.parameters(), tensors))
 
 
 def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any) -> None:
     said = {"fsdp": None, "device": "cpu"}
-    plan = plan_for(llama(), "4800KiB", _sample(), precision="fp8", **said)
+    plan = plan_for(llama(), ac="4800KiB", sample_input=_sample(), precision="fp8", **said)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan
@@ -80,7 +81,7 @@ def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any
     for precision in ("fp8-rowwise", "bf16", None):
         with pytest.raises(PlanError, match=r"was made for precision='fp8'.*Make the plan again"):
             parallelize(bare, "single", ac=again, precision=precision, device="cpu")
-    other = plan_for(llama(), "5MiB", _sample(), precision="bf16", **said)
+    other = plan_for(llama(), ac="5MiB", sample_input=_sample(), precision="bf16", **said)
     with pytest.raises(PlanError, match="linears as they are, and the model is to run with precision='fp8'"):
         parallelize(bare, "single", ac=other, precision="fp8", device="cpu")
     assert not any("Float8" in type(module).__name__ for module in bare.modules())
@@ -96,15 +97,15 @@ def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any
     ],
 )
 def test_what_is_not_planned_is_refused(setup: dict[str, Any], device: str, message: str) -> None:
-    made = Setup(**{"precision": Precision("bf16", matmuls="fp8")} | setup)
+    made = Job.of(**{"precision": Precision("bf16", matmuls="fp8")} | setup)
     with pytest.raises(ValueError, match=message):
-        Planner(llama(), _sample(), device=resolve_device(device), setup=made)
+        Planner(llama(), _sample(), made.change(gpu=resolve_device(device)))
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'nemo_like\[fp8\]'"):
-        plan_for(llama(), "4800KiB", _sample(), fsdp=None, precision="fp8", device="cpu")
+        plan_for(llama(), ac="4800KiB", sample_input=_sample(), gpu="cpu", precision="fp8")
     with pytest.raises(MissingExtraError, match=r"pip install 'nemo_like\[fp8\]'"):
         parallelize(llama(), "single", ac="4800KiB", precision="fp8", sample_input=_sample(), device="cpu")
     with pytest.raises(MissingExtraError, match=r"pip install 'nemo_like\[fp8\]'"):
@@ -133,7 +134,7 @@ def test_products_of_layers_count_at_the_rate_of_float8_where_it_is_known() -> N
     for float8 in (True, False):
         rates = {name: rate for name, rate in device.matmul_flops.items() if name != "float8" or float8}
         own, plain = (
-            Planner(llama(), _sample(), device=replace(device, matmul_flops=rates), setup=Setup(precision=precision))
+            Planner(llama(), _sample(), Job.of(precision=precision, gpu=replace(device, matmul_flops=rates)))
             for precision in (Precision("bf16", matmuls="fp8"), Precision("bf16"))
         )
         assert own.problems[0].device.matmul_flops["half"] == rates["float8" if float8 else "half"]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.options import Precision
-from nemo_like.planning import Planner, Setup
+from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.four_bit import FourBitLinear, four_bit_twin
 
@@ -62,9 +63,9 @@ def test_a_plan_with_adapters_beside_packed_weights():
     with torch.device("meta"):
         model = nn.Sequential(*(_Adapted(width, rank) for _ in range(layers)))
     sample = torch.zeros(2, 128, width)
-    setup = Setup(fsdp=None, precision=Precision())
+    setup = Job.of(precision=Precision())
     plain, packed = (
-        Planner(m, sample, device=resolve_device("a100-80gb"), setup=setup, layers=[str(i) for i in range(layers)])
+        Planner(m, sample, setup.change(gpu=resolve_device("a100-80gb"), layers=[str(i) for i in range(layers)]))
         for m in (model, four_bit_twin(model))
     )
     before, after = (planner.peak(planner.uniform("none")) for planner in (plain, packed))

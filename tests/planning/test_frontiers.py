@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job
 from nemo_like.options import MemoryBudget, Precision, StepSpec
 from nemo_like.planning import closure, solver
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from tests.planning.brute_force import all_best, least_cost, least_cost_of_two
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
@@ -40,10 +41,7 @@ def _planner(name: str, **setup: Any) -> Planner:
     with torch.device("meta"):
         model = FAMILIES[name]().train()
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
-    return Planner(
-        model, {"input_ids": ids}, device=resolve_device("h100-80gb"),
-        setup=Setup(precision=Precision("bf16"), step=StepSpec(loss_fn=lambda out: out[0].float().sum()), **setup),
-    )  # fmt: skip
+    return Planner(model, {"input_ids": ids}, Job.of(step=StepSpec(loss_fn=lambda out: out[0].float().sum()), precision=Precision("bf16"), **setup, gpu=resolve_device("h100-80gb")))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nemo_like import Job
 from nemo_like.bench.measured_step import cpu_events
 from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.first_step import bytes_between_steps
 from nemo_like.planning.microbatch import Microbatch
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 
 WIDTH, ROWS = 32, 512
 LEAF = 4 * WIDTH * ROWS
@@ -45,8 +46,8 @@ class Stack(nn.Module):
 def test_a_leaf_that_a_block_makes_is_held_whatever_the_plan(share: float | None) -> None:
     torch.manual_seed(0)
     model, x = Stack(), torch.randn(ROWS, WIDTH)
-    setup = Setup(step=StepSpec(keeps_output=False, optimizer="sgd"), fsdp=None)
-    planner = Planner(model, {"x": x}, device=resolve_device("cpu"), setup=setup)
+    setup = Job.of(step=StepSpec(keeps_output=False, optimizer="sgd"))
+    planner = Planner(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
     if share is None:
         choices = planner.uniform("full")
     else:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nemo_like import Job, PlanSearch
 from nemo_like import MemoryBudget, OffloadConfig, StepSpec
 from nemo_like.layers import find_layers
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.layer_offload import apply_offloading
-from nemo_like.planning import Planner, Setup, apply_plan
+from nemo_like.planning import Planner, apply_plan
 from nemo_like.planning.block import Choice
 from nemo_like.planning.devices import resolve_device
 from tests_distributed.allocated import step_peak_bytes
@@ -51,9 +52,9 @@ def _planner(offload: OffloadConfig, host: bool = False) -> tuple[Planner, torch
         vocab_size=256, use_cache=False,
     )).train()  # fmt: skip
     ids = torch.randint(256, (4, 128))
-    setup = Setup(fsdp=None, step=StepSpec(optimizer="sgd", zero_grad="zero", keeps_output=False), offload=offload)
+    setup = Job.of(step=StepSpec(optimizer="sgd", zero_grad="zero", keeps_output=False), offload=offload)
     sample = {"input_ids": ids, "labels": ids}
-    return Planner(model, sample, device=resolve_device("cpu"), setup=setup, host=host), ids
+    return Planner(model, sample, setup.change(gpu=resolve_device("cpu"), search=PlanSearch(host=host))), ids
 
 
 def _choices(planner: Planner, mode: str) -> list[Choice]:

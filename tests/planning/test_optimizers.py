@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like import FSDP2, StepSpec
 from nemo_like.options import Precision
-from nemo_like.planning import Planner, Setup
+from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.optimizers import TrainedParameter, optimizer_memory
@@ -97,7 +98,7 @@ def _planner(setup, device="h100-80gb"):
             )
         )  # fmt: skip
     ids = torch.zeros(1, 32, dtype=torch.long)
-    return Planner(model.train(), {"input_ids": ids, "labels": ids}, device=resolve_device(device), setup=setup)
+    return Planner(model.train(), {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device(device)))
 
 
 @pytest.mark.parametrize("fsdp", [None, FSDP2()])
@@ -106,12 +107,12 @@ def test_on_cuda_torch_steps_all_parameters_at_once_sharded_ones_too(fsdp):
     from torch.optim import optimizer
 
     assert DTensor in vars(optimizer).get("_foreach_supported_types", [DTensor])  # where this torch says so
-    assert _planner(Setup(fsdp=fsdp, shard_ranks=1 if fsdp is None else 4)).foreach
-    assert not _planner(Setup(fsdp=fsdp, shard_ranks=1 if fsdp is None else 4), "cpu").foreach
+    assert _planner(Job.of(strategy=fsdp, world_size=1 if fsdp is None else 4)).foreach
+    assert not _planner(Job.of(strategy=fsdp, world_size=1 if fsdp is None else 4), "cpu").foreach
 
 
 def test_an_average_of_the_weights_is_one_more_copy():
-    setup = Setup(shard_ranks=4, precision=Precision.of("bf16"))
+    setup = Job.of(world_size=4, precision="bf16")
     plain, averaged = _planner(setup), _planner(replace(setup, step=StepSpec(ema=True)))
     choices = plain.uniform("full")
     before, after = plain.peak(choices), averaged.peak(choices)
@@ -124,6 +125,6 @@ def test_an_average_of_the_weights_is_one_more_copy():
 
 @pytest.mark.parametrize("name", ["adamw-8bit", "adamw-bf16", "muon"])
 def test_the_replay_has_the_same_step(name):
-    planner = _planner(Setup(fsdp=None, step=StepSpec(optimizer=name)))
+    planner = _planner(Job.of(step=StepSpec(optimizer=name)))
     choices = planner.uniform("none")
     assert planner.reserved(choices).tensors == planner.peak(choices).total

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.order import Action, actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
-from nemo_like.planning import BudgetError, PipelinePlanner, Setup, plan_pipeline
+from nemo_like.planning import BudgetError, PipelinePlanner, plan_pipeline
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.pipeline_report import pipeline_report
 from nemo_like.planning.schedule_time import timeline
@@ -37,9 +38,7 @@ SAMPLE = {"input_ids": torch.zeros(2, 64, dtype=torch.long), "labels": torch.zer
 
 
 def _planner(pp: PipelineParallel, layers: int = 4) -> PipelinePlanner:
-    return PipelinePlanner(
-        _model(layers), SAMPLE, pp=pp, device=resolve_device("cpu"), setup=Setup(step=StepSpec(), fsdp=None)
-    )
+    return PipelinePlanner(_model(layers), SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
 
 
 def _equal_seconds(stages: int, forward: float, backward: float) -> dict[tuple[str, int], float]:
@@ -96,9 +95,9 @@ def test_two_replays_where_one_holds_too_much() -> None:
     between = (sum(least) // 2 + 1023) // 1024
     with pytest.raises(BudgetError, match=r"rank \d of the pipeline"):
         choose(once, MemoryBudget.parse(f"{between}KiB"))
-    plan = plan_pipeline(_model(), f"{between}KiB", SAMPLE, pp, device="cpu")
+    plan = plan_pipeline(_model(), ac=f"{between}KiB", sample_input=SAMPLE, pp=pp, gpu="cpu", world_size=pp.size)
     assert plan.step["replay"] == "twice" and plan.peak_bytes <= between * 1024
-    roomy = plan_pipeline(_model(), "1GiB", SAMPLE, pp, device="cpu")
+    roomy = plan_pipeline(_model(), ac="1GiB", sample_input=SAMPLE, pp=pp, gpu="cpu", world_size=pp.size)
     assert roomy.step["replay"] == "once" and roomy.replay_flops == 0
 
 
@@ -164,10 +163,10 @@ def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytes
 
 
 def test_a_rank_that_would_reserve_more_than_the_device_has_is_named() -> None:
-    pp, setup = PipelineParallel(2, microbatches=4), Setup(step=StepSpec(), fsdp=None)
+    pp, setup = PipelineParallel(2, microbatches=4), Job.of(step=StepSpec())
     for memory, ends in ((66 << 20, None), (65 << 20, "0.06: it runs out of memory, by the model of the allocator.")):
         device = replace(resolve_device("h100-80gb"), memory_bytes=memory)
-        planner = PipelinePlanner(_model(), SAMPLE, pp=pp, device=device, setup=setup)
+        planner = PipelinePlanner(_model(), SAMPLE, setup.change(gpu=device, pp=pp))
         report = pipeline_report(planner, ["100%"], limit=1 << 30)
         assert report.best is not None and report.best.reserved == (66 << 20, 66 << 20)
         assert (report.tight is None) == (ends is None)
@@ -180,9 +179,7 @@ def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -
     for layer in model.model.layers[:4]:
         layer.requires_grad_(False)
     pp = PipelineParallel(4, microbatches=4, balance=(2, 2, 2, 2))
-    planner = PipelinePlanner(
-        model, SAMPLE, pp=pp, device=resolve_device("cpu"), setup=Setup(step=StepSpec(), fsdp=None)
-    )
+    planner = PipelinePlanner(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
     layer = sum(p.numel() * 4 for p in model.model.layers[7].parameters())
     none = planner.uniform("none")
     trained = [planner.stages[index].planner.optimizer_bytes()[0] for index in (1, 2)]
@@ -201,9 +198,7 @@ def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     pp = PipelineParallel(2, schedule="zbv", microbatches=4)
-    planner = PipelinePlanner(
-        model, SAMPLE, pp=pp, device=resolve_device("cpu"), setup=Setup(step=StepSpec(), fsdp=None)
-    )
+    planner = PipelinePlanner(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
     assert planner.of_rank(0) == [0, 3]
     return dict(planner.rank_peak(0, planner.uniform("none")).parts)
 
@@ -221,10 +216,7 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
     model = _model()
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    planner = PipelinePlanner(
-        model, SAMPLE, pp=PipelineParallel(2, schedule, microbatches=2), device=resolve_device("cpu"),
-        setup=Setup(step=StepSpec(), fsdp=None),
-    )  # fmt: skip
+    planner = PipelinePlanner(model, SAMPLE, Job.of(world_size=None, step=StepSpec(), gpu=resolve_device("cpu"), pp=PipelineParallel(2, schedule, microbatches=2)))  # fmt: skip
     head = model.lm_head.weight.numel() * 4
     for mode in ("none", "full"):
         peaks = [planner.rank_peak(rank, planner.uniform(mode)).parts for rank in (0, 1)]

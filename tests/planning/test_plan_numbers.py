@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+from nemo_like import Job, PlanSearch
 from nemo_like import OffloadConfig, StepSpec, cli
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import Device, resolve_device
@@ -18,7 +19,7 @@ from nemo_like.planning.optimizers import TrainedParameter
 from nemo_like.planning.plan_advice import advice, binds
 from nemo_like.planning.plan_report import make_report, table
 from nemo_like.planning.plan_search import full_peak, largest_batch, least_gpus
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from nemo_like.planning.step_time import OpSeconds, exposed_seconds, optimizer_seconds
 from tests.models import decoders
 
@@ -26,13 +27,13 @@ ROUND = Device("round", 10**9, {"half": 2e6, "single": 1e6}, {"half": 2e6, "sing
 """A million of everything, so that numbers can be told by eye."""
 
 
-TWO = Setup(shard_ranks=2)
+TWO = Job.of(world_size=2)
 
 
 def _planner(batch: int = 2, tokens: int = 16, setup: Setup = TWO, **more: Any) -> Planner:
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     sample = {"input_ids": ids, "labels": ids}
-    return Planner(decoders.build("llama"), sample, device=more.pop("device", ROUND), setup=setup, skip=False, **more)
+    return Planner(decoders.build("llama"), sample, setup.change(gpu=more.pop("device", ROUND), search=PlanSearch(skip=False)), **more)
 
 
 def test_seconds_of_ops_are_the_larger_of_computing_and_moving() -> None:
@@ -55,7 +56,7 @@ def test_an_optimizer_step_goes_over_its_bytes(name: str, passes: int) -> None:
 
 def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
     one = _planner()
-    four = _planner(setup=Setup(shard_ranks=2, step=StepSpec(microbatches=4)))
+    four = _planner(setup=Job.of(world_size=2, step=StepSpec(microbatches=4)))
     last = optimizer_seconds(one.sharding.trained, "adamw", ROUND)
     seconds = {}
     for mode in ("none", "full"):
@@ -101,8 +102,8 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 
 
 def test_the_least_number_of_gpus_is_the_first_that_fits() -> None:
-    planner, whole = _planner(), _planner(setup=Setup(fsdp=None))
-    peaks = {ranks: full_peak(_planner(setup=Setup(shard_ranks=ranks))) for ranks in (2, 4, 8)}
+    planner, whole = _planner(), _planner(setup=Job.of())
+    peaks = {ranks: full_peak(_planner(setup=Job.of(world_size=ranks))) for ranks in (2, 4, 8)}
     assert peaks[2] > peaks[4] > peaks[8]
     assert {ranks: full_peak(planner.on_ranks(ranks)) for ranks in peaks} == peaks
     for limit, least in ((peaks[8], 8), (peaks[4], 4), (peaks[4] - 1, 8), (full_peak(whole), 1), (10, None)):
@@ -112,10 +113,10 @@ def test_the_least_number_of_gpus_is_the_first_that_fits() -> None:
 @pytest.mark.parametrize(
     ("setup", "shape", "kind", "said"),
     [
-        (Setup(shard_ranks=2), (1, 4), "state", "shard over more ranks (now 2)"),
-        (Setup(fsdp=None), (1, 4), "state", "run on more than one rank"),
-        (Setup(shard_ranks=64), (8, 64), "activations", "a smaller micro-batch with more of them (now 1 per step)"),
-        (Setup(shard_ranks=64, step=StepSpec(optimizer="sgd")), (1, 2), "gathered", "tensor parallelism"),
+        (Job.of(world_size=2), (1, 4), "state", "shard over more ranks (now 2)"),
+        (Job.of(), (1, 4), "state", "run on more than one rank"),
+        (Job.of(world_size=64), (8, 64), "activations", "a smaller micro-batch with more of them (now 1 per step)"),
+        (Job.of(world_size=64, step=StepSpec(optimizer="sgd")), (1, 2), "gathered", "tensor parallelism"),
     ],
 )  # fmt: skip
 def test_advice_is_for_what_binds(setup: Setup, shape: tuple[int, int], kind: str, said: str) -> None:
@@ -145,7 +146,7 @@ def test_no_more_host_memory_is_planned_with_than_there_is(memory: int) -> None:
 
 
 def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
-    setup = Setup(shard_ranks=2, offload=OffloadConfig("boundary", min_bytes=1))
+    setup = Job.of(world_size=2, offload=OffloadConfig("boundary", min_bytes=1))
     slow = _planner(setup=setup, device=replace(ROUND, host_link=1.0))
     choices = slow.uniform("full")
     moved = slow.moved(choices)

@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like import OffloadConfig, StepSpec, parallelize, plan_for
 from nemo_like.models import resolve_model
 from nemo_like.offload.layer_offload import OffloadWrapper
-from nemo_like.planning import BudgetError, Planner, Setup
+from nemo_like.planning import BudgetError, Planner
 from nemo_like.planning.devices import resolve_device
 
 pytest.importorskip("transformers")
@@ -28,8 +29,8 @@ def _model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 def _planner(offload: OffloadConfig) -> Planner:
     model, sample = _model()
-    setup = Setup(fsdp=None, step=STEP, offload=offload)
-    return Planner(model, sample, device=resolve_device("h100-80gb"), setup=setup)
+    setup = Job.of(step=STEP, offload=offload)
+    return Planner(model, sample, setup.change(gpu=resolve_device("h100-80gb")))
 
 
 def test_inputs_on_the_host_leave_the_prediction() -> None:
@@ -65,15 +66,15 @@ def test_a_budget_that_only_host_memory_meets() -> None:
     assert least < kept
     options = dict(device="h100-80gb", fsdp=None, step=STEP)
     with pytest.raises(BudgetError):
-        plan_for(model, f"{(least + kept) // 2}B", sample, **options)
-    plan = plan_for(model, f"{(least + kept) // 2}B", sample, offload=SMALL, **options)
+        plan_for(model, ac=f"{(least + kept) // 2}B", sample_input=sample, **options)
+    plan = plan_for(model, ac=f"{(least + kept) // 2}B", sample_input=sample, offload=SMALL, **options)
     assert plan.peak_bytes <= (least + kept) // 2 and sum(layer.host_bytes for layer in plan.layers) > 0
 
 
 def test_offload_is_advised_only_where_it_would_help() -> None:
     model, sample = _model()
     with pytest.raises(BudgetError) as small:  # its inputs are smaller than what is worth moving
-        plan_for(model, "1MiB", sample, device="h100-80gb", fsdp=None)
+        plan_for(model, ac="1MiB", sample_input=sample, gpu="h100-80gb")
     assert "offload" not in str(small.value)
     source = resolve_model("llama3-8b")
     big = (source.build("meta"), "1GiB", source.sample_input(4, 8192))

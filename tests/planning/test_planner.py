@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job, PlanSearch
 from nemo_like import cli
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.layers import find_layers
@@ -110,7 +111,7 @@ def test_llama_style_block_roofline(llama_style):
 def _planner(name="llama-tiny", device="h100-80gb", seq=64, **setup) -> Planner:
     source = resolve_model(name)
     model = source.build("meta")
-    return Planner(model, source.sample_input(2, seq), device=resolve_device(device), setup=Setup(**setup))
+    return Planner(model, source.sample_input(2, seq), Job.of(**setup, gpu=resolve_device(device)))
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +157,8 @@ def _gemma3(seq: int) -> Planner:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     ids = torch.zeros(2, seq, dtype=torch.long)
-    setup = Setup(precision=Precision("bf16"))
-    return Planner(model, {"input_ids": ids, "labels": ids}, device=resolve_device("h100-80gb"), setup=setup)
+    setup = Job.of(precision=Precision("bf16"))
+    return Planner(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device("h100-80gb")))
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-8b", "gemma3"])
@@ -179,8 +180,8 @@ def test_gpt2_beats_the_parity_rule():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     ids = torch.zeros(2, 1024, dtype=torch.long)
-    setup = Setup(precision=Precision("bf16"))
-    planner = Planner(model, {"input_ids": ids, "labels": ids}, device=resolve_device("h100-80gb"), setup=setup)
+    setup = Job.of(precision=Precision("bf16"))
+    planner = Planner(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device("h100-80gb")))
     for problem in planner.problems:
         matmuls = [k for k, record in enumerate(problem.records) if "addmm" in str(record.op)]
         assert len(matmuls) == 4
@@ -227,7 +228,7 @@ def test_host_placement_is_chosen_where_the_link_is_free():
     slow = resolve_device("h100-80gb")
     source = resolve_model("llama-tiny")
     fast = dataclasses.replace(slow, host_link=1e18)
-    planner = Planner(source.build("meta"), source.sample_input(1, 64), device=fast, setup=Setup(), host=True)
+    planner = Planner(source.build("meta"), source.sample_input(1, 64), Job.of(gpu=fast, search=PlanSearch(host=True)))
     plan = planner.plan(MemoryBudget(fraction=0.3))
     assert sum(layer.host_bytes for layer in plan.layers) > 0
     assert plan.replay_seconds < _planner().plan(MemoryBudget(fraction=0.3)).replay_seconds
@@ -246,15 +247,15 @@ def test_host_placement_is_chosen_where_the_link_is_free():
 def test_plan_for_says_what_it_needs():
     model = resolve_model("llama-tiny").build("meta")
     with pytest.raises(ValueError, match="sample_input"):
-        plan_for(model, "50%", None)
+        plan_for(model, ac="50%", sample_input=None)
     sample = resolve_model("llama-tiny").sample_input(1, 16)
     with pytest.raises(ValueError, match="Did you mean"):
-        plan_for(model, "50%", sample, device="h100-80g")
+        plan_for(model, ac="50%", sample_input=sample, gpu="h100-80g")
     with pytest.raises(ValueError, match="optimizer is 'adam'"):
-        plan_for(model, "50%", sample, optimizer="adam")
+        plan_for(model, ac="50%", sample_input=sample, optimizer="adam")
     with pytest.raises(ValueError, match="world_size is 0"):
-        plan_for(model, "50%", sample, world_size=0)
-    assert plan_for(model, "auto", sample, device="h100-80gb").replay_flops == 0  # 72 GB are plenty
+        plan_for(model, ac="50%", sample_input=sample, world_size=0)
+    assert plan_for(model, ac="auto", sample_input=sample, gpu="h100-80gb").replay_flops == 0  # 72 GB are plenty
 
 
 def test_model_is_untouched_by_planning():
@@ -262,7 +263,7 @@ def test_model_is_untouched_by_planning():
     model = source.build("cpu")
     before = {k: v.clone() for k, v in model.state_dict().items()}
     config = model.config.to_dict()
-    plan_for(model, "40%", source.sample_input(1, 16), device="cpu")
+    plan_for(model, ac="40%", sample_input=source.sample_input(1, 16), gpu="cpu")
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert model.config.to_dict() == config
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -275,7 +276,7 @@ def test_model_is_untouched_by_planning():
 def test_plan_survives_its_file_and_is_checked(tmp_path):
     source = resolve_model("llama-tiny")
     model = source.build("meta")
-    plan = plan_for(model, "40%", source.sample_input(2, 32), device="h100-80gb")
+    plan = plan_for(model, ac="40%", sample_input=source.sample_input(2, 32), gpu="h100-80gb")
     path = tmp_path / "plan.json"
     plan.save(path)
     loaded = Plan.load(path, model)
@@ -305,7 +306,7 @@ def test_applied_plan_trains_bitwise_like_no_checkpointing():
         torch.manual_seed(0)
         model = source.build("cpu")
         if budget is not None:
-            plan = plan_for(model, budget, sample, device="h100-80gb")
+            plan = plan_for(model, ac=budget, sample_input=sample, gpu="h100-80gb")
             apply_plan(model, plan, device_type="cpu")
             assert any(isinstance(m, CheckpointWrapper) for m in model.modules())
         model(**sample).loss.backward()
@@ -318,7 +319,7 @@ def test_another_sequence_length_still_replays():
     """Tables count ops, not bytes: a longer sequence fits them, only the bytes are others."""
     source = resolve_model("llama-tiny")
     model = source.build("cpu")
-    apply_plan(model, plan_for(model, "40%", source.sample_input(1, 16), device="cpu"), device_type="cpu")
+    apply_plan(model, plan_for(model, ac="40%", sample_input=source.sample_input(1, 16), gpu="cpu"), device_type="cpu")
     model(**source.sample_input(1, 40)).loss.backward()
 
 
@@ -335,7 +336,7 @@ def test_looped_layer_gets_one_choice():
 
     model = Looped()
     x = torch.randn(2, 8, 16)
-    planner = Planner(model, x, device=resolve_device("cpu"), setup=Setup(), layers=["layers.*"])
+    planner = Planner(model, x, Job.of(gpu=resolve_device("cpu"), layers=["layers.*"]))
     assert [call.fqn for call in planner.traced.calls] == ["layers.0"] * 3
     plan = planner.plan(MemoryBudget(fraction=0.5))
     assert len(plan.layers) == 1 and plan.held_bytes <= 0.5 * plan.none_bytes
@@ -353,7 +354,7 @@ def test_encoder_decoder_is_planned_without_its_cache():
         d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, decoder_start_token_id=0, pad_token_id=0
     )
     model, ids = transformers.T5ForConditionalGeneration(config).train(), torch.ones(2, 12, dtype=torch.long)
-    planner = Planner(model, {"input_ids": ids, "labels": ids}, device=resolve_device("cpu"), setup=Setup())
+    planner = Planner(model, {"input_ids": ids, "labels": ids}, Job.of(gpu=resolve_device("cpu")))
     assert planner.traced.counts() == (1, 1, 1, 1)  # first layers of both stacks make the position biases
     plan = planner.plan(MemoryBudget(fraction=0.6))
     assert model.decoder.config.use_cache, "planning changes nothing"
@@ -365,11 +366,11 @@ def test_layers_out_of_scope_are_left_alone_and_still_count():
     source = resolve_model("llama-tiny")
     model, sample = source.build("meta"), source.sample_input(2, 64)
     names = [f"model.layers.{i}" for i in (1, 3)]
-    some = Planner(model, sample, device=resolve_device("cpu"), setup=Setup(shard_ranks=2), layers=names)
+    some = Planner(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu"), layers=names))
     plan = some.plan(MemoryBudget(fraction=0.8))
     assert [layer.label for layer in plan.layers if layer.fqn not in names] == ["none", "none"]
     assert any(layer.decisions is not None for layer in plan.layers if layer.fqn in names)
-    every = Planner(model, sample, device=resolve_device("cpu"), setup=Setup(shard_ranks=2))
+    every = Planner(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu")))
     assert some.sharding == every.sharding
     assert some.describe(some.uniform("none"), "").peak_bytes == every.describe(every.uniform("none"), "").peak_bytes
 
@@ -380,7 +381,7 @@ def test_layers_out_of_scope_are_left_alone_and_still_count():
 def test_measured_times_replace_the_roofline():
     source = resolve_model("llama-tiny")
     model = source.build("meta")
-    planner = Planner(model, source.sample_input(1, 16), device=resolve_device("cpu"), setup=Setup(), measure=True)
+    planner = Planner(model, source.sample_input(1, 16), Job.of(gpu=resolve_device("cpu"), search=PlanSearch(measure=True)))
     problem = planner.problems[0]
     assert len(problem.seconds) == len(problem.records) and all(t > 0 for t in problem.seconds)
     kind = planner.traced.kinds[0]
@@ -431,7 +432,7 @@ def test_frozen_embedding_and_frozen_layers():
     model, sample = source.build("cpu"), source.sample_input(1, 24)
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
-    plan = plan_for(model, "50%", sample, device="cpu")
+    plan = plan_for(model, ac="50%", sample_input=sample, gpu="cpu")
     assert plan.layers[0].none_bytes == 0 and plan.layers[1].none_bytes > 0
     model(**sample, use_cache=False).loss.backward()
     wanted = [p.grad.clone() for p in model.parameters() if p.requires_grad]

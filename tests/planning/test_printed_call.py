@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job, PlanSearch
 from nemo_like import FSDP2, Plan, Precision, StepSpec, parallelize
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.module_tree import bare_modules
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.plan_advice import advice
 from nemo_like.planning.plan_report import PlanReport, as_json, make_report
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from tests.models import decoders
 
 IDS = torch.zeros(2, 16, dtype=torch.long)
@@ -24,7 +25,7 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 def _report(setup: Setup, **more: Any) -> PlanReport:
     model = decoders.build("llama")
-    planner = Planner(model, BATCH, device=resolve_device("cpu"), setup=setup, skip=False if more else None)
+    planner = Planner(model, BATCH, setup.change(gpu=resolve_device("cpu"), search=PlanSearch(skip=False if more else None)))
     return make_report(planner, ["50%"], 1 << 40, **more)
 
 
@@ -39,7 +40,7 @@ def _regions(model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_every_printed_call_runs_its_row(precision: str | None) -> None:
-    report = _report(Setup(fsdp=None, precision=Precision.of(precision)))
+    report = _report(Job.of(precision=precision))
     for row in report.rows:
         known = {"parallelize": parallelize, "FSDP2": FSDP2, "Precision": Precision, "Plan": Plan}
         known |= {"model": decoders.build("llama"), "batch": BATCH}
@@ -56,15 +57,15 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
 @pytest.mark.parametrize(
     ("setup", "more", "words"),
     [
-        (Setup(shard_ranks=2), {}, "strategy='fsdp2', ac='50%', sample_input=batch"),
-        (Setup(shard_ranks=2), {"dp_replicate": 4}, "dp_replicate=4"),
-        (Setup(shard_ranks=2, step=StepSpec(optimizer="sgd")), {}, ", optimizer='sgd', sample_input=batch"),
-        (Setup(shard_ranks=2, step=StepSpec(microbatches=4, keeps_output=False)), {},
+        (Job.of(world_size=2), {}, "strategy='fsdp2', ac='50%', sample_input=batch"),
+        (Job.of(world_size=2), {"dp_replicate": 4}, "dp_replicate=4"),
+        (Job.of(world_size=2, step=StepSpec(optimizer="sgd")), {}, ", optimizer='sgd', sample_input=batch"),
+        (Job.of(world_size=2, step=StepSpec(microbatches=4, keeps_output=False)), {},
          ", step=StepSpec(microbatches=4, keeps_output=False), sample_input=batch"),
-        (Setup(shard_ranks=2, precision=Precision("bf16", "bf16")), {}, "param_dtype='bf16', reduce_dtype='bf16'"),
-        (Setup(shard_ranks=2, fsdp=FSDP2(False, 2, 2)), {},
+        (Job.of(world_size=2, precision=Precision("bf16", "bf16")), {}, "param_dtype='bf16', reduce_dtype='bf16'"),
+        (Job.of(strategy=FSDP2(False, 2, 2), world_size=2), {},
          "strategy=FSDP2(reshard_after_forward=False, forward_prefetch=2, backward_prefetch=2)"),
-        (Setup(shard_ranks=2), {"special": True}, "ac=Plan.load('plan.json'))"),
+        (Job.of(world_size=2), {"special": True}, "ac=Plan.load('plan.json'))"),
     ],
 )  # fmt: skip
 def test_nothing_that_was_planned_for_is_left_out_of_the_call(setup: Setup, more: dict[str, Any], words: str) -> None:
@@ -75,7 +76,7 @@ def test_nothing_that_was_planned_for_is_left_out_of_the_call(setup: Setup, more
 
 @pytest.mark.parametrize("ranks", [8, 1000])
 def test_padding_is_named_where_it_is_much_of_what_a_rank_holds(ranks: int) -> None:
-    report = _report(Setup(shard_ranks=ranks))
+    report = _report(Job.of(world_size=ranks))
     exact = sum(p.numel() * p.element_size() for p in decoders.build("llama").parameters()) / ranks
     parameters = report.rows[0].plan.peak["parameters"]
     assert report.padding == pytest.approx(4 * (parameters - exact), abs=4)  # with a gradient and AdamW's two states

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nemo_like import Job
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.bench.measured_step import cpu_events
 from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.halves_memory import backward_of_inputs, halves_memory
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 
 WIDTH, WIDE, ROWS = 32, 256, 512
 HIDDEN = 4 * WIDTH * ROWS
@@ -54,8 +55,8 @@ class Stack(nn.Module):
 
 
 def _planner(block: Callable[[], nn.Module]) -> Planner:
-    setup = Setup(step=StepSpec(keeps_output=False), fsdp=None)
-    return Planner(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, device=resolve_device("cpu"), setup=setup)
+    setup = Job.of(step=StepSpec(keeps_output=False))
+    return Planner(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
 
 
 def _call(planner: Planner, mode: str) -> Callable[[Tensor], Tensor]:

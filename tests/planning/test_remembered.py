@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nemo_like import Job
 from nemo_like.bench.measured_step import cpu_events
 from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.first_step import bytes_between_steps
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from nemo_like.planning.remembered import RememberedTables
 from nemo_like.torch_compat import is_fake
 
@@ -88,8 +89,8 @@ def test_what_a_function_remembers_is_counted_and_is_its_own_after_a_plan(where:
         function.cache_clear()
     if warm:
         model(x)
-    setup = Setup(step=StepSpec(keeps_output=False), fsdp=None)
-    planner = Planner(model, {"x": x}, device=resolve_device("cpu"), setup=setup)
+    setup = Job.of(step=StepSpec(keeps_output=False))
+    planner = Planner(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
     peak = planner.peak(planner.uniform("none"))
     assert peak.parts["remembered tables"] == TABLE
     assert not is_fake(model(x)), "a run on fake tensors leaves none for a real step"

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job, PlanSearch
 from nemo_like import FSDP2, StepSpec
 from nemo_like.cli import main
 from nemo_like.options import OffloadConfig, Precision
 from nemo_like.options.allocator import AllocatorConfig
-from nemo_like.planning import Plan, Planner, Setup
+from nemo_like.planning import Plan, Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.reserved import replay
 from nemo_like.planning.step_events import COMPUTE, Events
@@ -24,17 +25,17 @@ pytest.importorskip("transformers")
 MIB = 1 << 20
 BF16 = Precision.of("bf16")
 SETUPS = {
-    "one device": Setup(fsdp=None),
-    "one device, momentum, zeroed": Setup(fsdp=None, step=StepSpec(optimizer="sgd-momentum", zero_grad="zero")),
-    "accumulated": Setup(fsdp=None, step=StepSpec(microbatches=4, keeps_output=False)),
-    "accumulated, the output kept": Setup(fsdp=None, precision=BF16, step=StepSpec(microbatches=32)),
-    "ddp": Setup(fsdp=None, ddp=True),
-    "sharded": Setup(shard_ranks=8, precision=BF16),
-    "sharded, loop": Setup(shard_ranks=3, step=StepSpec(optimizer="adamw-loop")),
-    "kept gathered": Setup(shard_ranks=8, precision=BF16, fsdp=FSDP2(False, 2, 2)),
-    "reduced every time": Setup(shard_ranks=8, step=StepSpec(microbatches=2)),
-    "reduced in the last": Setup(shard_ranks=8, precision=BF16, step=StepSpec(microbatches=2, sync="last")),
-    "reduced in the last of four": Setup(shard_ranks=8, step=StepSpec(microbatches=4, sync="last")),
+    "one device": Job.of(),
+    "one device, momentum, zeroed": Job.of(step=StepSpec(optimizer="sgd-momentum", zero_grad="zero")),
+    "accumulated": Job.of(step=StepSpec(microbatches=4, keeps_output=False)),
+    "accumulated, the output kept": Job.of(step=StepSpec(microbatches=32), precision=BF16),
+    "ddp": Job.of(strategy="ddp", world_size=2),
+    "sharded": Job.of(world_size=8, precision=BF16),
+    "sharded, loop": Job.of(world_size=3, step=StepSpec(optimizer="adamw-loop")),
+    "kept gathered": Job.of(strategy=FSDP2(False, 2, 2), world_size=8, precision=BF16),
+    "reduced every time": Job.of(world_size=8, step=StepSpec(microbatches=2)),
+    "reduced in the last": Job.of(world_size=8, step=StepSpec(microbatches=2, sync="last"), precision=BF16),
+    "reduced in the last of four": Job.of(world_size=8, step=StepSpec(microbatches=4, sync="last")),
 }
 
 
@@ -52,10 +53,7 @@ def _model(layers: int = 3) -> nn.Module:
 
 def _planner(setup: Setup, device: str = "h100-80gb", model: nn.Module | None = None) -> Planner:
     ids = torch.zeros(2, 128, dtype=torch.long)
-    return Planner(
-        _model() if model is None else model, {"input_ids": ids, "labels": ids}, device=resolve_device(device),
-        setup=setup, skip=False,
-    )  # fmt: skip
+    return Planner(_model() if model is None else model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device(device), search=PlanSearch(skip=False)))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -80,7 +78,7 @@ def test_experts_in_a_unit_of_their_own():
                 num_key_value_heads=2, num_local_experts=8, max_position_embeddings=256, use_cache=False,
             )
         ).train()  # fmt: skip
-    planner = _planner(Setup(shard_ranks=4, ep=2, precision=BF16), model=model)
+    planner = _planner(Job.of(world_size=4, ep=2, precision=BF16), model=model)
     choices = planner.uniform("full")
     peak = planner.peak(choices).total
     assert abs(planner.reserved(choices).tensors - peak) <= 0.01 * peak
@@ -89,10 +87,7 @@ def test_experts_in_a_unit_of_their_own():
 def test_a_step_of_one_layer_to_the_byte():
     """Without a layer's activations: a linear layer of 1024 x 1024 weights in float32, SGD, one row."""
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
-    planner = Planner(
-        model, torch.zeros(1, 1024), device=resolve_device("a100-80gb"), layers=["0"],
-        setup=Setup(fsdp=None, step=StepSpec(optimizer="sgd", keeps_output=False)),
-    )  # fmt: skip
+    planner = Planner(model, torch.zeros(1, 1024), Job.of(step=StepSpec(optimizer="sgd", keeps_output=False), gpu=resolve_device("a100-80gb"), layers=["0"]))  # fmt: skip
     found = planner.reserved(planner.uniform("none"))
     # cuBLAS for two threads: 8.125 MiB each, of one segment of 20 MiB. The weight and its gradient (4 MiB each) share
     # another, since what is left of the first is less than 4 MiB. The rest is a few KiB of one small segment.
@@ -191,7 +186,7 @@ def test_against_the_device(ac):
         model = LlamaForCausalLM(config).train()
     ids = torch.zeros(2, 2048, dtype=torch.long, device="cuda")
     batch = {"input_ids": ids, "labels": ids}
-    planner = Planner(model, batch, device=device_at_hand(), setup=Setup(fsdp=None))
+    planner = Planner(model, batch, Job.of(gpu=device_at_hand()))
     predicted = planner.reserved(planner.uniform(ac)).reserved
     model = parallelize(model.to_empty(device="cuda"), "single", ac)
     optimizer = torch.optim.AdamW(model.parameters())

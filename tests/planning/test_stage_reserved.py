@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like.options import FSDP2, PipelineParallel, Precision, StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Setup
 from nemo_like.planning.stage_plans import describe
 from nemo_like.planning.stage_reserved import ranks_to_replay, replay_rank
 from nemo_like.planning.stages import PipelinePlanner
@@ -25,11 +25,7 @@ def _planner(schedule: str, stages: int = 2, microbatches: int = 4, tokens: int 
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).train()
     ids = torch.zeros(2, tokens, dtype=torch.long)
-    return PipelinePlanner(
-        model, {"input_ids": ids, "labels": ids}, pp=PipelineParallel(stages, schedule, microbatches),
-        device=resolve_device("h100-80gb"),
-        setup=Setup(**({"fsdp": FSDP2(reshard_after_forward=False), "step": StepSpec(optimizer="adamw-fused")} | setup)),
-    )  # fmt: skip
+    return PipelinePlanner(model, {"input_ids": ids, "labels": ids}, Job.of(world_size=None, **{"fsdp": FSDP2(reshard_after_forward=False), "step": StepSpec(optimizer="adamw-fused")} | setup, gpu=resolve_device("h100-80gb"), pp=PipelineParallel(stages, schedule, microbatches)))  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "gpipe"])

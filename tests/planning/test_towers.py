@@ -148,7 +148,7 @@ def test_a_sample_with_pictures_runs_all_towers(caplog: pytest.LogCaptureFixture
         model = hf.LlavaForConditionalGeneration(_llava())
     ids = torch.tensor([[63] * 16 + [1] * 4])
     sample = {"input_ids": ids, "labels": ids, "pixel_values": torch.randn(1, 3, 16, 16)}
-    plan = plan_for(model, "60%", sample, device="cpu", fsdp=None)
+    plan = plan_for(model, ac="60%", sample_input=sample, gpu="cpu")
     assert len(plan.layers) == 5 and "did not run" not in caplog.text
-    plan_for(model, "60%", {"input_ids": ids[:, 16:], "labels": ids[:, 16:]}, device="cpu", fsdp=None)
+    plan_for(model, ac="60%", sample_input={"input_ids": ids[:, 16:], "labels": ids[:, 16:]}, gpu="cpu")
     assert "3 x CLIPEncoderLayer (vision) did not run with the sample input" in caplog.text

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nemo_like import Job
 from nemo_like.options import FSDP2, StepSpec, TensorParallel
-from nemo_like.planning import Planner, Setup
+from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules, tensor_twin
 
@@ -28,8 +29,8 @@ def _model(name: str = "Llama", **more: Any) -> Any:
 
 def _planner(**setup: Any) -> Planner:
     ids = torch.zeros(2, 16, dtype=torch.long)
-    made = Setup(step=StepSpec(keeps_output=False), **setup)
-    return Planner(_model(), {"input_ids": ids, "labels": ids}, device=resolve_device("cpu"), setup=made)
+    made = Job.of(step=StepSpec(keeps_output=False), **setup)
+    return Planner(_model(), {"input_ids": ids, "labels": ids}, made.change(gpu=resolve_device("cpu")))
 
 
 def test_replicas_reduce_also_where_nothing_is_sharded() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like import Job
 from nemo_like import StepSpec
-from nemo_like.planning import Planner, Setup
+from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.halves_memory import halves_memory
 
@@ -47,8 +48,8 @@ class _Model(nn.Module):
 
 
 def _planner(inside: bool, step: StepSpec | None = None) -> Planner:
-    setup = Setup(fsdp=None, step=step or StepSpec(loss_fn=torch.sum))
-    return Planner(_Model(inside), torch.randn(4, 8), device=resolve_device("cpu"), setup=setup)
+    setup = Job.of(step=step or StepSpec(loss_fn=torch.sum))
+    return Planner(_Model(inside), torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))
 
 
 @pytest.mark.parametrize("ask", [Planner.peak, lambda planner, choices: planner.proved_all(choices)])

@@ -45,7 +45,7 @@ def _peak(options: Options, budget: str) -> int:
     sample = options.planned_input(options.rows(1), options.seq_len)
     bare = resolve_model(options.model).build("meta", torch.float32)
     step, loss = options.step_spec, options.loss
-    return plan_for(bare, budget, sample, device=CPU, fsdp=None, step=step, loss=loss, precision="bf16").peak_bytes
+    return plan_for(bare, ac=budget, sample_input=sample, gpu=CPU, step=step, precision="bf16", loss=loss).peak_bytes
 
 
 @pytest.mark.parametrize("budget", ["60%", "auto"])
