@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from nemo_like import CheckpointConfig, CheckpointWrapper, MemoryBudget, apply_activation_checkpointing, parallelize
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.log import forget_announcements
 from nemo_like.offload import offloader_of
 from nemo_like.options import FSDP2
-from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.planning.planner import BudgetError, plan_for
 from tests.models.decoders import batch, build, loss_of
 

@@ -10,8 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from nemo_like import PlanSearch
-from nemo_like import CheckpointConfig, MemoryBudget, SelectivePolicy, apply_activation_checkpointing, parallelize
+from nemo_like import (
+    CheckpointConfig,
+    MemoryBudget,
+    PlanSearch,
+    SelectivePolicy,
+    apply_activation_checkpointing,
+    parallelize,
+)
 from nemo_like.options import FSDP2, OffloadConfig, Precision, TensorParallel
 from nemo_like.planning import plan_for
 from tests.models.decoders import PlainDecoder, batch, build

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_like import Job
-from nemo_like import parallelize
+from nemo_like import Job, parallelize
 from nemo_like.options import ExpertParallel, MemoryBudget
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner

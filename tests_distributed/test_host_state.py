@@ -15,8 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_like import Job
-from nemo_like import parallelize
+from nemo_like import Job, parallelize
 from nemo_like.options import FSDP2, Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import Job
-from nemo_like import FSDP2, StepSpec, parallelize
+from nemo_like import Job, StepSpec, parallelize
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.four_bit import four_bit_twin

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import Job
-from nemo_like import ContextParallel, parallelize
+from nemo_like import ContextParallel, Job, parallelize
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, Precision, StepSpec

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import Job
-from nemo_like import FSDP2, ChunkedLoss, StepSpec, parallelize
+from nemo_like import FSDP2, ChunkedLoss, Job, StepSpec, parallelize
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.losses.model_loss import chunked_in_evaluation

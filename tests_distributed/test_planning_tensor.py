@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
-from nemo_like import Job
-from nemo_like import parallelize
-from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, PipelineParallel, Precision, StepSpec, TensorParallel
+from nemo_like import Job, parallelize
+from nemo_like.options import ChunkedLoss, MemoryBudget, PipelineParallel, StepSpec, TensorParallel
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from tests_distributed.allocated import local, pipeline_peak_bytes, step_peak_bytes

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from nemo_like import Job
-from nemo_like import Precision, StepSpec, materialize, parallelize
+from nemo_like import Job, StepSpec, materialize, parallelize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.state_dict import get_model_state

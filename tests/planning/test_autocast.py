@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import PlanSearch
-from nemo_like import cli, parallelize
+from nemo_like import PlanSearch, cli, parallelize
 from nemo_like.layers import find_layers
 from nemo_like.log import forget_announcements
 from nemo_like.models import resolve_model

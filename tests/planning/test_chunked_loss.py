@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import Job
-from nemo_like import ChunkedLoss, cli, parallelize
+from nemo_like import ChunkedLoss, Job, cli, parallelize
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import forget_announcements
 from nemo_like.planning import BudgetError, plan_for

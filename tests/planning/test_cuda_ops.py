@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nemo_like import Job, PlanSearch
-from nemo_like import plan_for
+from nemo_like import Job, PlanSearch, plan_for
 from nemo_like.layers import find_layers
 from nemo_like.options import Precision
 from nemo_like.planning import Plan, Planner, apply_plan

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nemo_like import Job
 from nemo_like import parallelize
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.order import actions_of
@@ -21,7 +22,6 @@ from nemo_like.planning.fit.network import gather_seconds, group_of
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import explanation, recipe
 from nemo_like.planning.fit.seconds import fused
-from nemo_like.planning.fit.shapes import Variant
 from nemo_like.planning.schedule_time import timeline
 from tests.models.fit_models import llama, mixture
 from tests_distributed.allocated import loop_peak_bytes
@@ -100,7 +100,7 @@ def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
     model = llama(2)
     # Across hosts, pipelines are looked at though nobody asks for them.
     device = replace(resolve_device("cpu"), gpus_per_host=1 if "schedule" in pins else 8)
-    question = Question(gpus=gpus, device=device, seq_len=64, limit=limit, global_batch=8, pins=read_pins(pins))
+    question = Question(Job.of(gpu=device), gpus=gpus, seq_len=64, limit=limit, global_batch=8, pins=read_pins(pins))
     everything = make_search(model, question)[0].brute_force(1)
     search = make_search(model, question)[0]
     found = search.run(1)
@@ -157,10 +157,7 @@ def test_what_its_worst_rank_reserves_decides_over_a_pipeline_and_the_search_fin
         "dp_replicate": 1,
     }
     pins |= {"ac": ["none", "full"], "schedule": schedules, "cpu_offload": False}
-    question = Question(
-        gpus=4, device=device, seq_len=1024, limit=limit, global_batch=16, precision=Precision("bf16"),
-        pins=read_pins(pins),
-    )  # fmt: skip
+    question = Question(Job.of(gpu=device, precision=Precision("bf16")), gpus=4, seq_len=1024, limit=limit, global_batch=16, pins=read_pins(pins))  # fmt: skip
     everything, found = (
         make_search(_half_a_gib(), question)[0].brute_force(100),
         make_search(_half_a_gib(), question)[0],
@@ -203,7 +200,7 @@ def test_layouts_of_stages_and_experts_keep_to_what_can_run():
     found, _ = layouts(room)
     assert all(layout.grad_accum >= layout.pp for layout in found if layout.pp > 1)
     # Two stages on each of four ranks are more than four layers.
-    assert {layout.schedule for layout in found if layout.pp == 4} == {"1f1b"}
+    assert {conf.schedule for layout in found if layout.pp == 4} == {"1f1b"}
     assert not any(layout.ep > 1 and layout.tp > 1 for layout in found)  # only where it is known how
     beside = layouts(replace(room, beside_experts=(1, 2)))[0]
     assert any(layout.ep > 1 and layout.tp > 1 for layout in beside) and set(found) < set(beside)
@@ -286,7 +283,7 @@ def test_collectives_take_the_slowest_link_that_they_need():
 
 
 def test_operators_between_products_are_fused_to_one_reader_and_one_writer():
-    model, question = llama(1), Question(gpus=2, device=resolve_device("h100-80gb"), seq_len=64, limit=1 << 40)
+    model, question = llama(1), Question(Job.of(gpu=resolve_device("h100-80gb")), gpus=2, seq_len=64, limit=1 << 40)
     search = make_search(model, question)[0]
     shape = next(iter(filter(None, (search.trace(key) for key in list(search.by_shape)[:1]))))
     records = shape.base.problems[0].records
@@ -309,10 +306,7 @@ def test_what_binds_is_said_by_what_takes_most():
 def test_no_step_of_a_shape_is_faster_than_its_bound():
     """The bound of a shape that was not traced, by one that was, against its steps once it is."""
     pins = read_pins({"micro_batch": [1, 4], "cp": [1, 2], "ac": "none", "loss": "model", "offload": "none", "tp": 1})
-    question = Question(
-        gpus=2, device=resolve_device("h100-80gb"), seq_len=64, limit=1 << 40, global_batch=8, pins=pins,
-        precision=Precision("bf16"),
-    )  # fmt: skip
+    question = Question(Job.of(gpu=resolve_device("h100-80gb"), precision=Precision("bf16")), gpus=2, seq_len=64, limit=1 << 40, global_batch=8, pins=pins)  # fmt: skip
     search = make_search(llama(2), question)[0]
     keys = list(search.by_shape)
     assert len(keys) == 4 and search._bound(keys[0]) == 0.0
@@ -328,15 +322,7 @@ def test_no_split_of_experts_is_faster_than_its_bound():
         {"ep": [1, 2, 4], "cp": 1, "micro_batch": 1, "ac": "none", "loss": "model", "offload": "none", "tp": 1}
     )
     device = replace(resolve_device("h100-80gb"), gpus_per_host=2)
-    question = Question(
-        gpus=8,
-        device=device,
-        seq_len=64,
-        limit=1 << 40,
-        global_batch=8,
-        pins=pins | {"pp": (1,)},
-        precision=Precision("bf16"),
-    )
+    question = Question(Job.of(gpu=device, precision=Precision("bf16")), gpus=8, seq_len=64, limit=1 << 40, global_batch=8, pins=pins | {"pp": (1,)})
     search = make_search(mixture(), question)[0]
     bounds = []
     for key in sorted(search.by_shape, key=lambda key: key.ep):
@@ -348,10 +334,7 @@ def test_no_split_of_experts_is_faster_than_its_bound():
 
 def test_the_search_finds_what_looking_at_everything_finds_where_experts_are_split_beside_tp():
     pins = {"tp": [1, 2], "ep": [1, 2, 4], "cp": 1, "micro_batch": 2, "ac": ["none", "full"], "loss": "model"}
-    question = Question(
-        gpus=4, device=resolve_device("cpu"), seq_len=64, limit=1 << 40, global_batch=8,
-        pins=read_pins(pins | {"offload": "none"}),
-    )  # fmt: skip
+    question = Question(Job.of(gpu=resolve_device("cpu")), gpus=4, seq_len=64, limit=1 << 40, global_batch=8, pins=read_pins(pins | {"offload": "none"}))  # fmt: skip
     everything = make_search(mixture(), question)[0].brute_force(100).best
     assert {(c.layout.tp, c.layout.ep) for c in everything} >= {(1, 2), (1, 4), (2, 2), (2, 4)}
     found = make_search(mixture(), question)[0].run(1).best
@@ -375,41 +358,35 @@ def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
     schedules = ["gpipe", "1f1b", "interleaved_1f1b", "zbv"]
     # Of a small model, launches and weights that are read would take almost all of the time.
     device = replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0, processors=0, bandwidth=1e20)
-    question = Question(
-        gpus=4, device=device, seq_len=64, limit=1 << 40, global_batch=16, precision=Precision("bf16"),
-        pins=read_pins(pins | {"schedule": schedules}),
-    )  # fmt: skip
+    question = Question(Job.of(gpu=device, precision=Precision("bf16")), gpus=4, seq_len=64, limit=1 << 40, global_batch=16, pins=read_pins(pins | {"schedule": schedules}))  # fmt: skip
     search = make_search(llama(5), question)[0]
     assert [key.cp for key in search.by_shape] == [1, 2]  # one traced model is enough for the bounds of both
     for key in search.by_shape:
         entries = list(search._entries(key))
-        assert {layout.schedule for _, (layout, _, _) in entries} == set(schedules)
+        assert {conf.schedule for _, (conf, _) in entries} == set(schedules)
         assert not search.shapes[key].cuts
         (bounds,) = search.bounds.values()
-        for least, (layout, variant, _) in entries:
-            resolved = search._resolve(search.shapes[key], layout, variant)
-            step = search._per_token(resolved.seconds, layout)
+        for least, (conf, _) in entries:
+            resolved = search._resolve(search.shapes[key], conf)
+            step = search._per_token(resolved.seconds, conf)
             # What parts of sequences gather is in the steps alone.
             assert (0.4 if key.cp == 1 else 0.3) * step < least <= step
-            assert bounds.bytes(layout, variant.ac) <= resolved.peak.total
+            assert bounds.bytes(conf, conf.mode) <= resolved.peak.total
 
 
 def test_no_step_of_a_shape_takes_less_than_its_bound():
     pins = read_pins({"micro_batch": [1, 4], "cp": [1, 2], "loss": ["model", "chunked"], "offload": "none", "tp": 1})
-    question = Question(
-        gpus=2, device=resolve_device("h100-80gb"), seq_len=64, limit=1 << 40, global_batch=8, pins=pins,
-        precision=Precision("bf16"),
-    )  # fmt: skip
+    question = Question(Job.of(gpu=resolve_device("h100-80gb"), precision=Precision("bf16")), gpus=2, seq_len=64, limit=1 << 40, global_batch=8, pins=pins)  # fmt: skip
     search = make_search(llama(2), question)[0]
     shapes = {key: search._traced(key) for key in search.by_shape}
     assert len(shapes) == 4
     for key, shape in shapes.items():
         for layout in search.by_shape[key]:
             for loss in ("model", "chunked"):
-                variant = Variant("full", loss, "none", None)
-                peak = shape.peak(layout, variant, shape.choices(layout, variant)).total
+                full = layout.change(ac="full", loss=loss)
+                peak = shape.peak(full, shape.choices(full)).total
                 alike = [other for kind, other in shapes.items() if kind.cp == 1 or key.cp > 1]
-                bounds = [other.least_peak(layout, variant) for other in alike]
+                bounds = [other.least_peak(full) for other in alike]
                 assert max(bounds) == peak and min(bounds) < peak  # its own; another one's
 
 

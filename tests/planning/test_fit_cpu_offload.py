@@ -30,14 +30,7 @@ def _search(limit, **pins):
     always = {"tp": 1, "cp": 1, "grad_accum": [1, 3], "micro_batch": [2, 8]}
     return make_search(
         llama(2),
-        Question(
-            gpus=2,
-            device=device,
-            seq_len=64,
-            limit=limit,
-            pins=read_pins(always | pins),
-            precision=Precision("bf16"),
-        ),
+        Question(Job.of(gpu=device, precision=Precision("bf16")), gpus=2, seq_len=64, limit=limit, pins=read_pins(always | pins)),
     )[0]
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import Job
-from nemo_like import parallelize
+from nemo_like import Job, parallelize
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import Job
-from nemo_like import parallelize
+from nemo_like import Job, parallelize
+from nemo_like.activation_checkpointing.plan import Plan, PlanError
 from nemo_like.extras import MissingExtraError
 from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.report import recipe, table
-from nemo_like.activation_checkpointing.plan import Plan, PlanError
 from nemo_like.planning.planner import Planner, plan_for
 from tests.models.fit_models import llama
 from tests_distributed.allocated import loop_peak_bytes

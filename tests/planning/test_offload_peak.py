@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_like import Job, PlanSearch
-from nemo_like import MemoryBudget, OffloadConfig, StepSpec
+from nemo_like import Job, MemoryBudget, OffloadConfig, PlanSearch, StepSpec
 from nemo_like.layers import find_layers
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.layer_offload import apply_offloading

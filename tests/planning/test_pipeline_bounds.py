@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from nemo_like import Job
 from nemo_like.options import Precision, StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.fitting import Traces, make_search
 from nemo_like.planning.fit.question import Question, read_pins
-from nemo_like.planning.fit.shapes import Variant
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -45,10 +45,7 @@ def _experts():
 def _search(model, precision="bf16", **pins):
     device = replace(resolve_device("h100-80gb"), gpus_per_host=2)
     free = {"micro_batch": 1, "offload": "none", "tp": 1, "cp": 1, "ac": "none", "loss": "model"}
-    question = Question(
-        gpus=4, device=device, seq_len=64, limit=1 << 40, global_batch=16, precision=Precision.of(precision),
-        pins=read_pins(free | pins),
-    )  # fmt: skip
+    question = Question(Job.of(gpu=device, precision=Precision.of(precision)), gpus=4, seq_len=64, limit=1 << 40, global_batch=16, pins=read_pins(free | pins))  # fmt: skip
     return make_search(model, question)[0]
 
 
@@ -68,11 +65,11 @@ def test_no_pipeline_takes_less_than_what_the_whole_model_says_of_it(model, pins
         shape = search._traced(key)
         for layout in search.by_shape[key]:
             for variant in search._variants(shape, layout):
-                least = search._least_pipeline(shape, layout, variant)
-                resolved = search._resolve(shape, layout, variant)
+                least = search._least_pipeline(shape, variant)
+                resolved = search._resolve(shape, variant)
                 step, peak = search._per_token(resolved.seconds, layout), resolved.peak.total
-                alive = shape.least(search.shapes[key.in_one_stage]).bytes(layout, variant.ac)
-                assert 0.8 * step < least <= step and 0.4 * peak < alive <= peak, (layout, variant)
+                alive = shape.least(search.shapes[key.in_one_stage]).bytes(variant, variant.mode)
+                assert 0.8 * step < least <= step and 0.4 * peak < alive <= peak, variant
                 looked += 1
     assert looked >= 2
 
@@ -82,9 +79,9 @@ def test_where_nothing_fits_the_pipeline_that_needs_least_is_found():
     search, peaks, bounds = _search(_dense(), **pins), [], []
     for key in search.by_shape:
         shape = search._traced(key)
-        for _, (layout, variant, _) in list(search._entries(key)):
-            peaks.append(search._resolve(shape, layout, variant).peak.total)
-            bounds.append(shape.least(search._traced(key.in_one_stage)).bytes(layout, variant.ac))
+        for _, (variant, _) in list(search._entries(key)):
+            peaks.append(search._resolve(shape, variant).peak.total)
+            bounds.append(shape.least(search._traced(key.in_one_stage)).bytes(variant, variant.mode))
     again = _search(_dense(), **pins)
     again.question = replace(again.question, limit=int(1.2 * min(bounds)))
     found = again.run()
@@ -103,13 +100,13 @@ def test_questions_that_differ_in_the_optimizer_trace_a_shape_once():
     }
     shapes = []
     for name in ("adamw", "adamw-8bit"):
-        question = Question(step=StepSpec(optimizer=name), **asked)
+        question = Question(Job.of(step=StepSpec(optimizer=name)), **asked)
         search, _, _ = make_search(model, question, None, traces)
         key, layouts = next(iter(search.by_shape.items()))
         layout = next(one for one in layouts if one.dp_shard == 2)
         shapes.append((search._traced(key), make_search(model, question)[0]._traced(key), layout))
     assert shapes[0][0].base.traced is shapes[1][0].base.traced
     for shared, alone, layout in shapes:
-        variant = Variant("full", "model", "none", None)
-        peaks = [shape.peak(layout, variant, shape.choices(layout, variant)) for shape in (shared, alone)]
+        full = layout.change(ac="full")
+        peaks = [shape.peak(full, shape.choices(full)) for shape in (shared, alone)]
         assert peaks[0] == peaks[1]

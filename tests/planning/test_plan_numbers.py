@@ -11,8 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from nemo_like import Job, PlanSearch
-from nemo_like import OffloadConfig, StepSpec, cli
+from nemo_like import Job, OffloadConfig, PlanSearch, StepSpec, cli
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.optimizers import TrainedParameter

@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 
-from nemo_like import Job
-from nemo_like import OffloadConfig, StepSpec, parallelize, plan_for
+from nemo_like import Job, OffloadConfig, StepSpec, parallelize, plan_for
 from nemo_like.models import resolve_model
 from nemo_like.offload.layer_offload import OffloadWrapper
 from nemo_like.planning import BudgetError, Planner

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import Job, PlanSearch
-from nemo_like import cli
+from nemo_like import Job, PlanSearch, cli
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
@@ -20,7 +19,6 @@ from nemo_like.planning import (
     Plan,
     PlanError,
     Planner,
-    Setup,
     apply_plan,
     block_trace,
     capture,

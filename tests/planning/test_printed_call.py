@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import Job, PlanSearch
-from nemo_like import FSDP2, Plan, Precision, StepSpec, parallelize
+from nemo_like import FSDP2, Job, Plan, PlanSearch, Precision, StepSpec, parallelize
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.module_tree import bare_modules
 from nemo_like.planning.devices import resolve_device

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import Job, PlanSearch
-from nemo_like import FSDP2, StepSpec
+from nemo_like import FSDP2, Job, PlanSearch, StepSpec
 from nemo_like.cli import main
 from nemo_like.options import OffloadConfig, Precision
 from nemo_like.options.allocator import AllocatorConfig

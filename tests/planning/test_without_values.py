@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import Job
-from nemo_like import StepSpec
+from nemo_like import Job, StepSpec
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.halves_memory import halves_memory

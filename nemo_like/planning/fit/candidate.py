@@ -81,7 +81,10 @@ class Candidate:
 
     def kwargs(self) -> dict[str, Any]:
         """What to call `nemo_like.parallelize` with, beside the model; a plan as a `Plan`, which needs no sample."""
-        said: dict[str, Any] = {"strategy": self._runnable(self.plan)}
+        job = self._runnable(self.plan)
+        said = {name: getattr(job, "step" if name == "optimizer" else name) for name in job.words()}
+        if "optimizer" in said:
+            said["step"] = said.pop("optimizer")
         return said | ({"sample_input": self.sample} if self.conf.pp > 1 else {})
 
     def call(self, sample: str = "batch") -> str:

@@ -23,15 +23,27 @@ MOST_CONTEXT, MOST_STAGES = 64, 32
 class Layout(NamedTuple):
     """The sizes of a configuration: who has which part, and how often a step goes through it."""
 
-    dp_replicate: int
-    dp_shard: int
-    tp: int
-    cp: int
-    ep: int
-    pp: int
-    schedule: str | None
-    micro_batch: int
-    grad_accum: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    """Out of ``dp_shard x cp x tp``."""
+    pp: int = 1
+    schedule: str | None = None
+    micro_batch: int = 1
+    """Sequences of one rank (with `cp`: of one group) in one micro-batch."""
+    grad_accum: int = 1
+    """Micro-batches of a step; with `pp`, those of the pipeline."""
+
+    @property
+    def gpus(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
+
+    @property
+    def sequences(self) -> int:
+        """Of all ranks in one step."""
+        return self.dp_replicate * self.dp_shard * self.micro_batch * self.grad_accum
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,6 @@ class Configuration:
 
     job: Job
     micro_batch: int = 1
-    """Sequences of one rank (with ``cp``: of one group) in one micro-batch."""
 
     def __post_init__(self) -> None:
         job = self.job
@@ -71,7 +82,7 @@ class Configuration:
     @property
     def sequences(self) -> int:
         """Of all ranks in one step."""
-        return self.dp_replicate * self.dp_shard * self.micro_batch * self.grad_accum
+        return self.layout.sequences
 
     @property
     def mode(self) -> str:
