@@ -17,15 +17,14 @@ from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import PipelineParallel
 from nemo_like.options.schedules import SCHEDULE_OBJECTS
+from nemo_like.planning import network
 from nemo_like.planning.block import Choice
 from nemo_like.planning.devices import Device
-from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Configuration, Layout, configuration
-from nemo_like.planning.fit.seconds import Links, unit_seconds
-from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.reserved import Reserved
 from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
+from nemo_like.planning.seconds import KERNELS_PER_PARAMETER, Links, unit_seconds
 from nemo_like.planning.stages import PipelinePlanner, parts_of
 from nemo_like.planning.step_time import optimizer_seconds
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
@@ -98,7 +97,7 @@ def plan_step(step: PublishedStep, device: Device) -> StepPrediction:
 
 class _Step:
     def __init__(self, step: PublishedStep, device: Device) -> None:
-        self.step, self.device, self.links = step, device, Links.of(step.layout, device)
+        self.step, self.device, self.links = step, device, Links.of(step.layout.job, device)
         self.whole = resolve_model(step.model).build("meta")
         self.model = with_ring(tensor_parallel_rank(self.whole, step.tp), step.cp)
         rate = device.matmul_flops["float8"] if step.fp8 else 0.0

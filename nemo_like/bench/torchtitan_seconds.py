@@ -1,6 +1,6 @@
 """How long one of torchtitan's layers takes in our model of seconds, with what it sends inside.
 
-What differs from `nemo_like.planning.fit.seconds`, after its files and PyTorch's:
+What differs from `nemo_like.planning.seconds`, after its files and PyTorch's:
 
 - ``Float8ColwiseParallel`` and ``PrepareFloat8ModuleInput`` of torchao cast before they gather: gathers send one byte for
   each value, also of gradients behind a rowwise product, and a rank casts its own part. What is summed stays in 16 bits.
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.planning import network
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_trace import OpRecord
 from nemo_like.planning.devices import Device
-from nemo_like.planning.fit import network
-from nemo_like.planning.fit.seconds import BACKWARD_TIMES, BlockSeconds, Links, fused
+from nemo_like.planning.seconds import BACKWARD_TIMES, BlockSeconds, Links, fused
 
 _SENT = "_c10d_functional"
 _GATHER = "all_gather_into_tensor"

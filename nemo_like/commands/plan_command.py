@@ -6,67 +6,44 @@ import argparse
 import contextlib
 import copy
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_like.flags import FLAGS, add_flags, job_of
+from nemo_like.job import Job
 from nemo_like.models import resolve_model
-from nemo_like.options import (
-    FSDP2,
-    OPTIMIZERS,
-    ChunkedLoss,
-    ContextParallel,
-    OffloadConfig,
-    PipelineParallel,
-    Precision,
-    StepSpec,
-    parse_bytes,
-    parse_dtype,
-)
-from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options import FLOAT8, parse_bytes, parse_dtype
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
-    from nemo_like.planning.devices import Device
     from nemo_like.planning.model_inputs import ModelInput
+    from nemo_like.planning.pipeline_report import PipelineReport
     from nemo_like.planning.plan_report import PlanReport
     from nemo_like.planning.planner import Planner
+    from nemo_like.planning.stages import PipelinePlanner
 
 HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
+JOB_FLAGS = (
+    "gpu", "world_size", "dp_replicate", "tp", "sequence_parallel", "loss_parallel", "cp", "ep", "imbalance", "pp",
+    "pp_schedule", "balance", "precision", "reduce_dtype", "optimizer", "loss", "grad_accum", "sync", "drop_output",
+    "zero_grad", "ema", "cpu_offload", "reshard_after_forward", "prefetch", "offload", "alloc_conf", "no_skip", "host",
+    "host_memory", "measure",
+)  # fmt: skip
+_NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
+"""Flags that no plan of a pipeline's stages knows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    from nemo_like.planning.devices import known_devices
-
     add = parser.add_argument
     add("--model", required=True, help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add("--gpu", default="h100-80gb", help=f"{' | '.join(known_devices())}, or a JSON file")
-    add("--world-size", type=int, default=1, help="ranks in all (default: %(default)s)")
-    add("--dp-replicate", type=int, default=1, help="replicas of the sharded model, HSDP (default: %(default)s)")
-    add("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
-    add("--cp", type=int, default=1, help="ranks that share each sequence, of --seq-len tokens (default: %(default)s)")
-    add("--ep", type=int, default=1, help="ranks that each layer's experts are split over (default: %(default)s)")
-    add("--imbalance", type=float, help="rows of the fullest rank's experts, 1 (balanced) to --ep (default: 1.5)")
-    add(
-        "--pp",
-        type=int,
-        default=1,
-        help="ranks of a pipeline (default: %(default)s); each stage is sharded over the others",
-    )
-    add("--schedule", default=PipelineParallel.schedule, help="of the pipeline (default: %(default)s)")
-    add(
-        "--balance",
-        default="time",
-        help="layers of a stage: time | memory | counts such as 8,8,7,7 (default: %(default)s)",
-    )
+    add_flags(parser, JOB_FLAGS, precision="bf16")
     add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
-    add("--batch-size", type=int, default=1, help="sequences per rank and microbatch (default: %(default)s)")
+    add("--batch-size", type=int, default=1, help="sequences per rank and micro-batch (default: %(default)s)")
     add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
     add(
         "--images",
@@ -79,124 +56,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "has positions for, or 30); 0: none")  # fmt: skip
     add("--vocab-size", type=int, help="for a module:function that takes token ids and states no vocab_size")
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
-    add("--param-dtype", default="bf16", help="parameters in forward (default: %(default)s)")
-    add("--reduce-dtype", default="fp32", help="gradients while they are reduced (default: %(default)s)")
-    add("--optimizer", help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer})")
-    add("--loss", default="model", help="model | chunked: head and loss in chunks of tokens (default: %(default)s)")
-    add("--microbatches", type=int, default=1, help="forwards and backwards per optimizer step (default: %(default)s)")
-    add("--sync", default=StepSpec.sync, help="microbatches that reduce gradients: every | last (default: %(default)s)")
-    add("--drop-output", action="store_true", help="the loop drops the model's output (its logits) before backward")
     add(
         "--lora",
         type=int,
         metavar="RANK",
-        help="adapters of this rank train, all else is frozen, in --param-dtype (peft)",
+        help="adapters of this rank train, all else is frozen, in the dtype of --precision (peft)",
     )
     add("--four-bit", action="store_true", help="frozen linear layers in 4 bits with their scales, as QLoRA has them")
-    add("--ema", action="store_true", help="the loop keeps a copy of the weights that it averages")
-    add("--zero-grad", default=StepSpec.zero_grad, help="gradients between steps: free | zero (default: %(default)s)")
-    add(
-        "--cpu-offload",
-        action="store_true",
-        help="parameter shards, gradients and optimizer state in host memory, up to --host-memory",
-    )
-    add("--no-reshard", action="store_true", help="keep layers gathered after forward")
-    add("--prefetch", type=int, default=1, help="layers gathered ahead (default: %(default)s)")
     add(
         "--budget",
         action="append",
         default=[],
         help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable",
     )
-    add("--memory", help="what a step may peak at; default: the GPU's memory less a tenth")
-    add("--no-skip", action="store_true", help="replay every op, also those that nobody reads")
-    add("--host", action="store_true", help="also consider keeping outputs in host memory, over the GPU's link")
-    add(
-        "--host-memory",
-        default="64GiB",
-        help="host memory of one rank for that, for --offload or for --cpu-offload (default: %(default)s)",
-    )
-    add("--offload", help="none | boundary | saved | all: what waits in host memory, as parallelize(offload=) moves it")
-    add(
-        "--alloc-conf", help="settings of CUDA's caching allocator, as in PYTORCH_ALLOC_CONF (default: that variable's)"
-    )
+    add("--memory", help="what a step may take; default: the GPU's memory less a tenth")
     add("--no-search", action="store_true", help="do not look for the largest micro-batch and the least number of GPUs")
-    add("--measure", action="store_true", help="time the ops on the device at hand instead of the GPU's table")
     add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
     add("--plot", metavar="PATH", help="write a picture here: memory against step time")
-    add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.planning.Plan.load)")
+    add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.Plan.load)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
-    from nemo_like.commands import plan_inputs, plan_stages
-    from nemo_like.planning import plan_report
-    from nemo_like.planning.devices import calibrated, resolve_device
-    from nemo_like.planning.planner import Planner, Setup
+    from nemo_like.commands import plan_inputs
+    from nemo_like.planning.devices import device_of
+    from nemo_like.planning.planner import Planner
+    from nemo_like.planning.stages import PipelinePlanner
 
-    shard_ranks = _shard_ranks(args)
-    if args.cpu_offload and args.pp > 1:
-        raise ValueError("--cpu-offload beside --pp is not planned. Leave one of the two out.")
-    if args.pp > 1:
-        return plan_stages.run(args, shard_ranks, _precision(args), _allocator(args.alloc_conf))
-    loop = StepSpec(args.microbatches, args.sync, not args.drop_output, args.zero_grad, ema=args.ema)
-    step = StepSpec.of(loop, args.optimizer)
-    device = calibrated(resolve_device(args.gpu))
-    reshard = False if args.no_reshard else None
-    if args.cpu_offload:
-        _check_cpu_offload(args, device)
+    job = asked_job(args)
+    if job.fsdp is not None and job.fsdp.cpu_offload:
+        device_of(job).check_host_rates("--cpu-offload")
     start = time.perf_counter()
     with _progress(f"Planning {args.model} ..."):
         source = resolve_model(args.model)
-        model = _frozen(source.build("meta", parse_dtype("--dtype", args.dtype)), args)
-        setup = Setup(
-            shard_ranks=shard_ranks,
-            replicas=args.dp_replicate,
-            step=step,
-            precision=_precision(args),
-            # One rank keeps the model whole, whatever the strategy, and computes under autocast.
-            fsdp=None if args.world_size == 1 else FSDP2(reshard, args.prefetch, args.prefetch, args.cpu_offload),
-            tp=args.tp,
-            cp=ContextParallel(args.cp),
-            ep=args.ep,
-            imbalance=args.imbalance,
-            loss=ChunkedLoss.of(args.loss),
-            offload=OffloadConfig.of(args.offload),
-            allocator=_allocator(args.alloc_conf),
-        )
-        host_memory = parse_bytes(args.host_memory)
+        model = _frozen(source.build("meta", parse_dtype("--dtype", args.dtype)), args, job)
 
-        def plan_with(sample: Any, setup: Setup = setup) -> Planner:
+        def plan_with(sample: Any, job: Job = job) -> Planner | PipelinePlanner:
             # A planner cuts the model it traces for as long as it answers.
-            own = model if setup.cp.size == 1 else copy.deepcopy(model)
-            return Planner(
-                own, sample, device=device, setup=setup, skip=False if args.no_skip else None, host=args.host,
-                host_memory=host_memory, measure=args.measure,
-            )  # fmt: skip
+            own = model if job.cp.size == 1 else copy.deepcopy(model)
+            return Planner(own, sample, job) if job.pp.size == 1 else PipelinePlanner(own, sample, job)
 
         planner, given = plan_inputs.planner_with_inputs(plan_with, model, source, args)
+        limit = parse_bytes(args.memory) if args.memory else None
+        if isinstance(planner, PipelinePlanner):
+            return _report_stages(args, planner, given, limit, start)
         ids = given.tensors.get("input_ids", given.tensors.get("labels"))
-        result = plan_report.make_report(
-            planner, args.budget, parse_bytes(args.memory) if args.memory else None,
-            dp_replicate=args.dp_replicate, special=args.host or args.no_skip or args.measure,
-            # What a smaller number of ranks would hold is not looked for where they share sequences.
-            reach=None if args.no_search or args.cp > 1 else plan_inputs.reach(plan_with, planner, model, source, args),
-            tokens=None if ids is None else ids.numel(),
-        )  # fmt: skip
-    result = replace(result, file=args.save or result.file)
-    seconds = time.perf_counter() - start
+        # What a smaller number of ranks would hold is not looked for where they share sequences.
+        alone = args.no_search or job.cp.size > 1
+        reach = None if alone else plan_inputs.reach(plan_with, planner, model, source, args)
+        return _report(args, planner, given, limit, start, model, reach, None if ids is None else ids.numel())
+
+
+def asked_job(args: argparse.Namespace) -> Job:
+    """Return the job that the flags ask about.
+
+    Raises:
+        ValueError: a wrong value, or a flag that a pipeline's plans do not know.
+    """
+    for name in ("seq_len", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
+    said = {name: getattr(args, name) for name in JOB_FLAGS}
+    if args.pp > 1:
+        for name in _NOT_IN_STAGES:
+            if said[name] != FLAGS[name].default:
+                raise ValueError(f"{FLAGS[name].word} with --pp is not planned. Leave one of the two out.")
+    stored, compute = parse_dtype("--dtype", args.dtype), said["precision"]
+    if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored:
+        said["precision"] = None  # a dtype that the parameters have anyway is no cast
+    return job_of(said, ac="none")
+
+
+def _report(
+    args: argparse.Namespace, planner: Planner, given: ModelInput, limit: int | None, start: float, model: torch.nn.Module,
+    reach: Any, tokens: int | None,
+) -> int:  # fmt: skip
+    from nemo_like.planning import plan_report
+
+    result = plan_report.make_report(planner, args.budget, limit, reach=reach, tokens=tokens)
     if args.json != "-":
-        _say(args, planner, result, seconds, model, given)
-    if args.json:
-        head = {
-            "model": args.model, "input": given.words, "not_run": planner.idle_layers() or None,
-            "not_made_up": given.missing or None, "rates": device.rates,
-        }  # fmt: skip
-        text = json.dumps(head | plan_report.as_json(result), indent=1) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(args.json).write_text(text, encoding="utf-8")
+        _say(args, planner, result, time.perf_counter() - start, model, given)
+    head = {
+        "model": args.model, "input": given.words, "not_run": planner.idle_layers() or None,
+        "not_made_up": given.missing or None, "rates": planner.device.rates,
+    }  # fmt: skip
+    _write_json(args.json, head | plan_report.as_json(result))
     if args.plot:
         plan_report.plot(planner, result, args.plot)
     if args.save and result.best is not None:
@@ -206,6 +150,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.best is not None and not result.unmet else 1
 
 
+def _write_json(path: str | None, body: dict[str, Any]) -> None:
+    if path is None:
+        return
+    text = json.dumps(body, indent=1) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text, encoding="utf-8")
+
+
 def _say(
     args: argparse.Namespace, planner: Planner, result: PlanReport, seconds: float, model: torch.nn.Module,
     given: ModelInput,
@@ -213,52 +167,99 @@ def _say(
     from nemo_like.planning import plan_advice, plan_report
 
     size = sum(p.numel() for p in model.parameters())
-    count = planner.setup.step.microbatches
-    microbatches = f"{count} microbatches of " if count > 1 else ""
+    count = planner.job.step.microbatches
+    microbatches = f"{count} micro-batches of " if count > 1 else ""
     print(
         f"{args.model}: {size / 1e9:.2f} B parameters, {len(planner.traced.calls)} layers of {len(planner.problems)} "
         f"kind(s), {microbatches}{given.words} per rank on {args.world_size} x {planner.device.name}, "
-        f"{planner.setup.step.optimizer}; a step may peak at {result.limit / 2**30:.2f} GiB. Seconds go by the "
+        f"{planner.job.step.optimizer}; a step may take {result.limit / 2**30:.2f} GiB. Seconds go by the "
         f"rates of {planner.device.rates}.\n"
     )
     if planner.not_run or given.missing:
         why = f" {given.missing[0].upper()}{given.missing[1:]}." if given.missing else ""
         print(
             f"Left out: {planner.idle_layers() or 'no layer'}. {given.words} do not run them, and the peaks below are those "
-            f"of a step without.{why} For what the command cannot make up: plan_for(model, budget, sample_input).\n"
+            f"of a step without.{why} For what the command cannot make up: plan_for(model, ac=..., sample_input=...).\n"
         )
     print(plan_report.table(result))
     print(
         "\nheld, host, peak: GiB per rank. replay: share of a forward. step: layers alone, 1 = no checkpointing. ms: of a "
         "step, tokens/s: of one GPU;\nboth predicted, by the roofline of this GPU's sourced rates, for the operators that "
-        f"run on {planner.device.kind}, without communication.\n"
+        f"run on {planner.device.kind}, with the collectives that nothing hides.\n"
     )
     if any(row.plan.reserved_bytes is not None for row in result.rows):
         print(
             "reserved: GiB per rank that CUDA's caching allocator takes for these tensors and for cuBLAS, by a model of it "
-            "that was not compared\nwith a GPU. Where memory is short, it gives free segments back before it fails.\n"
+            "that was not compared\nwith a GPU; it decides what fits.\n"
         )
     if result.best is not None:
         print(
             f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{plan_report.breakdown(result.best.plan)}\n"
         )
     print(plan_advice.advice(result, "batch"))
-    if result.special and result.best is not None and result.best.name not in plan_report.MODES and not args.save:
-        print(
-            "  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json"
-        )
     print(f"\nPlanned in {seconds:.1f} s.")
 
 
-def _check_cpu_offload(args: argparse.Namespace, device: Device) -> None:
-    if args.world_size == 1:
-        raise ValueError(
-            "--cpu-offload is FSDP2's, and one rank keeps the model whole. Use more ranks (--world-size), or --host."
-        )
-    device.check_host_rates("--cpu-offload")
+def _report_stages(
+    args: argparse.Namespace, planner: PipelinePlanner, given: ModelInput, limit: int | None, start: float
+) -> int:
+    from nemo_like.planning import pipeline_report
+    from nemo_like.planning.plan_report import planned_call
+    from nemo_like.planning.stage_balance import balanced
+
+    planner = balanced(planner, "full") if planner.pp.balance == "memory" else planner
+    report = pipeline_report.pipeline_report(planner, args.budget, limit)
+    best = report.best
+    call = None if best is None else planned_call(best.planner.job, best.name, "microbatch")
+    if args.json != "-":
+        _say_stages(args, planner, report, given, call)
+        print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")
+    _write_json(args.json, {"model": args.model} | pipeline_report.pipeline_json(report) | {"call": call})
+    if args.plot:
+        pipeline_report.schedule_plot(best or report.rows[0], args.plot)
+    if args.save and best is not None:
+        best.plan.save(args.save)
+    for reason in report.unmet if args.budget else ():
+        print(f"nemo-like plan: {reason}", file=sys.stderr)
+    return 0 if best is not None and not (args.budget and report.unmet) else 1
 
 
-def _frozen(model: torch.nn.Module, args: argparse.Namespace) -> torch.nn.Module:
+_RESERVED = (
+    " (and what CUDA's caching allocator takes for these tensors and for cuBLAS,\nby a model of it that was not compared "
+    "with a GPU)"
+)
+
+
+def _say_stages(
+    args: argparse.Namespace, planner: PipelinePlanner, report: PipelineReport, given: ModelInput, call: str | None
+) -> None:
+    from nemo_like.planning import pipeline_report
+
+    best = report.best
+    flights = [planner.most_in_flight(index) for index in range(len(planner.stages))]
+    print(
+        f"{args.model} in {len(planner.counts)} stages on {args.pp} x {planner.device.name} ({planner.pp.schedule}, "
+        f"{planner.count} micro-batches of {given.words}), each stage on {args.world_size // args.pp} rank(s).\nLayers per "
+        f"stage {planner.counts}, micro-batches in flight {flights}; a rank may take {report.limit / 2**30:.2f} GiB.\n"
+    )
+    print(pipeline_report.pipeline_table(report, args.batch_size * args.seq_len))
+    print(
+        f"\nrank: peak in GiB{_RESERVED if report.rows[0].reserved is not None else ''}. replay: share of a forward. "
+        "bubble: share of the time in which ranks wait. ms: of a step, tokens/s: of one rank;\n"
+        "predicted by the roofline of this GPU's sourced rates, with the collectives that nothing hides.\n"
+    )
+    if best is None:
+        print(pipeline_report.least_help(report))
+        return
+    worst = max(best.peaks, key=lambda peak: peak.total)
+    parts = sorted(worst.parts.items(), key=lambda item: -item[1])
+    print(f"Peak of ac={best.name!r}, {best.plan.peak_at}:")
+    print("\n".join(f"  {size / 2**30:9.3f} GiB  {name}" for name, size in parts) + f"\n\n  {call}")
+    if report.tight is not None:
+        print(report.tight.words(best.name))
+
+
+def _frozen(model: torch.nn.Module, args: argparse.Namespace, job: Job) -> torch.nn.Module:
     """The model as --lora and --four-bit say."""
     from nemo_like.planning.four_bit import four_bit_twin, with_adapters
 
@@ -266,43 +267,8 @@ def _frozen(model: torch.nn.Module, args: argparse.Namespace) -> torch.nn.Module
         raise ValueError("--four-bit keeps frozen weights in 4 bits, and all train here: give --lora RANK as well.")
     if args.lora is None:
         return model
-    adapted = with_adapters(model.train(), args.lora, parse_dtype("--param-dtype", args.param_dtype))
+    adapted = with_adapters(model.train(), args.lora, job.param_dtype or parse_dtype("--dtype", args.dtype))
     return four_bit_twin(adapted) if args.four_bit else adapted
-
-
-def _allocator(said: str | None) -> AllocatorConfig:
-    """What a job that is started here would read."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return AllocatorConfig.parse(
-        next((os.environ[name] for name in names if name in os.environ), "") if said is None else said
-    )
-
-
-def _precision(args: argparse.Namespace) -> Precision:
-    """What to cast to; a dtype that the parameters have anyway is no cast."""
-    stored = parse_dtype("--dtype", args.dtype)
-    param, reduce = parse_dtype("--param-dtype", args.param_dtype), parse_dtype("--reduce-dtype", args.reduce_dtype)
-    param = None if param == stored else param
-    return Precision(param, None if param is None and reduce == stored else reduce)
-
-
-def _shard_ranks(args: argparse.Namespace) -> int:
-    for name in ("world_size", "dp_replicate", "tp", "cp", "ep", "pp", "seq_len", "batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
-    if args.prefetch < 0:
-        raise ValueError(f"--prefetch is {args.prefetch}; it must be >= 0.")
-    rest, left = divmod(args.world_size, args.dp_replicate * args.tp * args.pp)
-    if left:
-        raise ValueError(
-            f"--world-size {args.world_size} is not divisible by --dp-replicate {args.dp_replicate} x --tp {args.tp} x "
-            f"--pp {args.pp}."
-        )
-    if rest % args.cp:
-        raise ValueError(f"--cp {args.cp} does not divide the {rest} ranks that parameters are sharded over.")
-    if rest * args.tp % args.ep:
-        raise ValueError(f"--ep {args.ep} does not divide the {rest * args.tp} ranks that hold one copy of the model.")
-    return rest
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nemo_like.models import ModelSource
-from nemo_like.options import FSDP2, parse_shape
+from nemo_like.options import parse_shape
 from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quiet_fakes
 from nemo_like.planning.plan_search import MOST_SEQUENCES, MOST_TOKENS, Reach, full_peak, largest_batch, least_gpus
 from nemo_like.planning.planner import Planner
@@ -55,10 +55,10 @@ def reach(
 ) -> Callable[[int], Reach]:
     """How far the device goes with the step of `planner`: for the search of `make_report`.
 
-    ``make(sample, setup)`` makes a planner. For ``--input-shape`` no other batch is looked for: which of its sizes is the
+    ``make(sample, job)`` makes a planner. For ``--input-shape`` no other batch is looked for: which of its sizes is the
     batch is not known.
     """
-    setup = planner.setup
+    job = planner.job
 
     def sample(batch: int) -> Any:
         other = argparse.Namespace(**(vars(args) | {"batch_size": batch}))
@@ -80,13 +80,13 @@ def reach(
 
     def found(limit: int) -> Reach:
         batch = batches(limit)
-        if job.fsdp is None and full_peak(planner) <= limit:
+        if job.is_single and full_peak(planner) <= limit:
             return replace(batch, least_gpus=1)
         if job.ep.size > 1:
             return batch  # other numbers of ranks would hold other experts
         given = _shaped(args) if args.input_shape else sample(args.batch_size)
-        sharded = planner if job.fsdp else make(given, replace(setup, fsdp=FSDP2(), shard_ranks=2))
-        least = least_gpus(sharded, lambda: make(given, replace(setup, fsdp=None, shard_ranks=1)), limit)
+        sharded = planner if job.fsdp is not None else make(given, job.on(dp_shard=2))
+        least = least_gpus(sharded, lambda: make(given, replace(job, world_size=1)), limit)
         return replace(batch, least_gpus=least)
 
     return found

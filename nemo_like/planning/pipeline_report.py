@@ -13,10 +13,12 @@ from nemo_like.extras import require
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan_report import FRACTIONS, MODES
-from nemo_like.planning.stage_plans import choose, describe, reserved_on_ranks, times
+from nemo_like.planning.stage_plans import choose, describe, reserved_on_ranks
+from nemo_like.planning.stage_seconds import times
 from nemo_like.planning.stage_walk import Log
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.tight import Tight, tight_rank
+from nemo_like.planning.verdict import budget_word, plan_within, verdict
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,29 @@ def pipeline_report(planner: PipelinePlanner, budgets: Sequence[str] = (), limit
     rows = [_row(planner, mode, planner.uniform(mode), limit) for mode in MODES]
     unmet = []
     asked = [*budgets] or [f"{100 * share:g}%" for share in FRACTIONS]
-    most = f"{limit // 2**20}MiB" if limit >= 2**20 else f"{limit}B"
-    for text in dict.fromkeys([*asked, most]):
+    for text in dict.fromkeys(asked):
         try:
             rows.append(_row(planner, text, choose(planner, MemoryBudget.parse(text), text), limit))
         except BudgetError as error:
-            if text in budgets or text not in asked:
+            if text in budgets:
                 unmet.append(str(error))
+    errors = list[str]()
+
+    def within(budget: int) -> tuple[Choices, Peak] | None:
+        try:
+            choices = choose(planner, MemoryBudget(peak_bytes=budget), gib(budget))
+        except BudgetError as error:
+            errors.append(str(error))
+            return None
+        return choices, max(planner.peaks(choices), key=lambda peak: peak.total)
+
+    best_of_all = plan_within(planner, limit, within)
+    if best_of_all is None:
+        unmet += errors[-1:]
+    else:
+        text = budget_word(best_of_all[3], best_of_all[1].total)
+        if text not in asked:
+            rows.append(_row(planner, text, best_of_all[0], limit))
     fitting = [row for row in rows if row.fits]
     best = min(fitting, key=lambda row: (row.plan.step_seconds, row.plan.peak_bytes)) if fitting else None
     short = None if best is None else tight_rank(planner, best.choices, best.reserved)
@@ -78,7 +96,8 @@ def _row(planner: PipelinePlanner, name: str, choices: Choices, limit: int) -> P
     found = reserved_on_ranks(planner, choices)
     reserved = None if found is None else tuple(found)
     plan, peaks = describe(planner, choices, name, reserved), tuple(planner.peaks(choices))
-    fits = plan.peak_bytes <= limit
+    need = verdict(planner, choices, max(peaks, key=lambda peak: peak.total), limit)
+    fits = need.bytes <= limit
     return PipelineRow(name, choices, plan, peaks, reserved, times(planner, choices).bubble, fits, planner)
 
 

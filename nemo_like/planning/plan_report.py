@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.activation_checkpointing.plan import Plan, gib
 from nemo_like.extras import require
 from nemo_like.job import Job
 from nemo_like.options import ChunkedLoss, MemoryBudget, PlanSearch, StepSpec
@@ -16,9 +16,11 @@ from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
 from nemo_like.planning.optimizers import optimizer_memory
+from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan_search import Reach
 from nemo_like.planning.planner import BudgetError, Planner
 from nemo_like.planning.tight import Tight, tight
+from nemo_like.planning.verdict import Need, budget_word, plan_within, verdict
 
 MODES = ("none", "full", "selective")
 _MARKS = {"none": "none", "full": "full", "selective": "selective (every second matmul)"}
@@ -32,8 +34,12 @@ class PlanRow:
     name: str
     """What to write after ``ac=``."""
     plan: Plan
+    need: Need
+    """What decides whether it fits on the device."""
     fits: bool
     """On the device; and what it keeps in host memory, there."""
+    choices: Any = field(default=None, compare=False, repr=False)
+    """What each layer keeps."""
     state_on_host: int = 0
     """Bytes of parameters, gradients and optimizer state of one rank in host memory."""
 
@@ -117,41 +123,45 @@ def make_report(
     limit = (
         int(planner.device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0)) if limit is None else limit
     )
-    rows = [_row(mode, planner.describe(planner.uniform(mode), mode), limit, planner) for mode in MODES]
+    rows = [_row(mode, planner, planner.uniform(mode), limit) for mode in MODES]
     unmet: list[str] = []
     asked = [*budgets] or [f"{share:g}%" for share in (100 * f for f in FRACTIONS)]
     for text in asked:
         try:
-            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit, planner))
+            rows.append(_row(text, planner, *planner.choose(MemoryBudget.parse(text), text)[:1], limit))
         except BudgetError as error:
             if budgets:
                 unmet.append(str(error))
-    problem = ""
-    try:
-        text = _gib(limit)  # rounded down, so that whoever writes it stays within the limit
+    problem, errors = "", list[str]()
+
+    def within(budget: int) -> tuple[Any, Peak] | None:
+        try:
+            choices, _ = planner.choose(MemoryBudget(peak_bytes=budget), gib(budget))
+        except BudgetError as error:
+            errors.append(str(error))
+            return None
+        return choices, planner.peak(choices)
+
+    best_of_all = plan_within(planner, limit, within)
+    if best_of_all is None:
+        problem = errors[-1] if errors else f"No plan reserves less than {gib(limit)}."
+    else:
+        text = budget_word(best_of_all[3], best_of_all[1].total)
         if text not in asked:
-            rows.append(_row(text, planner.plan(MemoryBudget.parse(text), text), limit, planner))
-    except BudgetError as error:
-        problem = str(error)
+            rows.append(_row(text, planner, best_of_all[0], limit))
     fitting = [row for row in rows if row.fits and (planner.takes_budget or row.name in MODES)]
     best = min(fitting, key=lambda row: (row.plan.step_time, row.plan.peak_bytes)) if fitting else None
     return PlanReport(
         tuple(rows), best, limit, planner.job, planner.device.name, problem, tuple(unmet),
         _gain(planner, limit), None if reach is None else reach(limit), tokens, _balanced(planner, best), _padding(planner),
-        None if best is None else tight(planner, _choices(planner, best)),
+        None if best is None else tight(planner, best.choices),
     )  # fmt: skip
-
-
-def _choices(planner: Planner, row: PlanRow) -> list[Choice]:
-    if row.name in MODES:
-        return planner.uniform(row.name)
-    return planner.choose(MemoryBudget.parse(row.name), row.name)[0]
 
 
 def _balanced(planner: Planner, best: PlanRow | None) -> int | None:
     if best is None or planner.job.ep.size == 1:
         return None
-    peak = balanced_peak(planner, _choices(planner, best))
+    peak = balanced_peak(planner, best.choices)
     return None if peak is None else peak.total
 
 
@@ -176,15 +186,11 @@ def _gain(planner: Planner, limit: int) -> ChunkedGain | None:
     return ChunkedGain(before - after, after, best)
 
 
-def _row(name: str, plan: Plan, limit: int, planner: Planner) -> PlanRow:
-    row = PlanRow(name, plan, plan.peak_bytes <= limit, planner.state_on_host)
+def _row(name: str, planner: Planner, choices: Sequence[Choice], limit: int) -> PlanRow:
+    plan = planner.describe(choices, name)
+    need = verdict(planner, choices, planner.peak(choices), limit)
+    row = PlanRow(name, plan, need, need.bytes <= limit, choices, planner.state_on_host)
     return row if row.host_bytes <= planner.host_memory else replace(row, fits=False)
-
-
-def _gib(size: int) -> str:
-    if size >= 2**30:
-        return f"{size * 10 // 2**30 / 10:.1f}GiB"
-    return f"{size // 2**20}MiB" if size >= 2**20 else f"{size}B"
 
 
 def table(report: PlanReport) -> str:

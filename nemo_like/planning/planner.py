@@ -54,6 +54,7 @@ from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan_of_choices import plan_of
 from nemo_like.planning.reserved import Reserved, replay
+from nemo_like.planning.seconds import BlockSeconds, planned_seconds
 from nemo_like.planning.sharding import (
     ParameterForms,
     Sharding,
@@ -63,7 +64,7 @@ from nemo_like.planning.sharding import (
 )
 from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_events import LayerEvents
-from nemo_like.planning.step_time import exposed_seconds, update_seconds
+from nemo_like.planning.step_time import exposed_seconds
 from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules, rank_twin
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 from nemo_like.tensors import describe, tensors_in
@@ -129,7 +130,10 @@ class Planner:
 
     def _trace(self, sample_input: Any, dtype: torch.dtype | None, lower: torch.dtype | None, measure: bool) -> None:
         device = self.device
-        self.sample = describe(tuple(tensors_in(sample_input)), {})
+        given = tuple(tensors_in(sample_input))
+        self.sample = describe(given, {})
+        self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
+        """What the model is called with (token ids and labels), which peaks leave out."""
         at_hand = pick_device_type()
         if measure and at_hand != device.kind:
             raise ValueError(
@@ -145,6 +149,8 @@ class Planner:
             BlockProblem(trace, rates, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
         ]
+        self.runs: dict[Any, Any] = {}
+        """Of `nemo_like.planning.seconds.layer_runs`."""
         self._numbers: dict[int, int] = {}
         self.outers: dict[tuple[bool, bool], OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
@@ -181,6 +187,11 @@ class Planner:
         return ", ".join(f"{count} x {name} ({group})" for (group, name), count in counts.items())
 
     # --- choices --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def blocks(self) -> list[BlockSeconds]:
+        """The seconds of each kind of layer."""
+        return [BlockSeconds.of(problem) for problem in self.problems]
 
     @cached_property
     def frontiers(self) -> list[tuple[Choice, ...]]:
@@ -303,7 +314,7 @@ class Planner:
         if find_head(self.model) is None:
             return None
         other = copy.copy(self)
-        other.job = replace(self.job, loss=loss)
+        other.job, other.runs = replace(self.job, loss=loss), {}
         other.outers = {} if known is None else known
         if (False, True) not in other.outers:
             other.outers[False, True] = outer_memory(
@@ -318,7 +329,7 @@ class Planner:
     def on_ranks(self, ranks: int) -> Planner:
         """Return this planner for another number of ranks to shard over (two or more), with nothing traced again."""
         other = copy.copy(self)
-        other.job = self.job.on(dp_shard=ranks)
+        other.job, other.runs = self.job.on(dp_shard=ranks), {}
         other.__dict__.pop("sharding", None)
         return other
 
@@ -412,29 +423,8 @@ class Planner:
         return found
 
     def step_seconds(self, choices: Sequence[Choice]) -> float:
-        """A whole step by the roofline: each microbatch's forward, backward (twice that) and replay of all layers, what is
-        around them, copies that nothing hides, and the optimizer. No communication, no overhead of launches."""
-        calls = [self.problems[call.kind] for call in self.traced.calls]
-        layers = sum(p.forward_seconds * (3 if p.trace.saves_something else 1) for p in calls)
-        extra = sum(c.replay_seconds for c in choices) + sum(self.exposed(choices)) + self.outer().seconds
-        step = self.job.step
-        return step.microbatches * (layers + extra + self._weight_copies()) + update_seconds(
-            self.sharding, step.optimizer, self.device
-        )
-
-    def _weight_copies(self) -> float:
-        """Seconds in which a microbatch waits for parameters from host memory and for gradients on their way there: each
-        layer's are copied beside the computing of the one before it, of tail and root nothing hides them."""
-        units, link = dict(zip(self.sharding.modules, self.sharding.units)), self.device.host_link
-        waits = 0.0
-        for call in self.traced.calls:
-            unit, forward = units.get(id(call.module)), self.problems[call.kind].forward_seconds
-            own = [each for each in (unit, self.sharding.experts.get(id(call.module))) if each is not None]
-            fetch, again = (sum(each.host_shard for each in own if each.reshard or always) for always in (True, False))
-            waits += max(0.0, fetch / link - forward) + max(0.0, again / link - 2 * forward)
-            waits += max(0.0, sum(each.host_grad for each in own) / link - 2 * forward)
-        around = [unit for unit in (self.sharding.tail, self.sharding.root) if unit is not None]
-        return waits + sum(unit.host_shard + unit.host_grad for unit in around) / link
+        """Seconds of a whole step with these choices; see `nemo_like.planning.seconds`."""
+        return planned_seconds(self, choices).total
 
     def exposed(self, choices: Sequence[Choice]) -> list[float]:
         """Of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""

@@ -10,16 +10,15 @@ from typing import Any
 from torch import nn
 
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
-from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.block import Choice
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import asked_job
-from nemo_like.planning.schedule_time import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.stage_balance import balanced
 from nemo_like.planning.stage_reserved import is_replayed, ranks_to_replay, replay_rank
+from nemo_like.planning.stage_seconds import pipeline_seconds
 from nemo_like.planning.stages import Choices, PipelinePlanner
 
 
@@ -155,21 +154,6 @@ def _too_small(planner: PipelinePlanner, rank: int, limit: int, asked: str, peak
     )
 
 
-def times(planner: PipelinePlanner, choices: Choices) -> Timeline:
-    """When each action runs, by the roofline of the device: computing alone, without communication."""
-    stages = []
-    for stage, own in zip(planner.stages, choices):
-        problems = [stage.planner.problems[call.kind] for call in stage.planner.traced.calls]
-        back = sum(problem.forward_seconds for problem in problems if problem.trace.saves_something)
-        stages.append(
-            StageSeconds(
-                forward=sum(problem.forward_seconds for problem in problems), backward=2 * back,
-                replay=sum(choice.replay_seconds for choice in own), outer=stage.planner.outer().seconds,
-            )
-        )  # fmt: skip
-    return timeline(actions_of(planner.pp), action_seconds(stages, planner.pp.replay), len(planner.stages))
-
-
 def describe(planner: PipelinePlanner, choices: Choices, asked: str, reserved: Sequence[int] | None = None) -> Plan:
     """Choices for all stages as one `Plan` of the whole model, with the peak of the rank that has the highest.
 
@@ -196,7 +180,7 @@ def describe(planner: PipelinePlanner, choices: Choices, asked: str, reserved: S
         "balance": list(planner.counts),
     }  # fmt: skip
     return replace(
-        plans[0], model=type(planner.whole).__name__, layers=tuple(layers), step_seconds=times(planner, choices).seconds,
+        plans[0], model=type(planner.whole).__name__, layers=tuple(layers), step_seconds=pipeline_seconds(planner, choices).total,
         peak=peaks[rank].parts, peak_at=f"{peaks[rank].at}, on rank {rank}", step=dict(plans[0].step) | pipeline,
         reserved_bytes=None if reserved is None else max(reserved), **sums,
     )  # fmt: skip

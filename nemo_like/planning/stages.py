@@ -34,7 +34,7 @@ from nemo_like.planning.planner import Planner
 from nemo_like.planning.stage_parts import stage_parts
 from nemo_like.planning.stage_walk import Log, StageMemory, StageRound, rank_peak
 from nemo_like.planning.tied_stages import HeldOnce, held_once
-from nemo_like.tensors import split_sample
+from nemo_like.tensors import split_sample, tensors_in
 
 Choices = Sequence[Sequence[Choice]]
 """For each stage, one choice per layer call."""
@@ -238,6 +238,12 @@ class PipelinePlanner:
         if key not in self.memories:
             self.memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes)
         return self.memories[key]
+
+    @property
+    def input_bytes(self) -> int:
+        """What the pipeline's step is called with, which peaks leave out."""
+        given = tensors_in(self.batch)
+        return sum(tensor.numel() * tensor.element_size() for tensor in given) * self.count
 
     @property
     def hidden_bytes(self) -> int:

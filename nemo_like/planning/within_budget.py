@@ -89,6 +89,7 @@ def _offload_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
     if planner.host or planner.job.offload.mode != "none":
         return ""
     other = copy.copy(planner)
+    other.runs = {}
     other.job = replace(planner.job, offload=OffloadConfig("boundary"))
     saved = peak.total - other.peak(planner.proved_all(stack.assignment(stack.mixes[0]))).total
     return f", host offload (offload='boundary': {gib(saved)} less)" if saved > 0 else ""

@@ -17,11 +17,11 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
-from nemo_like.planning.fit.need import ALLOCATED, RESERVED, WITH_OVERHEAD, Need
-from nemo_like.planning.fit.network import gather_seconds, group_of
+from nemo_like.planning.verdict import ALLOCATED, RESERVED, WITH_OVERHEAD, Need
+from nemo_like.planning.network import gather_seconds, group_of
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import explanation, recipe
-from nemo_like.planning.fit.seconds import fused
+from nemo_like.planning.seconds import fused
 from nemo_like.planning.schedule_time import timeline
 from tests.models.fit_models import llama, mixture
 from tests_distributed.allocated import loop_peak_bytes

@@ -12,7 +12,6 @@ from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.planning.block import Choice
 from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import Device
-from nemo_like.planning.fit import network
 from nemo_like.planning.fit.explained import Account, RankPeak, Row, rows_of
 from nemo_like.planning.fit.explained_bytes import byte_rows, highest, staged_byte_rows
 from nemo_like.planning.fit.explained_seconds import (
@@ -25,10 +24,11 @@ from nemo_like.planning.fit.explained_seconds import (
     second_rows,
 )
 from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.seconds import LayerRun, Links, StepSeconds
-from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, TracedShape
-from nemo_like.planning.fit.staged import StagedShape, busiest_rank
+from nemo_like.planning.fit.shapes import TracedShape
+from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.optimizers import TrainedParameter
+from nemo_like.planning.seconds import KERNELS_PER_PARAMETER, LayerRun, Links, StepSeconds, layer_runs, units_outside
+from nemo_like.planning.stage_seconds import busiest_rank, handing_on, parts_of_stages
 from nemo_like.planning.stage_walk import with_inputs_counted_once
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.step_time import host_optimizer_seconds, optimizer_seconds
@@ -44,9 +44,8 @@ def account_of(
     if isinstance(shape, StagedShape):
         return _of_stages(shape, conf, choices, seconds)
     planner, device, name = shape.planner(conf), shape.question.device, shape.question.job.step.optimizer
-    links, took = Links.of(conf, device), seconds.parts.get("optimizer", 0.0)
-    runs = shape.layer_runs(conf, choices)
-    finer = second_rows(runs, shape.units_outside(planner), planner, links, conf)
+    links, took = Links.of(conf.job, device), seconds.parts.get("optimizer", 0.0)
+    finer = second_rows(layer_runs(planner, choices), units_outside(planner), planner, links, conf)
     sharding = planner.sharding
     finer["optimizer"] = [Row("optimizer", _optimizer(sharding.trained, name, device, sharding.trained_on_host), took)]
     points = planner.points(choices)
@@ -79,8 +78,8 @@ def _staged_second_rows(
     shape: StagedShape, planner: PipelinePlanner, conf: Configuration, choices: Choices, seconds: StepSeconds
 ) -> Rows:
     device, turns = shape.question.device, conf.grad_accum
-    links = Links.of(conf, device)
-    parts = [shape.stage_parts(stage, own, links) for stage, own in zip(planner.stages, choices)]
+    links = Links.of(conf.job, device)
+    parts = parts_of_stages(planner, choices)
     busiest = busiest_rank([planner.of_rank(rank) for rank in range(planner.pp.size)], parts)
     made: list[Rows] = []
     for index in planner.of_rank(busiest):
@@ -88,12 +87,12 @@ def _staged_second_rows(
         one = planner.stages[index].planner
         made.append({"head and embedding": outer_rows(one.outer().kinds, turns, where)})
         for (kind, choice), count in _calls(one.traced.calls, choices[index]):
-            block, reachable = shape.block(one.problems[kind]), one.problems[kind].reachable
+            block, reachable = one.blocks[kind], one.problems[kind].reachable
             made.append(kernel_rows(block, choice, reachable, count * turns, where))
             run = LayerRun(count, block, 0.0, choice.label == "full", None)
             made.append(inside_rows(run, links, count * turns))
     finer = merged(made)
-    handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > conf.gpus // conf.pp, device)
+    handed = handing_on(planner)
     late = seconds.parts.get("pipeline sends", 0.0)
     sent = handed * turns * _sends(planner, busiest)
     finer["pipeline sends"] = [

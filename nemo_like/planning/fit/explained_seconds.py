@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from nemo_like.planning import network
 from nemo_like.planning.block import Choice
-from nemo_like.planning.fit import network
 from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.network import RankGroup
-from nemo_like.planning.fit.seconds import (
+from nemo_like.planning.network import RankGroup
+from nemo_like.planning.planner import Planner
+from nemo_like.planning.seconds import (
     BACKWARD_TIMES,
     BlockSeconds,
     LayerRun,
@@ -22,7 +23,6 @@ from nemo_like.planning.fit.seconds import (
     unit_seconds,
     waits_of,
 )
-from nemo_like.planning.planner import Planner
 from nemo_like.planning.sharding import UnitBytes
 
 Rows = dict[str, list[Row]]
@@ -55,7 +55,7 @@ def second_rows(
     """Of a step without stages: for each part what its rows are, which add up to it.
 
     Args:
-        runs, outside, links, conf: what `nemo_like.planning.fit.seconds.step_seconds` was called with.
+        runs, outside, links, conf: what `nemo_like.planning.seconds.step_seconds` was called with.
         planner: of the traced layers that `runs` are calls of.
     """
     turns, step = conf.grad_accum, planner.job.step

@@ -133,7 +133,7 @@ def fit(
             step is planned for the largest micro-batch, all of whose sequences are as long as the longest; with `p99` alone
             for that length, which the report says.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
-        memory: bytes of each device that a step may take (``"70GiB"``), of what `nemo_like.planning.fit.need` says.
+        memory: bytes of each device that a step may take (``"70GiB"``), of what `nemo_like.planning.verdict` says.
             Default: its memory less a tenth.
         dtype: of the parameters where `model` is a name. Default: float32.
         sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.

@@ -9,7 +9,7 @@ from nemo_like.options import PipelineParallel
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.fitting import FitReport
-from nemo_like.planning.fit.need import ALLOCATED, OVERHEAD, RESERVED, WITH_OVERHEAD
+from nemo_like.planning.verdict import ALLOCATED, OVERHEAD, RESERVED, WITH_OVERHEAD
 
 _HEAD = (
     "#", "dp_replicate x dp_shard", "tp", "cp", "ep", "pp", "micro-batch x times", "precision", "optimizer",

@@ -20,26 +20,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nemo_like.options import MemoryBudget, parse_bytes
+from nemo_like.options import MemoryBudget
 from nemo_like.planning.fit.accounts import account_of
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.need import ALLOCATED, Need
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.seconds import StepSeconds
 from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.fit.staged_bounds import StagedBounds
 from nemo_like.planning.peak import Peak
+from nemo_like.planning.seconds import StepSeconds
+from nemo_like.planning.verdict import ALLOCATED, Need, budget_word, plan_within
 
 Shape = TracedShape | StagedShape
 Tracer = Callable[[ShapeKey], Shape]
 Planning = Callable[[Configuration, int], tuple[Any, Peak] | None]
 """A plan's choices and its peak, for the highest peak that it may have."""
-_ATTEMPTS = 6
-"""Plans for ever lower peaks, till what is reserved fits."""
-
-
 @dataclass(frozen=True)
 class StateOnHost:
     """All ways to run a layout with parameters, gradients and optimizer state in host memory."""
@@ -437,22 +433,12 @@ class Search:
         return Resolved(shape.seconds(conf, choices), peak, need, choices)
 
     def _planned(self, shape: Shape, conf: Configuration, make: Planning) -> Resolved | None:
-        """The plan that `make` makes for the highest peak with which what is needed fits; None: none does.
-
-        A plan is made for a peak. Where more is reserved than there is, the next one is made for a peak that is lower in
-        the same proportion.
-        """
-        budget = shape.most_allocated(conf)
-        for _ in range(_ATTEMPTS):
-            made = make(conf, budget)
-            if made is None:
-                return None
-            choices, peak = made
-            need = shape.need(conf, choices, peak)
-            if need.bytes <= self.question.limit:
-                return Resolved(shape.seconds(conf, choices), peak, need, choices, budget)
-            budget = min(budget, peak.total) * self.question.limit // need.bytes
-        return None
+        """The plan that `make` makes for the highest peak with which what is needed fits; None: none does."""
+        found = plan_within(shape.planner(conf), self.question.limit, lambda budget: make(conf, budget))
+        if found is None:
+            return None
+        choices, peak, need, budget = found
+        return Resolved(shape.seconds(conf, choices), peak, need, choices, budget)
 
     def _is_hopeless(self, shape: Shape, conf: Configuration) -> bool:
         """Nothing holds less than the layers' inputs, so where these are too much, all other modes are, too."""
@@ -531,17 +517,6 @@ def _like_weights(one: ShapeKey, other: ShapeKey) -> bool:
     where experts are split."""
     same = (one.tp, one.whole) == (other.tp, other.whole)
     return same and one.ep <= other.ep and (one.tp == 1 or (one.ep > 1) == (other.ep > 1))
-
-
-def budget_word(size: int, peak: int) -> str:
-    """A limit as one writes it after ``ac=``, rounded down as far as the plan that was made for it allows, by its `peak`: to
-    tenths of a GiB, to MiB, KiB or bytes.
-
-    >>> budget_word((72 << 30) - 4096, 70 << 30), budget_word((3 << 20) - 4096, 5 << 19), budget_word(100, 90)
-    ('71.9GiB', '3068KiB', '100B')
-    """
-    words = f"{size * 10 // (1 << 30) / 10:.1f}GiB", f"{size >> 20}MiB", f"{size >> 10}KiB"
-    return next((word for word in words if parse_bytes(word) >= max(peak, 1)), f"{size}B")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,22 +19,17 @@ from nemo_like.options import ChunkedLoss, MemoryBudget
 from nemo_like.planning import solver
 from nemo_like.planning.block import BlockProblem, Choice, best_of
 from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.need import Need, input_bytes, most_allocated, need_of, reserved_within
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.last_within import last_within
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import RNG_STATE, Planner
-from nemo_like.planning.sharding import Sharding, UnitBytes
+from nemo_like.planning.seconds import Links, StepSeconds, layer_runs, least_seconds, planned_seconds, step_seconds
+from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.stack import Stack
-from nemo_like.planning.step_time import exposed_seconds, update_seconds
-
-KERNELS_PER_PARAMETER = 12
-"""Of an AdamW step that goes through its parameters one by one."""
-
+from nemo_like.planning.verdict import Need, most_allocated, verdict
 
 _MENU = 10
 """Choices of one kind of layer that plans are mixed of while searching, beside all and nothing."""
@@ -113,10 +107,9 @@ class TracedShape:
         own = model if key.cp == 1 else copy.deepcopy(model)  # a planner cuts the model that it traces for good
         self.base = Planner(own, self.sample, key.job(question.job), known=shared.known(key))
         self.base.outers = self._outers("model")
-        self.blocks = [BlockSeconds.of(problem) for problem in self.base.problems]
+        self.blocks = self.base.blocks
         self._least: dict[int, tuple[float, float]] = {}
         self.least_of: dict[Any, tuple[list[Choice], int]] = {}
-        self._runs: dict[Any, list[LayerRun]] = {}
         self._kept: list[Sequence[Choice]] = []
         """Told apart by id, so they must live."""
         self.needs: dict[Any, Need] = {}
@@ -130,7 +123,7 @@ class TracedShape:
         ``allocator=``."""
         other = copy.copy(self)
         other.base = copy.copy(self.base)
-        other.base.job = replace(self.base.job, **changed)
+        other.base.job, other.base.runs = replace(self.base.job, **changed), {}
         if self.__dict__.get("chunked") is not None:
             other.__dict__["chunked"] = copy.copy(self.chunked)
             other.__dict__["chunked"].job = replace(other.__dict__["chunked"].job, **changed)
@@ -175,6 +168,7 @@ class TracedShape:
                 conf.job, loss=own.loss, allocator=own.allocator,
                 step=replace(own.step, microbatches=conf.job.step.microbatches),
             )  # fmt: skip
+            made.runs = {}
             made.__dict__["sharding"] = self._sharding(made)
             self.planners[key] = made
         return self.planners[key]
@@ -305,8 +299,7 @@ class TracedShape:
 
     def most_allocated(self, conf: Configuration) -> int:
         """The highest peak that could fit."""
-        inputs = input_bytes(self.sample, self.key.micro_batch, conf)
-        return most_allocated(self.question, inputs, predicted=conf.job.offload.mode == "none" and not conf.cpu_offload)
+        return most_allocated(self.planner(conf), self.question.limit)
 
     def host_bytes(self, conf: Configuration, choices: Sequence[Choice] = ()) -> int:
         """What one rank has in host memory: parameters, gradients and optimizer state, and of `choices` what layers move."""
@@ -320,54 +313,15 @@ class TracedShape:
         """What decides whether it fits; `peak`: of these choices."""
         key = (conf.shard_ranks, min(conf.grad_accum, 3), conf.way, tuple(map(id, choices)))
         if key not in self.needs:
-            inputs = input_bytes(self.sample, self.key.micro_batch, conf)
-            reserved = reserved_within(self.planner(conf), choices, self.question.limit - inputs)
-            self.needs[key] = need_of(self.question, peak, reserved, inputs)
+            self.needs[key] = verdict(self.planner(conf), choices, peak, self.question.limit)
             self._kept.append(choices)
         return self.needs[key]
 
     # --- seconds --------------------------------------------------------------------------------------------------
 
     def seconds(self, conf: Configuration, choices: Sequence[Choice]) -> StepSeconds:
-        """Of a whole step in this conf."""
-        planner, device = self.planner(conf), self.question.device
-        sharding, step = planner.sharding, planner.job.step
-        made = self.layer_runs(conf, choices)
-        trained = len(sharding.trained) + len(sharding.trained_on_host)  # the host's kernels are called as slowly
-        loop = trained * KERNELS_PER_PARAMETER * device.launch_seconds
-        return step_seconds(
-            made, self.units_outside(planner), Links.of(conf, device), conf, outer=planner.outer().seconds,
-            sync=step.sync, optimizer=max(loop, update_seconds(sharding, step.optimizer, device)),
-            keeps_grads=step.zero_grad == "zero",
-        )  # fmt: skip
-
-    def units_outside(self, planner: Planner) -> list[UnitBytes]:
-        """FSDP2's units beside the layers."""
-        sharding = planner.sharding
-        return [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.on else []
-
-    def layer_runs(self, conf: Configuration, choices: Sequence[Choice]) -> list[LayerRun]:
-        """The layer calls of a microbatch, equal ones together."""
-        key = (conf.shard_ranks, conf.way, tuple(map(id, choices)))
-        if key in self._runs:
-            return self._runs[key]
-        planner, device = self.planner(conf), self.question.device
-        sharding = planner.sharding
-        units = dict(zip(sharding.modules, sharding.units))
-        runs: Counter[tuple[Any, ...]] = Counter()
-        moved = planner.moved(choices)
-        for call, choice, moves in zip(planner.traced.calls, choices, moved):
-            runs[call.kind, choice, moves, units.get(id(call.module)), sharding.experts.get(id(call.module))] += 1
-        made = []
-        for (kind, choice, moves, unit, experts), count in runs.items():
-            block = self.blocks[kind]
-            replay = block.replay(choice, self.base.problems[kind].reachable)
-            copies = exposed_seconds(moves, block.forward, device)
-            full = choice.label == "full"
-            made.append(LayerRun(count, block, replay, full, unit, experts, copies, moves, kind, choice))
-        self._runs[key] = made
-        self._kept.append(choices)
-        return made
+        """Of a whole step in this configuration."""
+        return planned_seconds(self.planner(conf), choices)
 
     def least_step(self, conf: Configuration) -> float:
         """Seconds that no step of `conf` is faster than, whose local shape was not traced but has the same weights, or
@@ -383,7 +337,7 @@ class TracedShape:
             reshard_after_forward=False if False in resharding else resharding[0], cpu_offload=host
         )
         runs = []
-        for run in self.layer_runs(way, self.uniform["none"]):
+        for run in layer_runs(self.planner(way), self.uniform["none"]):
             kind = next(n for n, block in enumerate(self.blocks) if block is run.block)
             if kind not in self._least:
                 self._least[kind] = least_seconds(self.base.problems[kind])
@@ -402,7 +356,7 @@ class TracedShape:
             runs.append(replace(run, block=block, unit=unit, experts=experts))
         head = self.head_seconds(key.micro_batch * self.question.seq_len / key.cp)
         return step_seconds(
-            runs, [], Links.of(conf, device), conf, outer=head, sync=self.question.job.step.sync, optimizer=0.0
+            runs, [], Links.of(conf.job, device), conf.job.step, outer=head, optimizer=0.0
         ).total
 
     def head_seconds(self, tokens: float) -> float:

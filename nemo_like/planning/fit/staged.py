@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,26 +13,22 @@ from torch import nn
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.distributed.expert_parallel.find_experts import find_experts
 from nemo_like.distributed.pipeline.dealing import StageParts
-from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ChunkedLoss, MemoryBudget
-from nemo_like.planning.block import BlockProblem
-from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.need import Need, input_bytes, most_allocated, need_of, reserved_by_ranks
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.seconds import BlockSeconds, Links, StepSeconds, unit_seconds
-from nemo_like.planning.fit.shapes import KERNELS_PER_PARAMETER, ShapeKey, Shared, TracedShape
-from nemo_like.planning.fit.stage_seconds import action_seconds_of, layer_parts
+from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged_least import StagedLeast
 from nemo_like.planning.peak import Peak
-from nemo_like.planning.schedule_time import timeline
+from nemo_like.planning.seconds import StepSeconds
 from nemo_like.planning.stage_plans import choose, describe
 from nemo_like.planning.stage_reserved import is_replayed
-from nemo_like.planning.stages import Choices, PipelinePlanner, PlannedStage, hidden_of, parts_of
-from nemo_like.planning.step_time import optimizer_seconds
+from nemo_like.planning.stage_seconds import pipeline_seconds
+from nemo_like.planning.stages import Choices, PipelinePlanner, hidden_of, parts_of
 from nemo_like.planning.tensor_twin import has_known_rules
+from nemo_like.planning.verdict import OVERHEAD, Need, verdict
+from nemo_like.tensors import tensors_in
 
 
 class StagedShape:
@@ -55,7 +51,6 @@ class StagedShape:
         self.job = question.job
         self._first: dict[ChunkedLoss | None, PipelinePlanner] = {}
         self._planners: dict[Any, PipelinePlanner] = {}
-        self._blocks: dict[int, BlockSeconds] = {}
         self._peaks: dict[Any, Peak] = {}
         self._plans: dict[Any, tuple[Choices, Peak] | None] = {}
         self._needs: dict[Any, Need] = {}
@@ -154,75 +149,26 @@ class StagedShape:
 
     def most_allocated(self, conf: Configuration) -> int:
         """The highest peak that could fit: what is reserved is predicted where backward stays in one piece."""
-        inputs = input_bytes(self.sample, self.key.micro_batch, conf)
-        return most_allocated(self.question, inputs, predicted=is_replayed(conf.job.pp))
+        left = max(0, self.question.limit - self._input_bytes * conf.grad_accum)
+        predicted = is_replayed(conf.job.pp) or self.question.device.cuda is None
+        return left if predicted else int(left / (1 + OVERHEAD))
+
+    @cached_property
+    def _input_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self.sample))
 
     def need(self, conf: Configuration, choices: Any, peak: Peak) -> Need:
         """What decides whether it fits; `peak`: of these choices, on the highest rank."""
         key = (*self._layout_key(conf), conf.way, tuple(map(tuple, choices)))
         if key not in self._needs:
-            inputs = input_bytes(self.sample, self.key.micro_batch, conf)
-            reserved = reserved_by_ranks(self.planner(conf), choices, self.question.limit - inputs)
-            self._needs[key] = need_of(self.question, peak, reserved, inputs)
+            self._needs[key] = verdict(self.planner(conf), choices, peak, self.question.limit)
         return self._needs[key]
 
     # --- seconds --------------------------------------------------------------------------------------------------
 
     def seconds(self, conf: Configuration, choices: Any) -> StepSeconds:
-        """Of a whole step: what the busiest rank of the pipeline computes and sends, what it waits for, and what its stages
-        gather and reduce, which is once in a step."""
-        planner, device = self.planner(conf), self.question.device
-        links = Links.of(conf, device)
-        parts = [self.stage_parts(stage, own, links) for stage, own in zip(planner.stages, choices)]
-        ranks = [planner.of_rank(rank) for rank in range(planner.pp.size)]
-        sums = [{name: sum(parts[index][name] for index in own) for name in parts[0]} for own in ranks]
-        busiest = busiest_rank(ranks, parts)
-        found = {name: value * conf.grad_accum for name, value in sums[busiest].items()}
-        actions, count = actions_of(planner.pp), len(planner.stages)
-        seconds = action_seconds_of(parts, planner.pp)
-        handed = network.send_seconds(planner.hidden_bytes, device.gpus_per_host > conf.gpus // conf.pp, device)
-        computing = timeline(actions, seconds, count).seconds
-        found["pipeline bubble"] = max(0.0, computing - sum(found.values()))
-        found["pipeline sends"] = max(0.0, timeline(actions, seconds, count, handed).seconds - computing)
-        gathers, reductions, steps = [], [], []
-        for own in ranks:
-            units = [self._unit_seconds(planner.stages[index], links) for index in own]
-            gathers.append(sum(gather for gather, _ in units))
-            reductions.append(sum(reduction for _, reduction in units))
-            steps.append(sum(self._optimizer_seconds(planner.stages[index]) for index in own))
-        found["parameter gathers"], found["gradient reductions"] = max(gathers), max(reductions)
-        found["optimizer"] = max(steps)
-        return StepSeconds({name: value for name, value in found.items() if value})
-
-    def block(self, problem: BlockProblem) -> BlockSeconds:
-        """Of one kind of layer in one stage."""
-        if id(problem) not in self._blocks:
-            self._blocks[id(problem)] = BlockSeconds.of(problem)
-        return self._blocks[id(problem)]
-
-    def stage_parts(self, stage: PlannedStage, choices: Any, links: Links) -> dict[str, float]:
-        """Seconds of one microbatch in one stage."""
-        planner = stage.planner
-        calls = [(planner.problems[call.kind], choice) for call, choice in zip(planner.traced.calls, choices)]
-        parts = layer_parts(((self.block(problem), problem, choice) for problem, choice in calls), links)
-        parts["head and embedding"] = planner.outer().seconds
-        return parts
-
-    def _unit_seconds(self, stage: PlannedStage, links: Links) -> tuple[float, float]:
-        """To gather a stage's parameters and to reduce its gradients; nothing is said to hide them."""
-        sharding = stage.planner.sharding
-        if not sharding.on:
-            return 0.0, 0.0
-        own = [
-            unit_seconds(unit, links.shards, links) for unit in sharding.all if unit not in sharding.experts.values()
-        ]
-        own += [unit_seconds(unit, links.expert_shards, links) for unit in sharding.experts.values()]
-        return sum(gather for gather, _ in own), sum(reduction for _, reduction in own)
-
-    def _optimizer_seconds(self, stage: PlannedStage) -> float:
-        trained, device = stage.planner.sharding.trained, self.question.device
-        loop = len(trained) * KERNELS_PER_PARAMETER * device.launch_seconds
-        return max(loop, optimizer_seconds(trained, self.question.job.step.optimizer, device))
+        """Of a whole step in this configuration."""
+        return pipeline_seconds(self.planner(conf), choices)
 
     def flops(self) -> float:
         """Of one microbatch in all stages: forward and backward of layers and head, nothing twice."""
@@ -236,11 +182,6 @@ class StagedShape:
         weights = 0 if head is None else sum(p.numel() for p in head.parameters())
         tokens = self.key.micro_batch * self.question.seq_len / self.key.cp
         return 3.0 * (layers + 2.0 * weights * tokens / self.key.tp)
-
-
-def busiest_rank(ranks: Sequence[Sequence[int]], parts: Sequence[Mapping[str, float]]) -> int:
-    """The rank of a pipeline that is busy longest; `ranks`: the stages of each, `parts`: seconds of each stage."""
-    return max(range(len(ranks)), key=lambda rank: sum(sum(parts[index].values()) for index in ranks[rank]))
 
 
 def _highest(planner: PipelinePlanner, choices: Any) -> Peak:

@@ -12,12 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from nemo_like.options.schedules import SCHEDULE_OBJECTS
+from nemo_like.planning import network
 from nemo_like.planning.block import Choice
-from nemo_like.planning.fit import network
 from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.seconds import Links, least_seconds, unit_seconds
 from nemo_like.planning.fit.shapes import TracedShape
 from nemo_like.planning.optimizers import optimizer_memory
+from nemo_like.planning.seconds import Links, least_seconds, unit_seconds
 from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.step_time import optimizer_seconds
 
@@ -59,7 +59,7 @@ class StagedBounds:
         """Of one, in all stages."""
         key = (conf.micro_batch, conf.cp, conf.ep, mode, exchanges)
         if key not in self._one:
-            links, share = Links.of(conf, self.device), self._share(conf)
+            links, share = Links.of(conf.job, self.device), self._share(conf)
             one = self.head(conf)
             for kind, count in self.counts.items():
                 block = self.shape.blocks[kind]
@@ -138,7 +138,7 @@ class StagedBounds:
         """Of gathers, reductions and the optimizer, of all stages."""
         key = (conf.shard_ranks, conf.dp_replicate)
         if key not in self._ends:
-            sharding, links = self.sharding(conf), Links.of(conf, self.device)
+            sharding, links = self.sharding(conf), Links.of(conf.job, self.device)
             total = optimizer_seconds(sharding.trained, self.shape.question.job.step.optimizer, self.device)
             experts = set(map(id, sharding.experts.values()))
             for unit in sharding.all if sharding.on else ():

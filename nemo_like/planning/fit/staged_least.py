@@ -15,14 +15,14 @@ from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, count
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, Action, actions_of
 from nemo_like.distributed.pipeline.schedules import rank_of, stages_of
 from nemo_like.options import PipelineParallel
-from nemo_like.planning.fit import network
+from nemo_like.planning import network
 from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.seconds import Links
 from nemo_like.planning.fit.shapes import TracedShape
-from nemo_like.planning.fit.stage_seconds import action_seconds_of, layer_parts
 from nemo_like.planning.fit.staged_bounds import StagedBounds
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.schedule_time import timeline
+from nemo_like.planning.seconds import Links
+from nemo_like.planning.stage_seconds import action_seconds_of, layer_parts
 from nemo_like.planning.stages import walked_actions
 
 _ROUNDING = 1 - 1e-9
@@ -59,7 +59,7 @@ class StagedLeast:
         return (self._timelines[key] + self.bounds.once(conf) / conf.pp) * _ROUNDING
 
     def _timeline(self, conf: Configuration, mode: str) -> float:
-        pp, links, whole = conf.job.pp, Links.of(conf, self.device), self.whole
+        pp, links, whole = conf.job.pp, Links.of(conf.job, self.device), self.whole
         choices = self.bounds.choices("none" if mode == "plan" else mode)
         calls = [
             (whole.blocks[call.kind], whole.base.problems[call.kind], choice)

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from nemo_like.options import parse_bytes
 from nemo_like.planning.allocator_model import DeviceMemoryError
 from nemo_like.planning.block import Choice
-from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.question import Question
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.stage_reserved import is_replayed, ranks_to_replay, replay_rank
 from nemo_like.planning.stages import Choices, PipelinePlanner
-from nemo_like.tensors import tensors_in
 
 OVERHEAD = 0.21
 """Of what tensors take, the share that is reserved beyond it where that is not predicted: about the most that our model of
@@ -44,23 +42,71 @@ class Need:
     """Of `bytes`, the step's input (token ids and labels), which peaks and what is reserved for them leave out."""
 
 
-def need_of(question: Question, peak: Peak, reserved: int | None, inputs: int) -> Need:
-    """Of a step with that peak; `reserved`: see `reserved_within`. `inputs`: bytes of what the model is called with."""
-    if question.device.cuda is None:
+def verdict(planner: Planner | PipelinePlanner, choices: Any, peak: Peak, limit: int) -> Need:
+    """Return what decides whether a step fits in `limit` bytes of each rank; `peak`: of `choices`, on the highest rank."""
+    inputs = planner.input_bytes
+    if planner.device.cuda is None:
         return Need(peak.total + inputs, ALLOCATED, inputs=inputs)
+    most = _on_ranks if isinstance(planner, PipelinePlanner) else _on_one
+    reserved = most(planner, choices, limit - inputs)
     if reserved is None:
         return Need(int(peak.total * (1 + OVERHEAD)) + inputs, WITH_OVERHEAD, inputs=inputs)
     return Need(reserved + inputs, RESERVED, reserved, inputs)
 
 
-def input_bytes(sample: Any, rows: int, conf: Configuration) -> int:
-    """Of the step's input on one rank, as it is before sequences are cut: of one microbatch, or of all that a pipeline's
-    step is called with. `sample`: of `rows` sequences."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(sample))
-    return size * conf.micro_batch // rows * (conf.grad_accum if conf.pp > 1 else 1)
+def most_allocated(planner: Planner | PipelinePlanner, limit: int) -> int:
+    """The highest peak that could fit in `limit` bytes."""
+    left, job = max(0, limit - planner.input_bytes), planner.job
+    staged = isinstance(planner, PipelinePlanner)
+    predicted = is_replayed(job.pp) if staged else job.offload.mode == "none" and not (job.fsdp and job.fsdp.cpu_offload)
+    return left if predicted or planner.device.cuda is None else int(left / (1 + OVERHEAD))
 
 
-def reserved_within(planner: Planner, choices: Sequence[Choice], limit: int) -> int | None:
+Planned = tuple[Any, Peak]
+"""The choices of a plan, and its peak."""
+
+
+def plan_within(
+    planner: Planner | PipelinePlanner, limit: int, make: Callable[[int], Planned | None]
+) -> tuple[Any, Peak, Need, int] | None:
+    """Return the plan with which what decides is within `limit`, with its peak, its need and the peak that it was made for;
+    None: there is none.
+
+    A plan is made for a peak. Where more is reserved than there is, the next one is made for a peak that is lower in the same
+    proportion.
+
+    Args:
+        make: makes the fastest plan within so many bytes of peak; None: none fits.
+    """
+    budget = most_allocated(planner, limit)
+    for _ in range(_ATTEMPTS):
+        made = make(budget)
+        if made is None:
+            return None
+        choices, peak = made
+        need = verdict(planner, choices, peak, limit)
+        if need.bytes <= limit:
+            return choices, peak, need, budget
+        budget = min(budget, peak.total) * limit // need.bytes
+    return None
+
+
+_ATTEMPTS = 6
+"""Plans for ever lower peaks, till what is reserved fits."""
+
+
+def budget_word(size: int, peak: int) -> str:
+    """A limit as one writes it after ``ac=``, rounded down as far as the plan that was made for it allows, by its `peak`: to
+    tenths of a GiB, to MiB, KiB or bytes.
+
+    >>> budget_word((72 << 30) - 4096, 70 << 30), budget_word((3 << 20) - 4096, 5 << 19), budget_word(100, 90)
+    ('71.9GiB', '3068KiB', '100B')
+    """
+    words = f"{size * 10 // (1 << 30) / 10:.1f}GiB", f"{size >> 20}MiB", f"{size >> 10}KiB"
+    return next((word for word in words if parse_bytes(word) >= max(peak, 1)), f"{size}B")
+
+
+def _on_one(planner: Planner, choices: Sequence[Choice], limit: int) -> int | None:
     """Bytes that are reserved on a device with `limit`, or, where it does not have them, those that would be on a larger
     one; None: not predicted."""
     found = planner.reserved(choices)
@@ -69,8 +115,8 @@ def reserved_within(planner: Planner, choices: Sequence[Choice], limit: int) -> 
     return _within(found, limit, lambda: replay(planner, choices, planner.job.allocator, limit))
 
 
-def reserved_by_ranks(planner: PipelinePlanner, choices: Choices, limit: int) -> int | None:
-    """`reserved_within` of the rank of a pipeline that reserves most."""
+def _on_ranks(planner: PipelinePlanner, choices: Choices, limit: int) -> int | None:
+    """`_on_one` of the rank of a pipeline that reserves most."""
     config, most = planner.job.allocator, 0
     if planner.device.cuda is None or not is_replayed(planner.pp):
         return None
@@ -93,11 +139,3 @@ def _within(found: Reserved, limit: int, replayed: Callable[[], Reserved | None]
     except DeviceMemoryError:
         return found.reserved
     return found.reserved if held is None or held.given_back else held.reserved
-
-
-def most_allocated(question: Question, inputs: int, *, predicted: bool) -> int:
-    """The highest peak that could fit beside `inputs`; `predicted`: what is reserved beyond it is."""
-    left = max(0, question.limit - inputs)
-    if predicted or question.device.cuda is None:
-        return left
-    return int(left / (1 + OVERHEAD))

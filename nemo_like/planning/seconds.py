@@ -10,19 +10,27 @@ Shards in host memory (`cpu_offload`) come over the bus before they are gathered
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.job import Job
+from nemo_like.options import StepSpec
+from nemo_like.planning import network
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_trace import OpRecord
 from nemo_like.planning.devices import Device
-from nemo_like.planning.fit import network
-from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.network import RankGroup, group_of
+from nemo_like.planning.network import RankGroup, group_of
 from nemo_like.planning.sharding import UnitBytes
-from nemo_like.planning.step_time import kernel_kind
+from nemo_like.planning.step_time import exposed_seconds, kernel_kind, update_seconds
+
+if TYPE_CHECKING:
+    from nemo_like.planning.planner import Planner
+
+KERNELS_PER_PARAMETER = 12
+"""Of an AdamW step that goes through its parameters one by one."""
 
 _TILE = (128, 256)
 """Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and CUTLASS."""
@@ -130,7 +138,7 @@ class BlockSeconds:
         `fused`. `fp8_flops`: matrix products run at this rate, and their operands are read once more to be cast; 0: they
         do not."""
         records, device = fused(problem.records) if compiled else problem.records, problem.device
-        kernels = tuple(kernel_seconds(op, device) for op in records)
+        kernels = problem.measured or tuple(kernel_seconds(op, device) for op in records)
         if fp8_flops:
             kernels = tuple(
                 max(op.flops / fp8_flops / wave_share(op.shapes, device.processors), op.moved / 2 / device.bandwidth)
@@ -193,7 +201,7 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class Links:
-    """The groups of ranks of a conf on a device."""
+    """The groups of ranks of a job on a device."""
 
     device: Device
     tensor: RankGroup
@@ -204,19 +212,20 @@ class Links:
     expert_shards: RankGroup
 
     @classmethod
-    def of(cls, conf: Configuration, device: Device) -> Links:
-        tp, cp, host = conf.tp, conf.cp, device.gpus_per_host
-        inner = conf.shard_ranks * tp
+    def of(cls, job: Job, device: Device) -> Links:
+        tp, cp, host = job.tp.size, job.cp.size, device.gpus_per_host
+        shards, ep = job.shard_ranks, job.ep.size
+        inner = shards * tp
         return cls(
-            device, group_of(tp, 1, host), group_of(cp, tp, host), group_of(conf.shard_ranks, tp, host),
-            group_of(conf.dp_replicate, inner, host), group_of(conf.ep, 1, host),
-            group_of(max(1, inner // conf.ep), conf.ep, host),
+            device, group_of(tp, 1, host), group_of(cp, tp, host), group_of(shards, tp, host),
+            group_of(job.dp_replicate, inner, host), group_of(ep, 1, host),
+            group_of(max(1, inner // ep), ep, host),
         )  # fmt: skip
 
 
 def step_seconds(
-    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], links: Links, conf: Configuration, *, outer: float,
-    optimizer: float, sync: str = "every", keeps_grads: bool = False,
+    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], links: Links, step: StepSpec, *, outer: float,
+    optimizer: float,
 ) -> StepSeconds:  # fmt: skip
     """A whole step without pipeline stages.
 
@@ -224,15 +233,13 @@ def step_seconds(
         runs: the layer calls of one rank (of its stages), grouped.
         outside: FSDP2's units beside the layers: tail and root.
         links: who is connected how.
-        conf: how many microbatches; without stages.
+        step: how many micro-batches, which of them reduce gradients, and whether gradients of the step before are there.
         outer: seconds of one microbatch's embedding, head and loss, forward and backward.
         optimizer: seconds of the optimizer's step.
-        sync: microbatches that reduce gradients: ``every`` or ``last``.
-        keeps_grads: those of the step before are there, as zeros.
     """
-    turns = conf.grad_accum
-    reduced = turns if sync == "every" else 1
-    summed = reduced - (0 if keeps_grads else 1)
+    turns = step.microbatches
+    reduced = turns if step.sync == "every" else 1
+    summed = reduced - (0 if step.zero_grad == "zero" else 1)
     parts = dict.fromkeys(
         ("forward", "backward", "replay", "head and embedding", "tensor-parallel sums", "sequence gathers",
          "expert exchanges", "parameter gathers", "gradient reductions", "host copies", "gradient sums on the host"), 0.0,
@@ -266,6 +273,45 @@ def step_seconds(
     parts["head and embedding"] = turns * outer
     parts["optimizer"] = optimizer
     return StepSeconds({name: value for name, value in parts.items() if value})
+
+
+def planned_seconds(planner: Planner, choices: Sequence[Choice]) -> StepSeconds:
+    """Return the seconds of the step of `planner` under `choices`, by what takes them."""
+    sharding, step, device = planner.sharding, planner.job.step, planner.device
+    trained = len(sharding.trained) + len(sharding.trained_on_host)  # the host's kernels are called as slowly
+    loop = trained * KERNELS_PER_PARAMETER * device.launch_seconds
+    return step_seconds(
+        layer_runs(planner, choices), units_outside(planner), Links.of(planner.job, device), step,
+        outer=planner.outer().seconds, optimizer=max(loop, update_seconds(sharding, step.optimizer, device)),
+    )  # fmt: skip
+
+
+def units_outside(planner: Planner) -> list[UnitBytes]:
+    """FSDP2's units that are not layers."""
+    sharding = planner.sharding
+    return [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.on else []
+
+
+def layer_runs(planner: Planner, choices: Sequence[Choice]) -> list[LayerRun]:
+    """The layer calls of a micro-batch, equal ones together."""
+    key = tuple(map(id, choices))
+    if key in planner.runs:
+        return planner.runs[key][1]
+    sharding = planner.sharding
+    units = dict(zip(sharding.modules, sharding.units))
+    runs: Counter[tuple[Any, ...]] = Counter()
+    for call, choice, moves in zip(planner.traced.calls, choices, planner.moved(choices)):
+        runs[call.kind, choice, moves, units.get(id(call.module)), sharding.experts.get(id(call.module))] += 1
+    made = []
+    for (kind, choice, moves, unit, experts), count in runs.items():
+        block = planner.blocks[kind]
+        replay = block.replay(choice, planner.problems[kind].reachable)
+        copies = exposed_seconds(moves, block.forward, planner.device)
+        made.append(
+            LayerRun(count, block, replay, choice.label == "full", unit, experts, copies, moves, kind, choice)
+        )
+    planner.runs[key] = choices, made  # told apart by id, so the choices must live
+    return made
 
 
 def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
