@@ -140,6 +140,16 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults:
         parser.add_argument(flag.word, type=flag.kind, default=default, help=flag.help + shown)
 
 
+def add_pins(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add the flags of these `names` as pins of a search: any number of values, of which one is taken; by default, all."""
+    for name in names:
+        flag = FLAGS[name]
+        if flag.kind is bool:
+            parser.add_argument(flag.word, action=argparse.BooleanOptionalAction, default=None, help=f"pinned: {flag.help}")
+        else:
+            parser.add_argument(flag.word, type=flag.kind, nargs="+", help=f"pinned: {flag.help}; several values: any of them")
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raise ValueError where the flag `name` cannot have `value`."""
     flag = FLAGS[name]
@@ -170,7 +180,7 @@ def job_of(values: Mapping[str, Any], **fields: Any) -> Job:
         "tp": TensorParallel(said["tp"], None, said["sequence_parallel"], said["loss_parallel"]),
         "cp": ContextParallel(said["cp"], said["cp_method"]),
         "ep": ExpertParallel(said["ep"], imbalance=said["imbalance"]), "pp": _pipeline(said), "step": _step(said),
-        "allocator": _allocator(said["alloc_conf"]),
+        "allocator": allocator_here(said["alloc_conf"]),
         "search": PlanSearch(False if said["no_skip"] else None, said["host"], said["host_memory"], said["measure"]),
     }  # fmt: skip
     made |= {name: said[name] for name in ("gpu", "world_size") if name in given}
@@ -234,8 +244,8 @@ def _step(said: Mapping[str, Any]) -> StepSpec:
     )
 
 
-def _allocator(said: str | None) -> AllocatorConfig:
-    """What a job that is started here would read."""
+def allocator_here(said: str | None) -> AllocatorConfig:
+    """Return the allocator's settings that `said` means; None: those that a job which is started here would read."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     text = next((os.environ[name] for name in names if name in os.environ), "") if said is None else said
     return AllocatorConfig.parse(text)

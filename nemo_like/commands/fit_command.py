@@ -8,25 +8,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_like.options import OPTIMIZERS, SCHEDULES, StepSpec, parse_dtype
+from nemo_like.flags import add_flags, add_pins, allocator_here
+from nemo_like.options import OPTIMIZERS, StepSpec, parse_dtype
 
 HELP = "find the fastest configuration that fits on a number of GPUs, without one"
-_SIZES = {
-    "dp_replicate": "replicas of the sharded model", "dp_shard": "ranks that parameters are sharded over",
-    "tp": "tensor-parallel ranks", "cp": "ranks that share a sequence", "ep": "ranks that experts are split over",
-    "pp": "pipeline ranks (where nobody says: 1 on one host, searched across hosts)",
-    "micro_batch": "sequences per rank and microbatch", "grad_accum": "microbatches per step",
-}  # fmt: skip
+_PINS = ("dp_replicate", "tp", "cp", "ep", "pp", "pp_schedule", "grad_accum", "loss", "offload", "cpu_offload")
+_JOB = ("gpu", "imbalance", "host_memory", "alloc_conf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    from nemo_like.planning.devices import known_devices
-
     add = parser.add_argument
     add("--model", help="a preset (llama3-8b, ...), a config.json, or module:function")
     add("--gpus", "--world-size", type=int, help="how many there are")
-    add("--gpu", default="h100-80gb", help=f"{' | '.join(known_devices())}, or a JSON file (default: %(default)s)")
+    add_flags(parser, _JOB)
     add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
     add("--max-seq-len", type=int, help="tokens of the longest sequence: what is planned for, where they differ")
     add("--p99", type=int, help="tokens that 99 of 100 sequences do not exceed; planned for without --max-seq-len")
@@ -41,19 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", type=_words, help="what to compute in (default: bf16 on CUDA); bf16,fp32: either")
     add("--optimizer", type=_words,
         help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer}); adamw,adamw-8bit: either")  # fmt: skip
-    add("--imbalance", type=float, help="rows of the fullest rank's experts, as a multiple of a balanced router's")
     add("--count", type=int, default=10, help="configurations to print (default: %(default)s)")
-    for name, meaning in _SIZES.items():
+    add_pins(parser, _PINS)
+    for name, meaning in (
+        ("dp_shard", "ranks that parameters are sharded over"), ("micro_batch", "sequences per rank and micro-batch"),
+    ):  # fmt: skip
         add(f"--{name.replace('_', '-')}", type=int, nargs="+", help=f"pinned: {meaning}; several values: any of them")
-    add("--schedule", nargs="+", help=f"pinned: {' | '.join(SCHEDULES)}")
     add("--ac", nargs="+", help="pinned: none | full | selective | plan (the best for the memory)")
-    add("--loss", nargs="+", help="pinned: model | chunked")
-    add("--offload", nargs="+", help="pinned: none | boundary")
     add("--reshard-after-forward", choices=("yes", "no"), help="pinned: free gathered layers after forward")
-    add("--cpu-offload", action=argparse.BooleanOptionalAction,
-        help="pinned: weights, gradients and optimizer state in host memory")  # fmt: skip
-    add("--host-memory", default="64GiB",
-        help="host memory of one rank, for --offload and --cpu-offload (default: %(default)s)")  # fmt: skip
     add("--explain", type=int, metavar="N", help="say where each GiB and each millisecond of the N-th comes from")
     add("--calibrate", action="store_true",
         help="first measure what the device at hand reaches, and keep it for later plans; alone: nothing else")  # fmt: skip
@@ -84,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("model", "gpus"):
         if getattr(args, name) is None:
             raise ValueError(f"--{name} is needed: nemo-like fit --model llama3-8b --gpus 8; or --calibrate alone.")
-    pins: dict[str, Any] = {name: getattr(args, name) for name in (*_SIZES, "schedule", "ac", "loss", "offload")}
-    pins["cpu_offload"] = args.cpu_offload
+    pins: dict[str, Any] = {name: getattr(args, name) for name in (*_PINS, "dp_shard", "micro_batch", "ac")}
+    pins["schedule"] = pins.pop("pp_schedule")
     if args.reshard_after_forward:
         pins["reshard_after_forward"] = args.reshard_after_forward == "yes"
     if args.count < 1:
@@ -94,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
     found = fit(
         args.model, gpus=args.gpus, gpu=args.gpu, seq_len=args.seq_len, global_batch=args.global_batch, memory=args.memory,
-        host_memory=args.host_memory,
+        host_memory=args.host_memory, allocator=allocator_here(args.alloc_conf),
         precision=args.precision, optimizer=args.optimizer, imbalance=args.imbalance,
         dtype=parse_dtype("--dtype", args.dtype), count=args.count, max_seq_len=args.max_seq_len, p99=args.p99,
         lengths=None if args.lengths is None else read_histogram(args.lengths), **pins,
@@ -135,7 +125,7 @@ def _say(found: Any, explain: int | None) -> None:
 
     question = found.question
     batch = "" if question.global_batch is None else f", {question.global_batch} sequences per step"
-    names = {candidate.optimizer for candidate in found.candidates} or {question.step.optimizer}
+    names = {each.job.step.optimizer for each in found.candidates} or {question.job.step.optimizer}
     optimizer = f", {names.pop()}" if len(names) == 1 else ""
     print(
         f"{found.model}: {found.parameters / 1e9:.2f} B parameters on {question.gpus} x {question.device.name}, sequences "

@@ -86,7 +86,7 @@ def reach(
             return batch  # other numbers of ranks would hold other experts
         given = _shaped(args) if args.input_shape else sample(args.batch_size)
         sharded = planner if job.fsdp is not None else make(given, job.on(dp_shard=2))
-        least = least_gpus(sharded, lambda: make(given, replace(job, world_size=1)), limit)
+        least = least_gpus(sharded, lambda: make(given, job.on(dp_shard=1, dp_replicate=1)), limit)
         return replace(batch, least_gpus=least)
 
     return found

@@ -228,10 +228,9 @@ class ExpertParallel:
         object.__setattr__(self, "dispatch", word)
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise ValueError(f"ep is {self.size!r}; it must be a whole number of ranks >= 1.")
-        if self.imbalance is not None and not 1 <= self.imbalance:
-            raise ValueError(
-                f"ExpertParallel.imbalance is {self.imbalance!r}; it must be 1 (a balanced router) or more."
-            )
+        most = self.size if self.size > 1 else float("inf")
+        if self.imbalance is not None and not 1 <= self.imbalance <= most:
+            raise ValueError(f"ExpertParallel.imbalance is {self.imbalance!r}; it must be from 1 to size, {self.size}.")
         if self.plan is None:
             return
         if not isinstance(self.plan, Mapping) or not self.plan:

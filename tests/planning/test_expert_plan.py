@@ -27,7 +27,7 @@ def test_parameter_bytes_of_deepseek_v3_on_1024_ranks() -> None:
     whole = resolve_model("deepseek-v3").build("meta")
     twin, experts = expert_twin(whole, 64, 1.5)
     sharding = sharding_of(
-        twin, find_layers(twin), shard_ranks=1024, precision=Precision("bf16"), fsdp=FSDP2(),
+        twin, find_layers(twin), world_size=1024, precision=Precision("bf16"), fsdp=FSDP2(),
         experts=experts, expert_ranks=16,
     )  # fmt: skip
     # 58 layers of 256 experts: gate, up and down of 7168 x 2048, float32. 4 experts for each of 64, over 16 ranks.
@@ -165,7 +165,7 @@ def test_what_cannot_be_planned_says_so() -> None:
     with pytest.raises(ValueError, match="from 1 to size, 2"):
         ExpertParallel(2, imbalance=0.5)
     with pytest.raises(ValueError, match="ep is 4, which does not divide the 2 ranks that hold one copy"):
-        _planner(1.0, ep=4, shard_ranks=2)
+        _planner(1.0, ep=4, world_size=2)
     with pytest.raises(ValueError, match=r"gives 'model\.norm' the style 'sequence_parallel', of which the bytes"):
         _planner(1.0, tp=2, tp_plan={"model.norm": "sequence_parallel"})
     with pytest.raises(ValueError, match="does not divide the 4 experts"):

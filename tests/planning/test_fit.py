@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_like import Job
-from nemo_like import parallelize
+from nemo_like import Job, parallelize
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.options import PipelineParallel, Precision
@@ -17,12 +16,12 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
-from nemo_like.planning.verdict import ALLOCATED, RESERVED, WITH_OVERHEAD, Need
-from nemo_like.planning.network import gather_seconds, group_of
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import explanation, recipe
-from nemo_like.planning.seconds import fused
+from nemo_like.planning.network import gather_seconds, group_of
 from nemo_like.planning.schedule_time import timeline
+from nemo_like.planning.seconds import fused
+from nemo_like.planning.verdict import ALLOCATED, RESERVED, WITH_OVERHEAD, Need
 from tests.models.fit_models import llama, mixture
 from tests_distributed.allocated import loop_peak_bytes
 
@@ -200,7 +199,7 @@ def test_layouts_of_stages_and_experts_keep_to_what_can_run():
     found, _ = layouts(room)
     assert all(layout.grad_accum >= layout.pp for layout in found if layout.pp > 1)
     # Two stages on each of four ranks are more than four layers.
-    assert {conf.schedule for layout in found if layout.pp == 4} == {"1f1b"}
+    assert {layout.schedule for layout in found if layout.pp == 4} == {"1f1b"}
     assert not any(layout.ep > 1 and layout.tp > 1 for layout in found)  # only where it is known how
     beside = layouts(replace(room, beside_experts=(1, 2)))[0]
     assert any(layout.ep > 1 and layout.tp > 1 for layout in beside) and set(found) < set(beside)
@@ -243,7 +242,7 @@ def test_several_precisions_and_optimizers_are_searched_only_where_they_are_list
         "offload": "none",
     }
     one = fit(llama(1), **asked)
-    assert {(c.optimizer, c.as_json()["precision"]) for c in one.candidates} == {("adamw", "bf16")}
+    assert {(c.job.step.optimizer, c.as_json()["precision"]) for c in one.candidates} == {("adamw", "bf16")}
     alone = [
         fit(llama(1), **asked, precision=cast, optimizer=name).best
         for cast in ("bf16", "fp32") for name in ("adamw", "adamw-8bit")
@@ -266,7 +265,7 @@ def test_a_wrong_kind_of_value_is_refused():
 def test_kwargs_and_the_printed_call_say_the_same():
     report = fit(llama(), gpus=4, gpu="cpu", seq_len=64, precision="bf16", tp=2, ac="full", loss="chunked")
     best = report.best
-    assert best.kwargs()["tp"] == 2 and best.kwargs()["precision"] == Precision("bf16")
+    assert best.kwargs()["tp"].size == 2 and best.kwargs()["precision"] == Precision("bf16")
     assert "tp=2" in best.call() and "ac='full'" in best.call() and "precision='bf16'" in best.call()
 
 

@@ -46,18 +46,19 @@ def test_the_search_finds_what_looking_at_everything_finds(limit, wins, pins):
     search = _search(limit, **pins)
     found = search.run(1).best
     assert found[0].layout == everything[0].layout and found[0].step_seconds <= everything[0].step_seconds
-    assert found[0].cpu_offload is everything[0].cpu_offload is wins
-    same = {(c.layout, c.ac, c.loss, c.offload, c.reshard_after_forward, c.cpu_offload): c for c in everything}
-    twins = [(c, same[*key[:-1], True]) for key, c in same.items() if not c.cpu_offload and (*key[:-1], True) in same]
+    assert found[0].conf.cpu_offload is everything[0].conf.cpu_offload is wins
+    same = {(c.layout, c.ac, *c.conf.way[1:]): c for c in everything}
+    twins = [(c, same[*key[:-1], True]) for key, c in same.items() if not c.conf.cpu_offload and (*key[:-1], True) in same]
     assert bool(twins) is not wins
     for here, there in twins:
         assert here.step_seconds < there.step_seconds and here.peak_bytes > there.peak_bytes
     # What bounds all ways to run a layout so is the fastest of them, where it fits.
     if not wins:
-        for layout in {c.layout for c in everything}:
+        for conf in {c.layout: c.conf for c in everything}.values():
+            layout = conf.layout
             shape = next(s for key, s in search.shapes.items() if key.micro_batch == layout.micro_batch)
-            own = [search._per_token(c.seconds, layout) for c in everything if c.layout == layout and c.cpu_offload]
-            assert search._least_on_host(shape, layout) == min(own)
+            own = [search._per_token(c.seconds, conf) for c in everything if c.layout == layout and c.conf.cpu_offload]
+            assert search._least_on_host(shape, conf) == min(own)
 
 
 def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host():
@@ -97,7 +98,7 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     model = resolve_model("llama3-70b").build("meta")
     ids = best.sample["input_ids"]
     planner = Planner(model, {"input_ids": ids, "labels": ids}, Job.of(strategy=FSDP2(True, cpu_offload=True), world_size=8, precision=Precision("bf16"), loss=ChunkedLoss(), gpu=resolve_device("h100-80gb")))  # fmt: skip
-    assert best.cpu_offload and best.peak_bytes == planner.peak(planner.uniform("full")).total
+    assert best.conf.cpu_offload and best.peak_bytes == planner.peak(planner.uniform("full")).total
     assert best.host_bytes == planner.state_on_host and best.reserved is None
     assert best.need.bytes == int(1.21 * best.peak_bytes) + 8192 * 16  # token ids and labels
     assert "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True)" in best.call()
@@ -110,7 +111,7 @@ def test_where_it_is_pinned_off_advice_names_it():
     asked = _SMALL | {"ac": "full", "offload": "none", "memory": int(1.6 * 2**20)}
     report = fit(llama(2), cpu_offload=False, **asked)
     assert not report.candidates and any("on the host (cpu_offload=True): -" in words for words in report.helps)
-    assert fit(llama(2), **asked).best.cpu_offload
+    assert fit(llama(2), **asked).best.conf.cpu_offload
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_where_it_is_not_looked_at_the_report_says_so():
     pins = {"ac": "full", "offload": "none"}
     unknown = fit(llama(2), **(_SMALL | pins | {"gpu": "rtx-4090"}))
     assert any("bandwidth of host memory" in reason for reason in unknown.rejected)
-    assert not any(c.cpu_offload for c in unknown.candidates)
+    assert not any(c.conf.cpu_offload for c in unknown.candidates)
     staged = fit(
         llama(2), pp=2, schedule="1f1b", global_batch=4, cpu_offload=True, **(_SMALL | pins | {"micro_batch": 1})
     )
@@ -141,7 +142,7 @@ def test_where_it_is_not_looked_at_the_report_says_so():
 def test_on_the_cpu_it_changes_nothing_and_is_there_only_where_it_is_pinned(capsys):
     pins = {"gpu": "cpu", "ac": "full", "offload": "none", "grad_accum": 1}
     here, there = fit(llama(2), **(_SMALL | pins)).best, fit(llama(2), cpu_offload=True, **(_SMALL | pins)).best
-    assert not here.cpu_offload and there.cpu_offload and there.host_bytes == 0
+    assert not here.conf.cpu_offload and there.conf.cpu_offload and there.host_bytes == 0
     assert here.peak == there.peak and here.seconds == there.seconds
     said = "--model llama-tiny --gpus 2 --gpu cpu --seq-len 64 --micro-batch 1 --tp 1 --cp 1 --ac full --loss model"
     assert main(["fit", *said.split(), "--cpu-offload", "--host-memory", "1GiB"]) == 0

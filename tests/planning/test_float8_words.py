@@ -64,7 +64,7 @@ def test_the_model_that_is_planned_stays_as_it_is() -> None:
 
 
 def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any) -> None:
-    said = {"fsdp": None, "device": "cpu"}
+    said = {"gpu": "cpu"}
     plan = plan_for(llama(), ac="4800KiB", sample_input=_sample(), precision="fp8", **said)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
@@ -89,16 +89,16 @@ def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any
 @pytest.mark.parametrize(
     ("setup", "device", "message"),
     [
-        ({"tp": 2}, "cpu", "beside tp=2: no plan"),
-        ({"ep": 2}, "cpu", "beside ep=2: no plan"),
-        ({"precision": Precision("bf16", matmuls="fp8-gather"), "shard_ranks": 2}, "cpu", "gathers in float8 are not"),
-        ({"fsdp": None}, "a100-80gb", "a100-80gb has compute capability 8.0; products in float8 need 8.9"),
+        ({"tp": 2}, "cpu", "precision is 'fp8' with tp=2"),
+        ({"ep": 2}, "cpu", "precision is 'fp8' with ep=2"),
+        ({"precision": Precision("bf16", matmuls="fp8-gather"), "world_size": 2}, "cpu", "gathers in float8 are not"),
+        ({}, "a100-80gb", "a100-80gb has compute capability 8.0; products in float8 need 8.9"),
     ],
 )
 def test_what_is_not_planned_is_refused(setup: dict[str, Any], device: str, message: str) -> None:
-    made = Job.of(**{"precision": Precision("bf16", matmuls="fp8")} | setup)
     with pytest.raises(ValueError, match=message):
-        Planner(llama(), _sample(), made.change(gpu=resolve_device(device)))
+        made = Job.of(**{"precision": Precision("bf16", matmuls="fp8")} | setup, gpu=resolve_device(device))
+        Planner(llama(), _sample(), made)
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +143,8 @@ def test_products_of_layers_count_at_the_rate_of_float8_where_it_is_known() -> N
 def test_fit_leaves_out_what_is_not_planned_and_compares_precisions() -> None:
     asked = dict(gpu="h100-80gb", seq_len=64, micro_batch=4, offload="none", loss="model", cp=1)
     report = fit(llama(), gpus=2, precision=["fp8", "bf16"], pp=[1, 2], schedule="1f1b", global_batch=8, **asked)
-    assert {c.precision.matmuls for c in report.candidates} == {"fp8", None}
-    assert all(c.layout.tp == c.layout.pp == 1 for c in report.candidates if c.precision.matmuls)
-    reasons = [reason for reason in report.rejected if "no plan is made of float8" in reason]
-    assert any("tp=2" in reason for reason in reasons) and any("beside pp" in reason for reason in reasons)
+    assert {c.job.precision.matmuls for c in report.candidates} == {"fp8", None}
+    assert all(c.layout.tp == c.layout.pp == 1 for c in report.candidates if c.job.precision.matmuls)
+    reasons = [reason for reason in report.rejected if "'fp8'" in reason]
+    assert any("tp=2" in reason for reason in reasons) and any("pp" in reason for reason in reasons)
     assert "fp8" in table(report)

@@ -157,16 +157,16 @@ def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytes
     assert (full["reserved_bytes"], full["rank_reserved_bytes"]) == (66 << 20, [66 << 20, 66 << 20])
     assert "0.00 (0.06)  0.00 (0.06)" in said and "not compared with a GPU" in said and body["tight"] is None
     # Its schedule cuts backward in two.
-    assert main([*base, "-", "--schedule", "zbv"]) == 0
+    assert main([*base, "-", "--pp-schedule", "zbv"]) == 0
     row = json.loads(capsys.readouterr().out)["rows"][0]
     assert row["reserved_bytes"] is None and row["rank_reserved_bytes"] is None
 
 
 def test_a_rank_that_would_reserve_more_than_the_device_has_is_named() -> None:
-    pp, setup = PipelineParallel(2, microbatches=4), Job.of(step=StepSpec())
+    job = Job.of(pp=PipelineParallel(2, microbatches=4), world_size=2)
     for memory, ends in ((66 << 20, None), (65 << 20, "0.06: it runs out of memory, by the model of the allocator.")):
         device = replace(resolve_device("h100-80gb"), memory_bytes=memory)
-        planner = PipelinePlanner(_model(), SAMPLE, setup.change(gpu=device, pp=pp))
+        planner = PipelinePlanner(_model(), SAMPLE, job.change(gpu=device))
         report = pipeline_report(planner, ["100%"], limit=1 << 30)
         assert report.best is not None and report.best.reserved == (66 << 20, 66 << 20)
         assert (report.tight is None) == (ends is None)
@@ -216,7 +216,7 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
     model = _model()
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    planner = PipelinePlanner(model, SAMPLE, Job.of(world_size=None, step=StepSpec(), gpu=resolve_device("cpu"), pp=PipelineParallel(2, schedule, microbatches=2)))  # fmt: skip
+    planner = PipelinePlanner(model, SAMPLE, Job.of(world_size=2, gpu=resolve_device("cpu"), pp=PipelineParallel(2, schedule, microbatches=2)))  # fmt: skip
     head = model.lm_head.weight.numel() * 4
     for mode in ("none", "full"):
         peaks = [planner.rank_peak(rank, planner.uniform(mode)).parts for rank in (0, 1)]

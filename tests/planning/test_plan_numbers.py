@@ -19,6 +19,7 @@ from nemo_like.planning.plan_advice import advice, binds
 from nemo_like.planning.plan_report import make_report, table
 from nemo_like.planning.plan_search import full_peak, largest_batch, least_gpus
 from nemo_like.planning.planner import Planner
+from nemo_like.planning.seconds import planned_seconds
 from nemo_like.planning.step_time import OpSeconds, exposed_seconds, optimizer_seconds
 from tests.models import decoders
 
@@ -29,10 +30,11 @@ ROUND = Device("round", 10**9, {"half": 2e6, "single": 1e6}, {"half": 2e6, "sing
 TWO = Job.of(world_size=2)
 
 
-def _planner(batch: int = 2, tokens: int = 16, setup: Setup = TWO, **more: Any) -> Planner:
+def _planner(batch: int = 2, tokens: int = 16, job: Job = TWO, **more: Any) -> Planner:
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     sample = {"input_ids": ids, "labels": ids}
-    return Planner(decoders.build("llama"), sample, setup.change(gpu=more.pop("device", ROUND), search=PlanSearch(skip=False)), **more)
+    gpu = more.pop("device", ROUND)
+    return Planner(decoders.build("llama"), sample, job.change(gpu=gpu, search=PlanSearch(skip=False, **more)))
 
 
 def test_seconds_of_ops_are_the_larger_of_computing_and_moving() -> None:
@@ -55,17 +57,20 @@ def test_an_optimizer_step_goes_over_its_bytes(name: str, passes: int) -> None:
 
 def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
     one = _planner()
-    four = _planner(setup=Job.of(world_size=2, step=StepSpec(microbatches=4)))
+    four = _planner(job=Job.of(world_size=2, step=StepSpec(microbatches=4)))
     last = optimizer_seconds(one.sharding.trained, "adamw", ROUND)
-    seconds = {}
+    parts = {}
     for mode in ("none", "full"):
-        seconds[mode] = one.step_seconds(one.uniform(mode))
-        assert four.step_seconds(four.uniform(mode)) - last == pytest.approx(4 * (seconds[mode] - last))
-        assert one.describe(one.uniform(mode), mode).step_seconds == seconds[mode]
+        seconds = planned_seconds(one, one.uniform(mode))
+        parts[mode] = seconds.parts
+        again = planned_seconds(four, four.uniform(mode)).total
+        assert again - last == pytest.approx(4 * (seconds.total - last))
+        assert one.describe(one.uniform(mode), mode).step_seconds == one.step_seconds(one.uniform(mode)) == seconds.total
     replay = one.describe(one.uniform("full"), "full").replay_seconds
-    assert seconds["full"] - seconds["none"] == pytest.approx(replay)
+    assert parts["full"]["replay"] == pytest.approx(replay) and "replay" not in parts["none"]
     layers = sum(one.problems[call.kind].forward_seconds for call in one.traced.calls)
-    assert seconds["none"] == pytest.approx(3 * layers + one.outer().seconds + last)
+    assert parts["none"]["forward"] == pytest.approx(layers) and parts["none"]["optimizer"] == last
+    assert parts["none"]["head and embedding"] == one.outer().seconds
     # The head's product, forward and twice in backward, is among what is around the layers.
     head = one.model.lm_head.weight
     assert one.outer().seconds > 3 * 2 * 32 * head.numel() / 1e6
@@ -101,8 +106,8 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 
 
 def test_the_least_number_of_gpus_is_the_first_that_fits() -> None:
-    planner, whole = _planner(), _planner(setup=Job.of())
-    peaks = {ranks: full_peak(_planner(setup=Job.of(world_size=ranks))) for ranks in (2, 4, 8)}
+    planner, whole = _planner(), _planner(job=Job.of())
+    peaks = {ranks: full_peak(_planner(job=Job.of(world_size=ranks))) for ranks in (2, 4, 8)}
     assert peaks[2] > peaks[4] > peaks[8]
     assert {ranks: full_peak(planner.on_ranks(ranks)) for ranks in peaks} == peaks
     for limit, least in ((peaks[8], 8), (peaks[4], 4), (peaks[4] - 1, 8), (full_peak(whole), 1), (10, None)):
@@ -110,7 +115,7 @@ def test_the_least_number_of_gpus_is_the_first_that_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setup", "shape", "kind", "said"),
+    ("job", "shape", "kind", "said"),
     [
         (Job.of(world_size=2), (1, 4), "state", "shard over more ranks (now 2)"),
         (Job.of(), (1, 4), "state", "run on more than one rank"),
@@ -118,8 +123,8 @@ def test_the_least_number_of_gpus_is_the_first_that_fits() -> None:
         (Job.of(world_size=64, step=StepSpec(optimizer="sgd")), (1, 2), "gathered", "tensor parallelism"),
     ],
 )  # fmt: skip
-def test_advice_is_for_what_binds(setup: Setup, shape: tuple[int, int], kind: str, said: str) -> None:
-    planner = _planner(*shape, setup=setup)
+def test_advice_is_for_what_binds(job: Job, shape: tuple[int, int], kind: str, said: str) -> None:
+    planner = _planner(*shape, job=job)
     report = make_report(planner, ["50%"], 1000)
     assert report.best is None and binds(report) == kind
     assert said in advice(report, "batch")
@@ -145,8 +150,8 @@ def test_no_more_host_memory_is_planned_with_than_there_is(memory: int) -> None:
 
 
 def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
-    setup = Job.of(world_size=2, offload=OffloadConfig("boundary", min_bytes=1))
-    slow = _planner(setup=setup, device=replace(ROUND, host_link=1.0))
+    job = Job.of(world_size=2, offload=OffloadConfig("boundary", min_bytes=1))
+    slow = _planner(job=job, device=replace(ROUND, host_link=1.0))
     choices = slow.uniform("full")
     moved = slow.moved(choices)
     forward = [slow.problems[call.kind].forward_seconds for call in slow.traced.calls]
@@ -158,7 +163,7 @@ def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
         slow.host_memory = memory
         full = make_report(slow, ["50%"], 1 << 40).rows[1]
         assert full.host_bytes == sum(moved) and full.fits == (memory == sum(moved))
-    capped = _planner(setup=replace(setup, offload=replace(setup.offload, host_budget_bytes=moved[0])))
+    capped = _planner(job=replace(job, offload=replace(job.offload, host_budget_bytes=moved[0])))
     assert capped.moved(choices) == [moved[0]] + [0] * (len(moved) - 1)
 
 
@@ -183,9 +188,10 @@ def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str
         "2 x 64 tokens",
         128,
     )
-    setup = body["setup"]
-    assert (setup["shard_ranks"], setup["dp_replicate"], setup["precision"]["param_dtype"]) == (2, 2, "bfloat16")
-    assert setup["offload"]["mode"] == "boundary" and setup["step"]["microbatches"] == 1
+    assert body["job"] == {
+        "strategy": "'fsdp2'", "ac": "'none'", "dp_replicate": "2", "precision": "'bf16'", "offload": "'boundary'",
+        "search": "PlanSearch(skip=False, host_memory=1073741824)",
+    }  # fmt: skip
     assert body["least_gpus"] == 1 and body["largest_batch"] > 2
     for row in body["rows"]:
         assert row["predicted_tokens_per_second"] == pytest.approx(128 / row["predicted_step_seconds"])

@@ -205,7 +205,7 @@ def _beats_the_rule(problem: BlockProblem, keep: int, strictly: bool) -> None:
 
 
 def test_layers_of_one_kind_are_traced_once_and_sharding_lowers_the_peak():
-    alone, many = (_planner("llama3-8b", seq=2048, shard_ranks=n, precision=Precision("bf16")) for n in (1, 64))
+    alone, many = (_planner("llama3-8b", seq=2048, world_size=n, precision=Precision("bf16")) for n in (1, 64))
     assert len(many.traced.calls) == 32 and len(many.problems) == 1
     peaks = [p.describe(p.uniform("full"), "full") for p in (alone, many)]
     params = 4 * sum(p.numel() for p in alone.model.parameters())
@@ -215,11 +215,11 @@ def test_layers_of_one_kind_are_traced_once_and_sharding_lowers_the_peak():
 
 
 def test_tensor_parallel_twin_divides_heads_and_ffn():
-    whole, share = (_planner("llama3-8b", seq=2048, tp=tp, precision=Precision("bf16")) for tp in (1, 4))
+    whole, share = (_planner("llama3-8b", seq=2048, tp=tp, world_size=tp, precision=Precision("bf16")) for tp in (1, 4))
     assert share.problems[0].trace.flops * 4 == whole.problems[0].trace.flops
     assert share.problems[0].trace.none_bytes < whole.problems[0].trace.none_bytes
     with pytest.raises(ValueError, match="not divisible by tp=3"):
-        _planner("llama3-8b", tp=3)
+        _planner("llama3-8b", tp=3, world_size=3)
 
 
 def test_host_placement_is_chosen_where_the_link_is_free():
@@ -464,7 +464,7 @@ def test_device_files(tmp_path):
 
 def test_command(tmp_path, capsys):
     out, plan = tmp_path / "out.json", tmp_path / "plan.json"
-    words = f"plan --model llama-tiny --world-size 8 --seq-len 64 --memory 40MiB --json {out} --save {plan}"
+    words = f"plan --model llama-tiny --world-size 8 --seq-len 64 --memory 200MiB --json {out} --save {plan}"
     assert cli.main(words.split()) == 0
     said = capsys.readouterr().out
     body = json.loads(out.read_text())

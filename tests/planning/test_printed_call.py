@@ -22,10 +22,10 @@ IDS = torch.zeros(2, 16, dtype=torch.long)
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
-def _report(setup: Setup, **more: Any) -> PlanReport:
+def _report(job: Job) -> PlanReport:
     model = decoders.build("llama")
-    planner = Planner(model, BATCH, setup.change(gpu=resolve_device("cpu"), search=PlanSearch(skip=False if more else None)))
-    return make_report(planner, ["50%"], 1 << 40, **more)
+    planner = Planner(model, BATCH, job.change(gpu=resolve_device("cpu")))
+    return make_report(planner, ["50%"], 1 << 40)
 
 
 def _regions(model: nn.Module) -> dict[str, Any]:
@@ -54,21 +54,21 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setup", "more", "words"),
+    ("job", "words"),
     [
-        (Job.of(world_size=2), {}, "strategy='fsdp2', ac='50%', sample_input=batch"),
-        (Job.of(world_size=2), {"dp_replicate": 4}, "dp_replicate=4"),
-        (Job.of(world_size=2, step=StepSpec(optimizer="sgd")), {}, ", optimizer='sgd', sample_input=batch"),
-        (Job.of(world_size=2, step=StepSpec(microbatches=4, keeps_output=False)), {},
+        (Job.of(world_size=2), "strategy='fsdp2', ac='50%', sample_input=batch"),
+        (Job.of(world_size=8, dp_replicate=4), "dp_replicate=4"),
+        (Job.of(world_size=2, step=StepSpec(optimizer="sgd")), ", optimizer='sgd', sample_input=batch"),
+        (Job.of(world_size=2, step=StepSpec(microbatches=4, keeps_output=False)),
          ", step=StepSpec(microbatches=4, keeps_output=False), sample_input=batch"),
-        (Job.of(world_size=2, precision=Precision("bf16", "bf16")), {}, "param_dtype='bf16', reduce_dtype='bf16'"),
-        (Job.of(strategy=FSDP2(False, 2, 2), world_size=2), {},
+        (Job.of(world_size=2, precision=Precision("bf16", "bf16")), "param_dtype='bf16', reduce_dtype='bf16'"),
+        (Job.of(strategy=FSDP2(False, 2, 2), world_size=2),
          "strategy=FSDP2(reshard_after_forward=False, forward_prefetch=2, backward_prefetch=2)"),
-        (Job.of(world_size=2), {"special": True}, "ac=Plan.load('plan.json'))"),
+        (Job.of(world_size=2, search=PlanSearch(skip=False)), "search=PlanSearch(skip=False), sample_input=batch"),
     ],
 )  # fmt: skip
-def test_nothing_that_was_planned_for_is_left_out_of_the_call(setup: Setup, more: dict[str, Any], words: str) -> None:
-    report = _report(setup, **more)
+def test_nothing_that_was_planned_for_is_left_out_of_the_call(job: Job, words: str) -> None:
+    report = _report(job)
     row = next(row for row in report.rows if row.name == "50%")
     assert words in report.call(row)
 

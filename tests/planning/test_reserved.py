@@ -50,9 +50,9 @@ def _model(layers: int = 3) -> nn.Module:
         ).train()  # fmt: skip
 
 
-def _planner(setup: Setup, device: str = "h100-80gb", model: nn.Module | None = None) -> Planner:
+def _planner(job: Job, device: str = "h100-80gb", model: nn.Module | None = None) -> Planner:
     ids = torch.zeros(2, 128, dtype=torch.long)
-    return Planner(_model() if model is None else model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device(device), search=PlanSearch(skip=False)))  # fmt: skip
+    return Planner(_model() if model is None else model, {"input_ids": ids, "labels": ids}, job.change(gpu=resolve_device(device), search=PlanSearch(skip=False)))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETUPS)

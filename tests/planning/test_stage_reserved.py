@@ -17,7 +17,7 @@ from nemo_like.planning.stages import PipelinePlanner
 transformers = pytest.importorskip("transformers")
 
 
-def _planner(schedule: str, stages: int = 2, microbatches: int = 4, tokens: int = 128, **setup: Any) -> PipelinePlanner:
+def _planner(schedule: str, stages: int = 2, microbatches: int = 4, tokens: int = 128, ranks: int = 2, **setup: Any) -> PipelinePlanner:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=384, use_cache=False,
@@ -25,13 +25,17 @@ def _planner(schedule: str, stages: int = 2, microbatches: int = 4, tokens: int 
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).train()
     ids = torch.zeros(2, tokens, dtype=torch.long)
-    return PipelinePlanner(model, {"input_ids": ids, "labels": ids}, Job.of(world_size=None, **{"fsdp": FSDP2(reshard_after_forward=False), "step": StepSpec(optimizer="adamw-fused")} | setup, gpu=resolve_device("h100-80gb"), pp=PipelineParallel(stages, schedule, microbatches)))  # fmt: skip
+    job = Job.of(
+        **{"step": StepSpec(optimizer="adamw-fused"), "gpu": resolve_device("h100-80gb")} | setup,
+        pp=PipelineParallel(stages, schedule, microbatches), world_size=stages * ranks,
+    )  # fmt: skip
+    return PipelinePlanner(model, {"input_ids": ids, "labels": ids}, job)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "gpipe"])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_tensors_peak_where_the_walk_says(schedule: str, mode: str) -> None:
-    for setup in ({"shard_ranks": 4, "precision": Precision("bf16")}, {"shard_ranks": 4}, {"fsdp": None}):
+    for setup in ({"ranks": 4, "precision": Precision("bf16")}, {"ranks": 4}, {"ranks": 1}):
         planner = _planner(schedule, **setup)
         choices = planner.uniform(mode)
         for rank in range(2):
@@ -57,7 +61,7 @@ def test_stages_reduced_behind_their_own_last_backward_are_gone_when_the_others_
     """Of rank 0, the second stage's gathered parameters and whole gradients, but for the reduced ones, are not there when
     the first one's gradients are. A rank of one stage has nothing to let go of earlier."""
     for schedule in ("1f1b", "interleaved_1f1b"):
-        planner = _planner(schedule, microbatches=2, tokens=4, shard_ranks=4, precision=Precision("bf16"))
+        planner = _planner(schedule, microbatches=2, tokens=4, world_size=4, precision=Precision("bf16"))
         choices = planner.uniform("full")
         together, each = (replay_rank(planner, 0, choices, reduces_each=word) for word in (False, True))
         assert together is not None and each is not None

@@ -34,22 +34,22 @@ def _planner(**setup: Any) -> Planner:
 
 
 def test_replicas_reduce_also_where_nothing_is_sharded() -> None:
-    alone, replicas = _planner(), _planner(replicas=2)
+    alone, replicas = _planner(), _planner(dp_replicate=2, world_size=2)
     assert not alone.sharding.on and replicas.sharding.on
     none = [planner.peak(planner.uniform("full")).parts for planner in (alone, replicas)]
     assert "reduce buffers" not in none[0] and none[1]["reduce buffers"] > 0
-    assert not _planner(replicas=2, fsdp=None).sharding.on  # nobody shards: a single device, or DDP
+    assert not _planner(dp_replicate=2, world_size=2, strategy="ddp").sharding.on  # nobody shards: a single device, or DDP
 
 
 def test_one_rank_gathers_into_no_buffer() -> None:
     """FSDP2 copies parameter by parameter there: nothing is fetched ahead."""
-    one, two = _planner(replicas=2), _planner(shard_ranks=2)
+    one, two = _planner(dp_replicate=2, world_size=2), _planner(world_size=2)
     assert {unit.flat for unit in one.sharding.all} == {0}
     assert all(unit.flat == unit.gathered for unit in two.sharding.all)
     sizes = {id(p): p.numel() * 4 for p in one.model.parameters()}
     layer = sum(sizes[id(p)] for p in one.model.model.layers[0].parameters())
     for fsdp in (FSDP2(), FSDP2(forward_prefetch=1)):
-        planner = _planner(replicas=2, fsdp=fsdp)
+        planner = _planner(dp_replicate=2, world_size=2, strategy=fsdp)
         peak = planner.peak(planner.uniform("full"))
         assert "backward of layer" in peak.at and peak.parts["gathered layers"] == layer
 
