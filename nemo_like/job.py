@@ -234,12 +234,13 @@ class Job:
         made = model if self.pp.size == 1 else "pipeline"
         return f"{made} = parallelize({', '.join([model, *words])})"
 
-    def words(self, plan: str = "plan.json") -> dict[str, str]:
-        """Return `strategy`, `ac` and what differs from the defaults, as code by keyword of `nemo_like.parallelize`."""
+    def words(self, plan: str = "plan.json", *, machine: bool = False) -> dict[str, str]:
+        """Return `strategy`, `ac` and what differs from the defaults, as code by keyword; `machine`: also what only predictions
+        read."""
         found: dict[str, str] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if f.name in _NOT_IN_A_CALL:
+            if f.name == "asked" or (f.name in _OF_THE_MACHINE and not machine):
                 continue
             if f.name not in _ALWAYS_IN_A_CALL and value == getattr(_default_job(), f.name):
                 continue
@@ -253,7 +254,7 @@ class Job:
 
 
 _ALWAYS_IN_A_CALL = ("strategy", "ac")
-_NOT_IN_A_CALL = ("asked", "gpu", "world_size", "allocator")
+_OF_THE_MACHINE = ("gpu", "world_size", "allocator")
 
 
 @functools.cache
@@ -501,6 +502,8 @@ def as_code(value: Any, read: Callable[[Any], Any] | None = None) -> str:
         return repr(dtype_word(value))
     if isinstance(value, torch.device):
         return repr(str(value))
+    if isinstance(name := getattr(value, "name", None), str):  # a device
+        return repr(name)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         said = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
         plain = _plain(type(value))

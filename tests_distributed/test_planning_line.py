@@ -59,7 +59,7 @@ def test_the_printed_line_peaks_as_it_says(capsys: pytest.CaptureFixture[str], t
     cases: list[tuple[str, Any, str]] = [
         (f"--memory 10.5MiB --no-skip --save {file}", ("AdamW", 1), f"ac=Plan.load({str(file)!r}), precision='bf16'"),
         (
-            "--memory 11MiB --no-reshard --prefetch 2 --optimizer sgd --microbatches 2",
+            "--memory 11MiB --reshard-after-forward no --prefetch 2 --optimizer sgd --grad-accum 2",
             ("SGD", 2),
             "strategy=FSDP2(reshard_after_forward=False, forward_prefetch=2, backward_prefetch=2), ac='11MiB', "
             "precision='bf16', step=StepSpec(microbatches=2, optimizer='sgd')",

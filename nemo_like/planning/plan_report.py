@@ -285,7 +285,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
 
 def job_json(job: Job) -> dict[str, str]:
     """Return what was asked, as code by keyword; without what is at its default."""
-    return job.words()
+    return job.words(machine=True)
 
 
 def plot(planner: Planner, report: PlanReport, path: str | Path, points: int = 24) -> None:

@@ -80,7 +80,7 @@ def plan_within(
     """
     budget = most_allocated(planner, limit)
     for _ in range(_ATTEMPTS):
-        made = make(budget)
+        made = make(max(1, budget))
         if made is None:
             return None
         choices, peak = made

@@ -96,7 +96,7 @@ def test_the_command_plans_one_rank_as_it_will_run(capsys: pytest.CaptureFixture
     assert rows["full"] == whole.full_bytes
     assert cli.main(words) == 0
     assert "precision='bf16'" in capsys.readouterr().out
-    assert cli.main([*words, "--param-dtype", "fp32"]) == 0
+    assert cli.main([*words, "--precision", "fp32"]) == 0
     assert "precision=" not in capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import Job
+from nemo_like import TensorParallel, Job
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision
@@ -27,7 +27,7 @@ def test_parameter_bytes_of_deepseek_v3_on_1024_ranks() -> None:
     whole = resolve_model("deepseek-v3").build("meta")
     twin, experts = expert_twin(whole, 64, 1.5)
     sharding = sharding_of(
-        twin, find_layers(twin), world_size=1024, precision=Precision("bf16"), fsdp=FSDP2(),
+        twin, find_layers(twin), shard_ranks=1024, precision=Precision("bf16"), fsdp=FSDP2(),
         experts=experts, expert_ranks=16,
     )  # fmt: skip
     # 58 layers of 256 experts: gate, up and down of 7168 x 2048, float32. 4 experts for each of 64, over 16 ranks.
@@ -160,14 +160,14 @@ def test_families_beside_tp(name: str) -> None:
 
 
 def test_what_cannot_be_planned_says_so() -> None:
-    with pytest.raises(ValueError, match=r"from 1 .* to ep, 2"):
+    with pytest.raises(ValueError, match="from 1 to size, 2"):
         _planner(3.0)
     with pytest.raises(ValueError, match="from 1 to size, 2"):
         ExpertParallel(2, imbalance=0.5)
     with pytest.raises(ValueError, match="ep is 4, which does not divide the 2 ranks that hold one copy"):
-        _planner(1.0, ep=4, world_size=2)
+        _planner(1.0, ep=4, shard_ranks=2)
     with pytest.raises(ValueError, match=r"gives 'model\.norm' the style 'sequence_parallel', of which the bytes"):
-        _planner(1.0, tp=2, tp_plan={"model.norm": "sequence_parallel"})
+        _planner(1.0, tp=TensorParallel(2, {"model.norm": "sequence_parallel"}), shard_ranks=8)
     with pytest.raises(ValueError, match="does not divide the 4 experts"):
         _planner(1.0, ep=3)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_like import FSDP2, Job, StepSpec
+from nemo_like import Job, StepSpec
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.meter import LiveBytes

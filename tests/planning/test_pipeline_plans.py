@@ -19,7 +19,8 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.pipeline_report import pipeline_report
 from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.stage_balance import balanced
-from nemo_like.planning.stage_plans import choose, describe, times
+from nemo_like.planning.stage_plans import choose, describe
+from nemo_like.planning.stage_seconds import times
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -121,7 +122,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     base = ["plan", "--model", str(config), "--gpu", "cpu", "--world-size", "2", "--seq-len", "64", "--batch-size", "2"]
     out = tmp_path / "plan.json"
     picture = tmp_path / "plan.png"
-    more = ["--pp", "2", "--microbatches", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
+    more = ["--pp", "2", "--grad-accum", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
     pytest.importorskip("matplotlib")
     assert main([*base, *more, "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
@@ -129,12 +130,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     body = json.loads(out.read_text())
     assert body["recommended"] == "none" and len(body["rows"][0]["rank_peak_bytes"]) == 2
     assert 0 < body["rows"][0]["bubble"] < 1 and picture.stat().st_size > 1000
-    assert main([*base, "--pp", "2", "--microbatches", "4", "--memory", "100KiB"]) == 1
+    assert main([*base, "--pp", "2", "--grad-accum", "4", "--memory", "100KiB"]) == 1
     assert main([*base, "--pp", "3"]) == 2
     assert main([*base, "--pp", "2", "--measure"]) == 2
     assert main([*base, "--pp", "2", "--balance", "some"]) == 2
     assert "--balance is 'some'" in capsys.readouterr().err
-    four = [*base, "--pp", "2", "--microbatches", "2", "--world-size", "4", "--memory", "1GiB", "--json", "-"]
+    four = [*base, "--pp", "2", "--grad-accum", "2", "--world-size", "4", "--memory", "1GiB", "--json", "-"]
     for axis in ("--cp", "--dp-replicate"):  # stages that are sharded, and run in bfloat16
         assert main([*four, axis, "2", "--loss", "chunked"]) == 0
         call = json.loads(capsys.readouterr().out)["call"]
@@ -148,7 +149,7 @@ def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytes
     config = tmp_path / "config.json"
     config.write_text(json.dumps(_model().config.to_dict()))
     base = ["plan", "--model", str(config), "--gpu", "h100-80gb", "--world-size", "2", "--seq-len", "64", "--pp", "2"]
-    base += ["--batch-size", "2", "--microbatches", "4", "--budget", "100%", "--json"]
+    base += ["--batch-size", "2", "--grad-accum", "4", "--budget", "100%", "--json"]
     out = tmp_path / "plan.json"
     assert main([*base, str(out)]) == 0
     said, body = capsys.readouterr().out, json.loads(out.read_text())

@@ -190,7 +190,7 @@ def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str
     )
     assert body["job"] == {
         "strategy": "'fsdp2'", "ac": "'none'", "dp_replicate": "2", "precision": "'bf16'", "offload": "'boundary'",
-        "search": "PlanSearch(skip=False, host_memory=1073741824)",
+        "gpu": "'h100'", "world_size": "4", "search": "PlanSearch(skip=False, host_memory=1073741824)",
     }  # fmt: skip
     assert body["least_gpus"] == 1 and body["largest_batch"] > 2
     for row in body["rows"]:

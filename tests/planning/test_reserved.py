@@ -133,9 +133,7 @@ def test_the_command_says_so(capsys, monkeypatch):
     growing = json.loads(capsys.readouterr().out)
     assert main([*args, "--json", "-", "--alloc-conf", ""]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert (
-        growing["setup"]["allocator"]["expandable_segments"] and not plain["setup"]["allocator"]["expandable_segments"]
-    )
+    assert growing["job"]["allocator"] == "AllocatorConfig(expandable_segments=True)" and "allocator" not in plain["job"]
     assert plain["reserved_compared_with_gpu"] is False
     assert all(row["reserved_bytes"] >= row["peak_bytes"] for row in plain["rows"])
 

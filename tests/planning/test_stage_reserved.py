@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_like import Job
-from nemo_like.options import FSDP2, PipelineParallel, Precision, StepSpec
+from nemo_like.options import PipelineParallel, Precision, StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.stage_plans import describe
 from nemo_like.planning.stage_reserved import ranks_to_replay, replay_rank
@@ -61,7 +61,7 @@ def test_stages_reduced_behind_their_own_last_backward_are_gone_when_the_others_
     """Of rank 0, the second stage's gathered parameters and whole gradients, but for the reduced ones, are not there when
     the first one's gradients are. A rank of one stage has nothing to let go of earlier."""
     for schedule in ("1f1b", "interleaved_1f1b"):
-        planner = _planner(schedule, microbatches=2, tokens=4, world_size=4, precision=Precision("bf16"))
+        planner = _planner(schedule, microbatches=2, tokens=4, ranks=4, precision=Precision("bf16"))
         choices = planner.uniform("full")
         together, each = (replay_rank(planner, 0, choices, reduces_each=word) for word in (False, True))
         assert together is not None and each is not None

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_like import Job
-from nemo_like.options import FSDP2, StepSpec, TensorParallel
+from nemo_like.options import FSDP2, StepSpec
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules, tensor_twin
@@ -81,4 +81,4 @@ def test_experts_that_tensor_parallelism_splits_have_their_share_and_no_plan() -
         assert local[name] == ((count, out // 2, width) if "gate_up" in name else (count, out, width // 2))
     assert not has_known_rules(model, 2)
     with pytest.raises(ValueError, match=r"no plan is made\. Use a mode"):
-        check_tensor_budget(model, 2, TensorParallel(2), "50%")
+        check_tensor_budget(model, Job.of(ac="50%", tp=2))

@@ -72,7 +72,8 @@ class StagedShape:
         """Of this conf and conf; stages of the same layers are traced once for all of them."""
         key = (*self._layout_key(conf), conf.job.loss, conf.job.offload.mode)
         if key not in self._planners:
-            job = replace(conf.job, allocator=self.job.allocator)
+            step = replace(self.job.step, microbatches=conf.job.step.microbatches)
+            job = replace(conf.job, allocator=self.job.allocator, step=step)
             known = self._first.get(job.loss) or next(iter(self._first.values()), None)
             if known is None:
                 made = PipelinePlanner(
