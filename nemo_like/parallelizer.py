@@ -137,8 +137,9 @@ def parallelize(
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
     optimizer afterwards: sharding replaces the parameters. Where something is replayed, calls with gradients on
     go without a key/value cache (a replay would write it twice), unless layers hand states on through it; the config
-    stays as it is. Packed rows (``position_ids`` that restart, ``cu_seqlens``, a mask of document numbers) of a Hugging Face
-    model train as their documents one by one: no attention over an edge, no loss for a document's first token.
+    stays as it is. Packed rows (``position_ids`` that restart where there is no mask, ``cu_seqlens``, a mask of document
+    numbers) of a Hugging Face model train as their documents one by one, under every ``ac``: no attention over an edge, no
+    loss for a document's first token.
 
     Args:
         model: any Hugging Face or plain PyTorch model, on the CPU, a GPU or the meta device (then call

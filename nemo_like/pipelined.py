@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.compile import parse_compile
 from nemo_like.distributed.context_parallel import check_context_parallel
+from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
@@ -155,12 +156,14 @@ def _stages(
 ) -> list[Stage]:  # fmt: skip
     """This rank's `own` stages, each made ready by `parallelize` with the options `rest`; `dtype`: as for `cut`."""
     stages = []
+    packed = packed_calls(model)  # of the whole: a stage does not see what layers of other stages mix
     for piece in own:
         if isinstance(parts, SplitParts):
             (tree, received), items = parts.take(piece.index), parts.takes_items
+            packed = packed_calls(tree)
         else:
             (tree, received), items = cut(model, parts, piece, device, dtype), None
-        forward = StageForward(tree, received, piece, loss_of, in_chunks, items)
+        forward = StageForward(tree, received, piece, loss_of, packed, in_chunks, items)
         tree.forward = forward
         setattr(tree, STAGE_MARK, True)
         names = [parts.layers[i] for i in piece.layers]

@@ -128,6 +128,18 @@ def build(name: str) -> nn.Module:
     if name == "gptj":
         make = hf("GPTJForCausalLM", "GPTJConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
         return without_dropout(make().float().train())
+    if name == "codegen":
+        make = hf(
+            "CodeGenForCausalLM", "CodeGenConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4,
+            n_positions=64,
+        )  # fmt: skip
+        return without_dropout(make().float().train())
+    if name == "gpt_neo":
+        make = hf(
+            "GPTNeoForCausalLM", "GPTNeoConfig", vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4,
+            attention_types=[[["global", "local"], 1]], window_size=4, max_position_embeddings=64,
+        )  # fmt: skip
+        return without_dropout(make().float().train())
     if name == "stablelm":
         return hf("StableLmForCausalLM", "StableLmConfig", **COMMON)().float().train()
     return without_dropout(FAMILIES[name].build())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_like.distributed.context_parallel import block_masks, layout
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
+from nemo_like.distributed.document_numbers import kept_apart
 
 
 def causal(parts: Parts, columns: int, query: Tensor, *, additive: bool) -> Tensor:
@@ -83,6 +84,8 @@ def _looks(
     documents = call.documents
     if documents is not None and documents.shape[-1] != columns:
         documents = None
+    if documents is not None:
+        kept_apart()
 
     def looks(b: Any, h: Any, q: Any, k: Any) -> Any:
         mask = mask_function(b, h, q, k)

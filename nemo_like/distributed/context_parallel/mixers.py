@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 
 from torch import nn
@@ -23,7 +24,7 @@ _OPERATORS = (
 )  # fmt: skip
 """Modules of torch that combine neighbours on a dim that may be the sequence, or take statistics over it."""
 _WORDS = frozenset((
-    "mamba", "ssm", "rwkv", "retention", "lightning", "recurrent", "lstm", "gru", "slstm", "mlstm", "hyena", "indexer",
+    "mamba", "ssm", "rwkv", "retention", "lightning", "recurrent", "lstm", "gru", "slstm", "mlstm", "hyena",
     "fourier", "xlstm", "griffin", "lru", "hawk", "deltanet", "fnet", "xlnet", "longformer", "reformer",
 ))  # fmt: skip
 _PHRASES = (
@@ -43,12 +44,15 @@ _STATES = ("A_log", "dt_bias", "time_decay", "time_mix_key", "time_first", "slop
 
 
 def sequence_mixers(
-    stack: nn.Module, *, transformers: bool, cached: bool = False
+    stack: nn.Module, *, transformers: bool, cached: bool = False, masked: bool = False
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, why) of what mixes along the sequence below `stack` and cannot be cut.
+    """(name, module, why) of what mixes along the sequence below `stack` and cannot be cut, or not be masked.
 
-    transformers: whether attention must be reached through its interface; else SDPA is replaced, and a module with
-    attention of another make is seen by `nn.MultiheadAttention` alone.
+    Args:
+        transformers: whether attention must be reached through its interface; else SDPA is replaced, and a module with
+            attention of another make is seen by `nn.MultiheadAttention` alone.
+        cached: keys reach attention that asks no interface through a cache.
+        masked: rows are whole, and it is enough that a module takes the mask that its stack made.
     """
     for name, module in bare_modules(stack):
         cls = class_of(module).__name__
@@ -58,6 +62,11 @@ def sequence_mixers(
             yield name, module, "computes its attention inside torch, where other ranks' keys cannot be given to it"
         elif _named_mixer(cls):
             yield name, module, "passes a state along the sequence, which a part of it does not have"
+        elif "Indexer" in cls:
+            if not (masked and takes_a_mask(module)):
+                yield name, module, "chooses among the keys of the whole sequence"
+        elif getattr(module, "trigram_input", False):
+            yield name, module, "combines neighbours along the sequence"
         elif found := [state for state in _STATES if hasattr(module, state)]:
             yield name, module, f"passes a state along the sequence ({found[0]})"
         elif transformers and uses_interface(module) and _counts(module) and not counts_positions(module):
@@ -65,7 +74,22 @@ def sequence_mixers(
         elif transformers and _is_own_attention(name, module):
             if cached and any(asks_a_cache(inner) for inner in module.modules()):
                 continue
+            if masked and any(takes_a_mask(inner) for inner in module.modules()):
+                continue
             yield name, module, "computes attention itself, not through transformers' AttentionInterface"
+
+
+def takes_a_mask(module: nn.Module) -> bool:
+    """Whether the forward of `module` takes the mask that its stack made."""
+    return "attention_mask" in inspect.signature(inspect.unwrap(class_of(module).forward)).parameters
+
+
+def counts_ids(module: nn.Module) -> bool:
+    """Whether positions below `module` are counted over the ids that are no padding (RoBERTa and its kin)."""
+    name = "create_position_ids_from_input_ids"
+    return any(
+        hasattr(inner, name) or hasattr(sys.modules.get(class_of(inner).__module__), name) for inner in module.modules()
+    )
 
 
 def _named_mixer(class_name: str) -> bool:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout, masks
 from nemo_like.distributed.context_parallel.cached import CACHE, OwnMasks, cache_for
+from nemo_like.distributed.context_parallel.mixers import counts_ids
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
 from nemo_like.distributed.context_parallel.stacks import CutStack
-from nemo_like.distributed.documents import documents_of
+from nemo_like.distributed.document_numbers import documents_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.torch_compat import is_fake
 
@@ -142,7 +143,7 @@ class StackHooks:
         assert main is not None  # `_call` looked
         padded = layout.padded_length(call.length, parts.ranks)
         if "position_ids" in names and given.get("position_ids") is None:
-            if any(hasattr(module, "create_position_ids_from_input_ids") for module in self._stack.module.modules()):
+            if counts_ids(self._stack.module):
                 raise ValueError(
                     f"{type(self._stack.module).__name__} counts its positions from the ids that are no padding, and cp "
                     "counts them before the cut: pass position_ids."

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.documents import packed_calls
+from nemo_like.distributed.documents import PackedCalls
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.losses.model_loss import loss_hooks
 from nemo_like.losses.targets import predicts_next_token
@@ -149,13 +149,14 @@ class StageForward:
 
     def __init__(
         self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor],
-        in_chunks: ChunkedLoss | None = None, takes_items: bool | None = None,
+        packed: PackedCalls | None, in_chunks: ChunkedLoss | None = None, takes_items: bool | None = None,
     ) -> None:  # fmt: skip
-        """takes_items: whether the whole model divides its loss by ``num_items_in_batch``; None: `model` shows it."""
+        """packed: what keeps documents apart in the whole model. takes_items: whether that divides its loss by
+        ``num_items_in_batch``; None: `model` shows it."""
         self.call = MicrobatchCall(model, model.forward)
         self._received, self._stage, self._loss_of = received, stage, loss_of
         self.takes_items = divides_by_items(model) if takes_items is None else takes_items
-        self._model, self._packed = model, packed_calls(model)
+        self._model, self._packed = model, packed
         self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
         self.weights: Sequence[float] = ()
@@ -170,14 +171,18 @@ class StageForward:
             for tensor in self._received.tensors:
                 # torch 2.11 detaches what a stage has sent, in place: the buffer itself, where it is handed on as it came.
                 tensor.requires_grad_()
+        batch, output, sent = {**self.microbatches[number], **more}, None, None
         try:
-            output = self._output(self._apart({**self.microbatches[number], **more}))
+            changed = None if self._packed is None else self._packed(self._model, (), batch)
+            output = self._output(batch if changed is None else changed[1])
         except StageEnd as end:
-            return end.sent
+            sent = end.sent
         finally:
             self._received.tensors = ()
             if self._packed is not None:
-                self._packed.after(self._model, None, None)
+                self._packed.after(self._model, (), sent if output is None else output)
+        if output is None:
+            return sent
         return torch.stack([self._loss_of(output).reshape(()) * self.weights[number]])
 
     def _output(self, batch: dict[str, Any]) -> Any:
@@ -193,15 +198,7 @@ class StageForward:
 
     def whole_batch(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """`batch` before it is cut: the labels of packed documents' first tokens count for nothing."""
-        try:
-            return self._apart(dict(batch))
-        finally:
-            if self._packed is not None:
-                self._packed.after(self._model, None, None)
-
-    def _apart(self, batch: dict[str, Any]) -> dict[str, Any]:
-        changed = None if self._packed is None else self._packed(self._model, (), batch)
-        return batch if changed is None else changed[1]
+        return batch if self._packed is None else self._packed.whole_batch(self._model, dict(batch))
 
 
 def divides_by_items(model: nn.Module) -> bool:
