@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.keep_routing import keep_routing
 from nemo_like.compile import compile_layers, parse_compile
-from nemo_like.distributed.agreement import check_agreement
+from nemo_like.distributed.agreement import check_agreement, compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.expert_parallel import (
@@ -260,7 +260,8 @@ def parallelize(
         float8_linears(
             [bare(layer.module) for layer in found], cast.matmuls, target.type, sharded=shard_mesh is not None
         )
-    if not hasattr(model, STAGE_MARK):  # stages do it themselves
+    if not hasattr(model, STAGE_MARK):  # a pipeline's stages do it themselves
+        compare_batches(model, shard_mesh)
         keep_documents_apart(model)
     if split and shard_mesh is not None:
         apply_tensor_parallel(

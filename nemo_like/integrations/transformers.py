@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from nemo_like.distributed.agreement import compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
@@ -215,6 +216,7 @@ def split_for_trainer(model: nn.Module, trainer: Any, cp: ContextParallel) -> nn
     device = trainer.args.device.type
     mesh = init_device_mesh(device, (ranks // cp.size, cp.size), mesh_dim_names=("dp_shard", "cp"))
     check_context_parallel(model, cp)
+    compare_batches(model, mesh)
     keep_documents_apart(model)
     return apply_context_parallel(model, mesh["cp"], cp)
 

@@ -97,21 +97,9 @@ class RootHooks:
         if self._checked or main is None:
             return
         self._checked = True
-        self._check_same_batch(given)
         tokens = wanted(self.parts.compared)
         if tokens is not None and self._whole:  # a pipeline compares all its stages
             verify_cut(self._model, self.parts, given, main.shape[1], tokens)
-
-    def _check_same_batch(self, given: dict[str, Any]) -> None:
-        digest = torch.stack([_digest(value) for value in given.values() if isinstance(value, Tensor)]).sum()
-        largest, least = digest.clone(), digest.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=find_group(self.parts.group))
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=find_group(self.parts.group))
-        if not torch.equal(largest, least):
-            raise ValueError(
-                f"The {self.parts.ranks} ranks of a cp group got different batches: each must get the same whole sequences "
-                "and cuts its part itself. Give the sampler the data-parallel rank (rank // cp) and their number."
-            )
 
     def _make_decoder_inputs(self, given: dict[str, Any], labels: Tensor) -> None:
         """Of an encoder-decoder that makes its decoder's input from its labels: from whole ones."""
@@ -219,12 +207,6 @@ class _Loss:
         sums = torch.stack([one.detach() for one in self.found]).sum()
         candidates = [sums] if self.items is None else [sums, sums / self.items]
         return any(torch.allclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True) for one in candidates)
-
-
-def _digest(value: Tensor) -> Tensor:
-    """One number that other contents, another order or another shape change."""
-    flat = value.detach().reshape(-1).nan_to_num().double()
-    return len(flat) + (flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).sin()).sum()
 
 
 def _flat(output: Any) -> list[Tensor]:

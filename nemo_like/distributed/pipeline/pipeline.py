@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.engine import half_of_backward
+from nemo_like.distributed.agreement import check_same_batch, sharing_groups
 from nemo_like.distributed.clip import clip_stages_
 from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.materialize import materialize
@@ -51,6 +52,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.stages, self.parts, self.options, self.device = list(stages), parts, options, device
         self.group = mesh["pp"].get_group()
+        self._sharing = sharing_groups(mesh, ("pp", "cp", "tp"))
         self._last_rank = rank_of(options, options.stages - 1)
         self._schedules: dict[Any, Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
@@ -98,9 +100,11 @@ class Pipeline:
         return self._mean(self.forward(batch))
 
     def _verify(self, batch: Mapping[str, Any]) -> None:
-        """Under ``cp``, once: as `nemo_like.distributed.context_parallel.verify_cut` does for whole models."""
+        """Once: whether all ranks have this batch; under ``cp``, as
+        `nemo_like.distributed.context_parallel.verify_cut` does for whole models."""
         if not self._verified:
             self._verified = True
+            check_same_batch(batch, self._sharing)
             verify_stages(self, batch)
 
     @torch.no_grad()
