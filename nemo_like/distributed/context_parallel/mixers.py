@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.attention import uses_interface
 from nemo_like.distributed.context_parallel.cached import asks_a_cache, counts_positions
@@ -84,12 +84,37 @@ def takes_a_mask(module: nn.Module) -> bool:
     return "attention_mask" in inspect.signature(inspect.unwrap(class_of(module).forward)).parameters
 
 
-def counts_ids(module: nn.Module) -> bool:
-    """Whether positions below `module` are counted over the ids that are no padding (RoBERTa and its kin)."""
+def _counts_ids(stack: nn.Module) -> tuple[Callable[..., Tensor], int] | None:
+    """How positions below `stack` are counted over ids that are no padding (RoBERTa and its kin), and the id of padding."""
     name = "create_position_ids_from_input_ids"
-    return any(
-        hasattr(inner, name) or hasattr(sys.modules.get(class_of(inner).__module__), name) for inner in module.modules()
-    )
+    for module in stack.modules():
+        count = getattr(module, name, None) or getattr(sys.modules.get(class_of(module).__module__), name, None)
+        if count is not None and isinstance(getattr(module, "padding_idx", None), int):
+            return count, module.padding_idx  # type: ignore[return-value]
+    return None
+
+
+def counts_ids(stack: nn.Module) -> bool:
+    """Whether positions below `stack` are counted over the ids that are no padding."""
+    return _counts_ids(stack) is not None
+
+
+def positions_of_ids(stack: nn.Module, ids: Tensor | None) -> Tensor | None:
+    """The positions (B, S) that `stack` itself would give to `ids`, where it counts them over those that are no padding.
+
+    Raises:
+        ValueError: it would, and there are no ids.
+    """
+    found = _counts_ids(stack)
+    if found is None:
+        return None
+    if ids is None:
+        raise ValueError(
+            f"{type(stack).__name__} counts its positions from the ids that are no padding, and cp counts them before the "
+            "cut: pass position_ids together with inputs_embeds."
+        )
+    count, padding = found
+    return count(ids, padding)
 
 
 def _named_mixer(class_name: str) -> bool:
