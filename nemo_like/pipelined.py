@@ -157,10 +157,10 @@ def _stages(
     stages = []
     for piece in own:
         if isinstance(parts, SplitParts):
-            (tree, received), items = parts.take(piece.index), parts.takes_items
+            tree, received = parts.take(piece.index)
         else:
-            (tree, received), items = cut(model, parts, piece, device, dtype), None
-        forward = StageForward(tree, received, piece, loss_of, in_chunks, items)
+            tree, received = cut(model, parts, piece, device, dtype)
+        forward = StageForward(tree, received, piece, loss_of, in_chunks)
         tree.forward = forward
         setattr(tree, STAGE_MARK, True)
         names = [parts.layers[i] for i in piece.layers]

@@ -65,7 +65,7 @@ def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
     number = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
     if bool((gather(number, groups) == number).all()):
         return
-    everyone = _gather_objects((launch.rank(), asked, layout), groups)
+    everyone = gather_objects((launch.rank(), asked, layout), groups)
     raise ValueError(_difference(everyone))
 
 
@@ -95,7 +95,8 @@ def wire_device(group: dist.ProcessGroup | None, preferred: torch.device | None 
     return launch.current_device(next((kind for kind in launch.BACKENDS if kind in served), "cpu"))
 
 
-def _gather_objects(mine: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
+def gather_objects(mine: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
+    """Every rank's `mine`, in the order of what comes first in it: along one group after the other."""
     found = [mine]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.pipeline.cut import Received, StageEnd, divides_by_items, loss_of
+from nemo_like.distributed.pipeline.cut import Received, StageEnd, loss_of
 from nemo_like.distributed.pipeline.dealing import StageSlice, TensorForm, slices
 from nemo_like.layers import Layer
 from nemo_like.planning.capture import run_forward
@@ -93,7 +93,6 @@ class SplitParts:
         dealt = [_layers_in(tree, index, layers) for index, tree in enumerate(trees)]
         self.layers = tuple(chain.from_iterable(dealt))
         self.slices = slices([len(names) for names in dealt])
-        self.takes_items = divides_by_items(trees[-1])
         memo: dict[int, Any] = {id(buffer): buffer for tree in trees for buffer in tree.buffers()}
         memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
         self._twins = copy.deepcopy(trees, memo)
@@ -119,6 +118,9 @@ class SplitParts:
         if key not in self._forms:
             self._forms[key] = self._run(microbatch)
         return self._forms[key][stage]
+
+    def passing(self, layer: int) -> None:
+        """As `StagesOfModel.passing`: what a caller's stage gives to its layers is not known."""
 
     def _run(self, microbatch: Mapping[str, Any]) -> list[tuple[TensorForm, ...]]:
         forms = []

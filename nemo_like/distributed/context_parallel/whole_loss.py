@@ -20,6 +20,7 @@ from nemo_like.distributed.context_parallel.parts import Parts
 from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_parts
 from nemo_like.distributed.context_parallel.stack_calls import main_input
 from nemo_like.distributed.context_parallel.verify_cut import verify_cut, wanted
+from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.targets import IGNORED
 from nemo_like.module_tree import base_model
@@ -162,8 +163,7 @@ class _Loss:
             input, mine, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )
         if reduction == "mean":
-            counts = whole != ignore_index
-            total = total / (counts.sum() if weight is None else (weight[whole.where(counts, 0)] * counts).sum())
+            total = mean_of(total, LossCall(whole, ignore_index, weight, reduction))
         self.found.append(total)
         return total
 

@@ -8,10 +8,10 @@ in whose place stands a tensor of zeros in one element of memory, since the code
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.losses.model_loss import loss_hooks
-from nemo_like.losses.targets import predicts_next_token
 from nemo_like.module_tree import bare, join
 from nemo_like.options import ChunkedLoss
 
@@ -141,6 +140,15 @@ def call_of(model: nn.Module) -> nn.Module:
     return found
 
 
+class MicrobatchShares(Protocol):
+    """What part the loss of each microbatch has in that of the whole batch."""
+
+    shares: Sequence[float]
+
+    def calls(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the loss of microbatch `number` is computed."""
+
+
 class StageForward:
     """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss.
 
@@ -149,17 +157,15 @@ class StageForward:
 
     def __init__(
         self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor],
-        in_chunks: ChunkedLoss | None = None, takes_items: bool | None = None,
+        in_chunks: ChunkedLoss | None = None,
     ) -> None:  # fmt: skip
-        """takes_items: whether the whole model divides its loss by ``num_items_in_batch``; None: `model` shows it."""
         self.call = MicrobatchCall(model, model.forward)
         self._received, self._stage, self._loss_of = received, stage, loss_of
-        self.takes_items = divides_by_items(model) if takes_items is None else takes_items
         self._model, self._packed = model, packed_calls(model)
         self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
-        self.weights: Sequence[float] = ()
-        """What the loss of each microbatch counts."""
+        self.shares: MicrobatchShares | None = None
+        """Of the loss of the whole batch; None: there is one microbatch."""
 
     def __call__(self, *given: Tensor, microbatch: Tensor | None = None, **more: Any) -> Any:
         """`given`: the number of the microbatch on the first stage; on others what the one before sent, as a rule the hidden
@@ -170,15 +176,18 @@ class StageForward:
             for tensor in self._received.tensors:
                 # torch 2.11 detaches what a stage has sent, in place: the buffer itself, where it is handed on as it came.
                 tensor.requires_grad_()
+        calls = contextlib.nullcontext() if self.shares is None else self.shares.calls(number)
         try:
-            output = self._output(self._apart({**self.microbatches[number], **more}))
+            with calls:
+                output = self._output(self._apart({**self.microbatches[number], **more}))
         except StageEnd as end:
             return end.sent
         finally:
             self._received.tensors = ()
             if self._packed is not None:
                 self._packed.after(self._model, None, None)
-        return torch.stack([self._loss_of(output).reshape(()) * self.weights[number]])
+        loss = self._loss_of(output).reshape(())
+        return torch.stack([loss if self.shares is None else loss * self.shares.shares[number]])
 
     def _output(self, batch: dict[str, Any]) -> Any:
         if self._in_chunks is None:
@@ -202,12 +211,6 @@ class StageForward:
     def _apart(self, batch: dict[str, Any]) -> dict[str, Any]:
         changed = None if self._packed is None else self._packed(self._model, (), batch)
         return batch if changed is None else changed[1]
-
-
-def divides_by_items(model: nn.Module) -> bool:
-    """Whether the model divides its loss by ``num_items_in_batch``, as the causal models of transformers do."""
-    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
-    return predicts_next_token(model) and inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def loss_of(output: Any) -> Tensor:
