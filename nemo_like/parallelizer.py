@@ -62,6 +62,7 @@ from nemo_like.planning.first_step import watch_first_step
 from nemo_like.planning.larger_batch import size_watch, warn_of_larger_batches
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.tensor_twin import check_tensor_budget
+from nemo_like.planning.trial import try_context_parallel, try_tensor_parallel
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, planned, read_ac, resolve
 
@@ -233,6 +234,12 @@ def parallelize(
     context = replace(context, size=axis_size(shard_mesh, "cp"))
     if context.size > 1:
         check_context_parallel(model, context, found, call_of(model))
+    if not hasattr(model, STAGE_MARK):  # what stages are cut from was tried
+        if context.size > 1:
+            try_context_parallel(model, context, found, sample_input)
+        if split:
+            whole = [each.fqn for each in experts]
+            try_tensor_parallel(model, axis_size(shard_mesh, "tp"), tensor, whole, sample_input)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
     else:

@@ -215,6 +215,15 @@ HUGGING_FACE: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         name: (hf(f"{name}ForCausalLM", f"{name}Config", **_SMALL, max_position_embeddings=64, pad_token_id=0), ())
         for name in ("Bart", "MBart", "Pegasus", "Marian", "Blenderbot", "TrOCR")
     },
+    # Their loops ask each layer which mask to give to it.
+    "ModernBERT": (
+        hf("ModernBertForMaskedLM", "ModernBertConfig", **_BERT, pad_token_id=0, bos_token_id=1, cls_token_id=1,
+           eos_token_id=2, sep_token_id=2, local_attention=8), (),
+    ),
+    "Nemotron-H": (
+        hf("NemotronHForCausalLM", "NemotronHConfig", **_BERT | {"num_hidden_layers": None}, head_dim=8,
+           num_key_value_heads=2, layers_block_type=["attention", "mlp"]), (),
+    ),
     "BERT, masked": (hf("BertForMaskedLM", "BertConfig", **_BERT), ()),
     "BERT, both": (hf("BertForPreTraining", "BertConfig", **_BERT), ("next_sentence_label",)),
     "tokens": (hf("BertForTokenClassification", "BertConfig", **_BERT, num_labels=VOCAB), ()),
@@ -227,6 +236,22 @@ HUGGING_FACE: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
            pad_token_id=0), ("classes",),
     ),
 }  # fmt: skip
+
+
+class TorchEncoder(nn.Module):
+    """torch's own stack, which asks its first layer whether batches come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 4, 48, dropout=0.0, batch_first=True)
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return _ce(self.head(self.body(self.embed(input_ids))), labels)
+
+
+HUGGING_FACE["torch's encoder"] = (TorchEncoder, ())
 
 
 def _words(asked: tuple[str, ...], counts: bool) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from nemo_like.distributed.pipeline.dealing import StageSlice, TensorForm, slice
 from nemo_like.layers import Layer
 from nemo_like.planning.capture import run_forward
 from nemo_like.planning.fake import FakeRun, cache_off
+from nemo_like.planning.reasons import STAGES
 from nemo_like.tensors import split_sample
 
 Split = Callable[[nn.Module, int, int], nn.Module]
@@ -129,7 +130,7 @@ class SplitParts:
             batch = run.sample(dict(microbatch), self._dtype)
             for twin in self._twins:
                 with cache_off(twin), run.casting():
-                    output = run_forward(twin, run.state(twin, self._dtype), (given, batch), {})
+                    output = run_forward(twin, run.state(twin, self._dtype), (given, batch), {}, STAGES)
                 if twin is self._twins[-1]:
                     loss_of(output)
                     break

@@ -42,11 +42,19 @@ class Received:
 
 
 class AbsentLayer(nn.Module):
-    """In the place of another stage's layer."""
+    """In the place of another stage's layer.
 
-    def __init__(self, received: Received, form: int | None, place: int | str, ends: bool) -> None:
+    Attributes that a model's loop reads of its layers (which mask to give to it, whether batches come first) are those of
+    `layer`, a copy without weights.
+    """
+
+    def __init__(self, layer: nn.Module, received: Received, form: int | None, place: int | str, ends: bool) -> None:
         super().__init__()
         self._received, self._form, self._place, self._ends = received, form, place, ends
+        self.__dict__["_layer"] = layer  # no child: its tensors are no state of this stage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__.get("_layer"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What was received, as the layer would return it; or the stage's end."""
@@ -66,18 +74,16 @@ def cut(
     """
     received = Received()
     own = {parts.layers[index] for index in stage.layers}
-    absent = {
-        name: AbsentLayer(received, parts.forms[index], parts.inputs[index], ends=index >= stage.layers.stop)
-        for index, name in enumerate(parts.layers)
-        if name not in own
-    }
+    absent = {name: index for index, name in enumerate(parts.layers) if name not in own}
     made: dict[int, nn.Module] = {}
 
     def copied(module: nn.Module, name: str) -> nn.Module:
-        if name in absent:
-            return absent[name]
         if name in own:
             return module
+        if name in absent:
+            index = absent.pop(name)
+            layer = copied(module, name)
+            return AbsentLayer(layer, received, parts.forms[index], parts.inputs[index], index >= stage.layers.stop)
         if id(module) in made:
             return made[id(module)]
         twin = made[id(module)] = object.__new__(type(module))
