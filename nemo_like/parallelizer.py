@@ -179,7 +179,9 @@ def parallelize(
         offload: what waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these
             and what checkpointing keeps), ``"all"``, or an `OffloadConfig`.
         sample_input: what one step of one rank gives to the model, as keywords, positions or one tensor; needed by
-            budgets, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first.
+            budgets and ``pp``, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first. Under ``tp`` and
+            ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that what
+            fails once it is split is refused here.
         optimizer: the optimizer that a budget counts: ``"adamw"`` (default), ``"adamw-8bit"``, ``"sgd"``, ...
         step: what else a budget counts of the training loop (`StepSpec`: microbatches, a loss outside of the model, whether
             the output is dropped before backward); default: ``out = model(**batch); out.loss.backward()``, then one
