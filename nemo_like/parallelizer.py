@@ -62,6 +62,7 @@ from nemo_like.planning.first_step import watch_first_step
 from nemo_like.planning.larger_batch import size_watch, warn_of_larger_batches
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.tensor_twin import check_tensor_budget
+from nemo_like.planning.trial import try_context_parallel, try_tensor_parallel
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, planned, read_ac, resolve
 
@@ -179,7 +180,9 @@ def parallelize(
         offload: what waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these
             and what checkpointing keeps), ``"all"``, or an `OffloadConfig`.
         sample_input: what one step of one rank gives to the model, as keywords, positions or one tensor; needed by
-            budgets, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first.
+            budgets and ``pp``, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first. Under ``tp`` and
+            ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that what
+            fails once it is split is refused here.
         optimizer: the optimizer that a budget counts: ``"adamw"`` (default), ``"adamw-8bit"``, ``"sgd"``, ...
         step: what else a budget counts of the training loop (`StepSpec`: microbatches, a loss outside of the model, whether
             the output is dropped before backward); default: ``out = model(**batch); out.loss.backward()``, then one
@@ -234,6 +237,12 @@ def parallelize(
     context = replace(context, size=axis_size(shard_mesh, "cp"))
     if context.size > 1:
         check_context_parallel(model, context, found, call_of(model))
+    if not hasattr(model, STAGE_MARK):  # what stages are cut from was tried
+        if context.size > 1:
+            try_context_parallel(model, context, found, sample_input)
+        if split:
+            whole = [each.fqn for each in experts]
+            try_tensor_parallel(model, axis_size(shard_mesh, "tp"), tensor, whole, sample_input)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
     else:

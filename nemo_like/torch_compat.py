@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
@@ -410,6 +411,24 @@ def shape_only(
 
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The logger of the fake mode; where it has another name, what it logs is seen."""
+
+
+def drop_forward_hooks(model: nn.Module) -> None:
+    """Take all forward hooks and pre-hooks off `model` and the modules inside it."""
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Within it, an operator that fails on fake tensors raises, and torch does not print the traceback besides."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def fake_tensor_types() -> tuple[type[Any], type[Any]]:

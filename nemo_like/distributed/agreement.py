@@ -70,7 +70,7 @@ def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
     asked["device"] = repr(_device_type(options.get("device")))  # each rank has a number of its own
     layout = {name: _describe_tensor(tensor) for name, tensor in _named_tensors(model)}
     if not _all_have((sorted(asked.items()), list(layout.items())), groups):
-        raise ValueError(_difference(_gather_objects((launch.rank(), asked, layout), groups)))
+        raise ValueError(_difference(gather_objects((launch.rank(), asked, layout), groups)))
 
 
 def check_same_batch(given: Mapping[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> None:
@@ -87,7 +87,7 @@ def check_same_batch(given: Mapping[str, Any], groups: Mapping[str, dist.Process
     mine = {name: _describe(value, {}, contents=True) for name, value in given.items() if value is not None}
     if not groups or _all_have(sorted(mine.items()), groups.values()):
         return
-    found = _differences(_gather_objects((launch.rank(), mine), groups.values()), lambda item: item[1])
+    found = _differences(gather_objects((launch.rank(), mine), groups.values()), lambda item: item[1])
     raise ValueError(
         f"Ranks along {' and '.join(groups)} got different batches: {'; '.join(found)}. Ranks that split sequences (cp), "
         "weights (tp) or layers (pp) work on the same whole batch: give the sampler the number of the data-parallel rank "
@@ -159,7 +159,8 @@ def wire_device(group: dist.ProcessGroup | None, preferred: torch.device | None 
     return launch.current_device(next((kind for kind in launch.BACKENDS if kind in served), "cpu"))
 
 
-def _gather_objects(mine: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
+def gather_objects(mine: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
+    """Every rank's `mine`, in the order of what comes first in it: along one group after the other."""
     found = [mine]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,7 @@ def apply_tensor_parallel(
             continue  # a weight that another stage of a pipeline holds: see `nemo_like.distributed.pipeline.cut`
         _apply_rule(rule, mesh, sequence_parallel and any(rule.fqn.startswith(layer.fqn + ".") for layer in layers))
     own_outputs(model, [rule.module for rule in rules])
+    model.register_forward_hook(_name_mixture, always_call=True)
     _tie_again(model, ties)
     if loss_parallel:
         model.register_forward_pre_hook(_refuse_own_loss, with_kwargs=True)
@@ -278,6 +280,17 @@ def _gather_output(mesh: DeviceMesh) -> Any:
         return (gather(output[0]), *output[1:]) if isinstance(output, tuple) else gather(output)
 
     return hook
+
+
+def _name_mixture(module: nn.Module, _args: Any, output: Any) -> None:
+    """Say of torch's error for a cut weight among plain tensors where it comes from, and what to do."""
+    error = sys.exc_info()[1]
+    if output is None and isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            f"tp: the forward of {type(module).__name__.removeprefix('FSDP')} reads a weight that tensor parallelism has "
+            "cut (a head's in its loss?) outside of its module's own forward, where it is a DTensor. Call the module "
+            "instead, or leave it out of TensorParallel's plan."
+        )
 
 
 # ----------------------------------------------------------------------------------------------- loss and tied weights

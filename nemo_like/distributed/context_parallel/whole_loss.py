@@ -25,6 +25,7 @@ from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_
 from nemo_like.distributed.context_parallel.stack_calls import exchange, main_input, tensors_of
 from nemo_like.distributed.context_parallel.verify_cut import verify_cut, wanted
 from nemo_like.layers.structure import class_of
+from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.targets import IGNORED
 from nemo_like.module_tree import base_model
@@ -205,8 +206,7 @@ class _Loss:
             input, mine, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )
         if reduction == "mean":
-            counts = whole != ignore_index
-            total = total / (counts.sum() if weight is None else (weight[whole.where(counts, 0)] * counts).sum())
+            total = mean_of(total, LossCall(whole, ignore_index, weight, reduction))
         self.found.append(total)
         return total
 
