@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.distributed.row_lookup import look_up_own_rows
+from nemo_like.distributed.shared_random import SharedRandom
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients, own_outputs
 from nemo_like.layers import Layer, find_layers
@@ -87,6 +88,7 @@ def apply_tensor_parallel(
     _tie_again(model, ties)
     if loss_parallel:
         model.register_forward_pre_hook(_refuse_own_loss, with_kwargs=True)
+    SharedRandom(mesh).put(model)
     setattr(model, _MARK, True)
     return model
 
