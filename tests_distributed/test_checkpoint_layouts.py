@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from nemo_like import materialize, parallelize
 from nemo_like.distributed import get_model_state, get_optimizer_state, set_model_state, set_optimizer_state
+from nemo_like.distributed.mesh import build_mesh
+from nemo_like.distributed.strided_shards import in_boxes
+from nemo_like.distributed.tp_styles import InstalledStyle, installed_styles
 from nemo_like.options import FSDP2, PipelineParallel, TensorParallel
+from nemo_like.recipes.run_state import gather_state
 from tests_distributed.small_model import WIDTH, SmallModel
 from tests_distributed.spawn import run_ranks
 
@@ -186,6 +193,7 @@ def _other_ways(rank: int, world_size: int, name: str, folder: str) -> None:
         where = f"{folder}/{'default' if stager else 'writer'}"
         dcp.async_save(state, checkpoint_id=where, async_stager=stager, process_group=dist.new_group()).result()
     dcp.save({"model": run.model.state_dict()}, checkpoint_id=f"{folder}/own")
+    dcp.save(gather_state(run.model, run.optimizer), checkpoint_id=f"{folder}/job")
     torch.save(state["model"], f"{folder}/rank{rank}.pt")
     truth = dict(_bare(name, seed=0).named_parameters())
     for key, own in torch.load(f"{folder}/rank{rank}.pt").items():
@@ -210,7 +218,10 @@ def _on_meta(name: str) -> nn.Module:
 def test_packed_weights_in_other_ways_into_a_checkpoint(name: str, tmp_path: Path) -> None:
     run_ranks(2, _other_ways, name, str(tmp_path))
     truth = _bare(name, seed=0).state_dict()
-    for where in ("writer", "default", "own"):
+    moments = {key: torch.zeros_like(value) for key, value in truth.items()}
+    dcp.load({"optimizer": {key: {"exp_avg": value} for key, value in moments.items()}}, checkpoint_id=tmp_path / "job")
+    assert all(torch.equal(moments[key], value * 0.5) for key, value in truth.items())
+    for where in ("writer", "default", "own", "job"):
         state = {"model": {name: torch.zeros_like(value) for name, value in truth.items()}}
         dcp.load(state, checkpoint_id=tmp_path / where)
         assert all(torch.equal(state["model"][key], value) for key, value in truth.items()), where
@@ -262,6 +273,34 @@ def _groups(rank: int, world_size: int, folder: str, layout: str) -> Any:
 def test_the_param_groups_of_all_stages_are_saved(tmp_path: Path) -> None:
     run_ranks(2, _groups, str(tmp_path), "1f1b")
     assert _groups(0, 1, str(tmp_path), "one") == [0.3, 0.4]
+
+
+def _every_style(rank: int, world_size: int) -> list[str]:
+    """Weights whose boxes are not where the whole weight has them, or do not make up the whole of what the rank has."""
+    wrong, mesh = [], build_mesh(tp=world_size, device_type="cpu")["tp"]
+    for (name, style), shape in itertools.product(installed_styles().items(), [(8, 6), (7, 6), (4, 10, 6), (3, 14, 7)]):
+        weight, module = torch.arange(math.prod(shape)).float().view(shape), nn.Module()
+        module.weight = nn.Parameter(weight.clone())
+        InstalledStyle(name, style, None).shard(module, "weight", mesh)
+        cut = in_boxes(module.weight.detach())
+        if not isinstance(cut, DTensor):
+            continue
+        boxes = {chunk.offsets: chunk.sizes for chunk in cut.__create_chunk_list__()}
+        same = all(
+            torch.equal(
+                cut.__get_tensor_shard__(MetadataIndex("", offsets)),
+                weight[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))],
+            )
+            for offsets, sizes in boxes.items()
+        )
+        if not same or sum(math.prod(sizes) for sizes in boxes.values()) != cut.to_local().numel():
+            wrong.append(f"{name} {shape}")
+    return wrong
+
+
+def test_every_installed_style_tells_which_rows_a_rank_has() -> None:
+    assert run_ranks(2, _every_style) == [[], []]
+    assert run_ranks(4, _every_style) == [[]] * 4
 
 
 class Packed(nn.Module):
