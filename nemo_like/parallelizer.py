@@ -36,7 +36,11 @@ from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
-from nemo_like.distributed.tensor_parallel import apply_tensor_parallel, cut_outside_of_regions
+from nemo_like.distributed.tensor_parallel import (
+    apply_tensor_parallel,
+    check_packed_weights,
+    cut_outside_of_regions,
+)
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.float8 import check_float8, effective_matmuls, float8_linears, scale_before_forward
 from nemo_like.layers import find_layers
@@ -233,7 +237,7 @@ def parallelize(
     shard_mesh = mesh if word == "fsdp2" else None
     target = asked_device or local_device(None if mesh is None else mesh.device_type)
     experts = _check_expert_parallel(model, shard_mesh, expert, asked)
-    split = _check_tensor_parallel(model, shard_mesh, asked, tensor, experts)
+    split = _check_tensor_parallel(model, shard_mesh, asked, tensor, experts, fsdp)
     context = replace(context, size=axis_size(shard_mesh, "cp"))
     if context.size > 1:
         check_context_parallel(model, context, found, call_of(model))
@@ -418,12 +422,16 @@ def _check_compile(compiled: bool, asked: Asked) -> None:
 
 
 def _check_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh | None, asked: Asked, tensor: TensorParallel, experts: Iterable[Experts]
-) -> bool:
+    model: nn.Module, mesh: DeviceMesh | None, asked: Asked, tensor: TensorParallel, experts: Iterable[Experts],
+    fsdp: FSDP2,
+) -> bool:  # fmt: skip
     """Whether weights are split at all; `experts`: those that are split otherwise."""
     split = axis_size(mesh, "tp") > 1
+    whole = [found.fqn for found in experts]
+    if split and mesh is not None:
+        check_packed_weights(model, mesh, tensor.plan, whole, fsdp.reshard_after_forward)
     if split and isinstance(asked, MemoryBudget):
-        check_tensor_budget(model, axis_size(mesh, "tp"), tensor, asked, [found.fqn for found in experts])
+        check_tensor_budget(model, axis_size(mesh, "tp"), tensor, asked, whole)
     for name in ("sequence_parallel", "loss_parallel"):
         if getattr(tensor, name) and not split:
             raise ValueError(

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like.distributed.expert_parallel.own_experts import copy_own_experts, own_experts
 from nemo_like.distributed.fused_names import fused_weights, in_the_model, pieces_of
 from nemo_like.distributed.slots import Slot, copy_whole, list_names
+from nemo_like.distributed.strided_shards import in_boxes
 from nemo_like.extras import require
 
 
@@ -144,7 +145,7 @@ class DCPSource:
         return whole
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        self._load({self._prefix + name: tensor.detach() for name, tensor in targets.items()})
+        self._load({self._prefix + name: in_boxes(tensor.detach()) for name, tensor in targets.items()})
 
     def _load(self, state: dict[str, Any]) -> None:
         reader = dcp.FileSystemReader(self._path)

@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from nemo_like.distributed.mesh import axis_size
 from nemo_like.distributed.row_lookup import look_up_own_rows
+from nemo_like.distributed.shared_random import SharedRandom
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients, own_outputs
 from nemo_like.layers import Layer, find_layers
@@ -88,8 +90,38 @@ def apply_tensor_parallel(
     _tie_again(model, ties)
     if loss_parallel:
         model.register_forward_pre_hook(_refuse_own_loss, with_kwargs=True)
+    SharedRandom(mesh).put(model)
     setattr(model, _MARK, True)
     return model
+
+
+def check_packed_weights(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle] | None, whole: Collection[str],
+    reshard: bool | int | None,
+) -> None:  # fmt: skip
+    """Raise where `plan` packs a matrix that FSDP2 could then shard on dim 0 alone: no placement tells which rows those are.
+
+    Args:
+        mesh: with the axes of FSDP2 and ``tp``.
+        plan, whole: as for `apply_tensor_parallel`.
+        reshard: `FSDP2.reshard_after_forward`.
+
+    Raises:
+        ValueError, TypeError: that, or what `apply_tensor_parallel` raises of the plan.
+    """
+    ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
+    for rule in resolve_plan(model, plan, mesh["tp"].size(), whole):
+        names = rule.module._parameters if rule.parameter is None else [rule.parameter]
+        found = [rule.module._parameters[name] for name in names] if rule.style_name == "packed_colwise" else []
+        for weight in found:
+            if weight is None or weight.dim() != 2 or ranks == 1:
+                continue
+            if weight.shape[1] % ranks or not isinstance(reshard, bool | None):
+                raise ValueError(
+                    f"{rule.fqn!r}, {tuple(weight.shape)}, is packed over tp (packed_colwise), so FSDP2 must shard its "
+                    f"dim 1: {ranks} ranks must divide it, and reshard_after_forward cannot be a number. Choose others, "
+                    "or give it the style 'colwise_gather_output' in TensorParallel(plan=...)."
+                )
 
 
 def _warn_of_whole_layers(model: nn.Module, rules: list[Rule]) -> None:

@@ -195,6 +195,8 @@ def _partner_style(rule: Rule, partner: nn.Module) -> str | None:
 def _check_sizes(model: nn.Module, rule: Rule, tp_size: int) -> None:
     """Raise ValueError where `rule` cannot cut its module into `tp_size` equal parts."""
     module, style = rule.module, rule.style
+    if rule.style_name == "packed_colwise" and rule.parameter is None:
+        _refuse_packed_vectors(rule)
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
@@ -212,6 +214,16 @@ def _check_sizes(model: nn.Module, rule: Rule, tp_size: int) -> None:
         )
     if rule.style_name in ("colwise", "ColwiseParallel") and isinstance(module, nn.Linear):
         _check_heads(model, rule, module, tp_size)
+
+
+def _refuse_packed_vectors(rule: Rule) -> None:
+    # transformers cuts a bias in one piece, and its weight projection by projection: they would not be of the same rows.
+    for name, parameter in rule.module._parameters.items():
+        if parameter is not None and parameter.dim() == 1:
+            raise ValueError(
+                f"{rule.fqn!r} has the style 'packed_colwise' and a {name}, which would be cut at other rows than its "
+                "weight; give it the style 'colwise_gather_output'."
+            )
 
 
 def _check_heads(model: nn.Module, rule: Rule, module: nn.Linear, tp_size: int) -> None:

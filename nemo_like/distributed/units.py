@@ -119,13 +119,19 @@ def shard_dim(param: torch.Tensor, ranks: int) -> int:
 
     Every rank holds equal parts, so 8 experts on dim 0 over 64 ranks take the memory of 64. Then it is the first dim that
     the ranks divide, if there is one: FSDP2 pads on dim 0 alone. A gather copies such a parameter once more than others.
+    The same for a packed weight that tensor parallelism has cut on dim 0: no placement says what a part of its part is.
 
     >>> shard_dim(torch.empty(8, 14336, 4096, device="meta"), 64)
     1
     >>> shard_dim(torch.empty(128256, 4096, device="meta"), 1024)
     0
     """
-    if param.dim() < 2 or isinstance(param, DTensor) or padded_rows(param, ranks) <= (1 + _PADDING) * param.shape[0]:
+    if isinstance(param, DTensor):
+        packed = any(getattr(place, "dim", None) == 0 and hasattr(place, "split_factor") for place in param.placements)
+        stays = not packed
+    else:
+        stays = padded_rows(param, ranks) <= (1 + _PADDING) * param.shape[0]
+    if param.dim() < 2 or stays:
         return 0
     return next((dim for dim in range(1, param.dim()) if param.shape[dim] and param.shape[dim] % ranks == 0), 0)
 

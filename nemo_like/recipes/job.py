@@ -269,7 +269,7 @@ class TrainingJob:
 
     def _train_step(self, step: int) -> None:
         # Seeded per step: the random numbers of a step depend on nothing before it, so no state has to be saved.
-        seed_all(self.options.seed, step + 1, self.ranks.data_rank)
+        seed_all(self.options.seed, step + 1, self.ranks.data_rank, self.ranks.tp_group)
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.at(step)
         loss = self._train(step)
@@ -292,10 +292,17 @@ def _check_ranks(options: RunOptions, ranks: Ranks) -> None:
         )
 
 
-def seed_all(seed: int, step: int = 0, data_rank: int = 0) -> None:
-    """Seed every generator that a model may draw from. Ranks that share a sample (tensor parallel) draw alike."""
-    mixed = (seed * 1_000_003 + step) * 1_000_003 + data_rank
-    torch.manual_seed(mixed % 2**63)
+def seed_all(seed: int, step: int = 0, data_rank: int = 0, tp_group: int = 0) -> None:
+    """Seed every generator that a model may draw from.
+
+    Args:
+        data_rank: ranks of one number read the same samples, and draw alike from Python and NumPy, of which models make
+            choices (what to mask, which layer to leave out).
+        tp_group: ranks of one number compute the same, and draw alike from torch. Others have other tokens or layers.
+    """
+    start = (seed * 1_000_003 + step) * 1_000_003
+    torch.manual_seed((start + tp_group) % 2**63)
+    mixed = start + data_rank
     random.seed(mixed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(mixed % 2**32)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.distributed import get_model_state
+from nemo_like.distributed.strided_shards import in_boxes
 from nemo_like.log import warn_once
 from nemo_like.recipes.run_options import RunOptions
 
@@ -69,7 +70,7 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, frozen: 
             kept["step"] = torch.tensor(0.0)
             kept["exp_avg"] = torch.zeros_like(parameter)
             kept["exp_avg_sq"] = torch.zeros_like(parameter)
-        moments[name] = dict(kept)
+        moments[name] = {key: in_boxes(value) for key, value in kept.items()}
     if not frozen:
         still = {name for name, parameter in _bare(model).named_parameters() if not parameter.requires_grad}
         weights = {name: tensor for name, tensor in weights.items() if name not in still}

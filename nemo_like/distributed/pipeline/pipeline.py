@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from nemo_like.distributed.pipeline.learn_shares import SharesByNames
 from nemo_like.distributed.pipeline.loss_shares import BatchShares
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
 from nemo_like.distributed.pipeline.verify_stages import sequence_parts, verify_stages
-from nemo_like.distributed.slots import show_shards
+from nemo_like.distributed.slots import STAGES_MARK, find_slots, show_shards
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import ConnectedStage
 
@@ -64,6 +64,7 @@ class Pipeline:
         self._verified = False
         self.sees: Callable[[Mapping[str, Any], int], None] | None = None
         """Called with each batch that `step` trains on, and how many microbatches it becomes."""
+        self._tie()
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -228,10 +229,28 @@ class Pipeline:
             elif self._tied_group is not None and grads:
                 dist.all_reduce(grads[0], group=self._tied_group)
 
+    def _tie(self) -> None:
+        """Where this rank has the first and the last stage, give both the first one's parameter for what is tied.
+
+        FSDP2 shards the stages one by one. It takes what is registered when the first forward begins, and adds the
+        gradients of both stages into it.
+        """
+        first, last = self.stages[0], self.stages[-1]
+        if first is last or not (first.slice.is_first and last.slice.is_last):
+            return
+        own = {name: slot.tensor for slot in find_slots(first.module) for name in slot.names}
+        for slot in find_slots(last.module):
+            tied = self.parts.aliases.get(slot.name, slot.name)
+            if tied in self.parts.tied and slot.tensor is not own[tied]:
+                for module, name in slot.places:
+                    module.register_parameter(name, cast(nn.Parameter, own[tied]))
+
     @functools.cached_property
     def module(self) -> nn.Module:
         """All that this rank holds as one module, under the bare model's names: for state dicts. Not to be called."""
-        return merged([stage.module for stage in self.stages])
+        module = merged([stage.module for stage in self.stages])
+        setattr(module, STAGES_MARK, self.group)
+        return module
 
     # --- parameters and state -------------------------------------------------------------------------------------
 
@@ -326,6 +345,8 @@ class Pipeline:
             raise ValueError("A pipeline is materialized from a state_dict or from a checkpoint: give one of the two.")
         for stage in self.stages:
             materialize(stage.module, state_dict=state_dict, checkpoint=checkpoint, strict=False)
+        self._tie()
+        self.__dict__.pop("module", None)  # it has the parameters from before
         return self
 
     def clip_grad_norm_(
