@@ -142,8 +142,7 @@ class ModelSource:
     @property
     def vocab_size(self) -> int | None:
         """How many token ids there are; None where the model does not say."""
-        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
-        return getattr(text, "vocab_size", None)
+        return getattr(_text_config(self.config), "vocab_size", None)
 
     def sample_input(
         self, batch_size: int, seq_len: int, device: str | torch.device = "cpu"
@@ -151,6 +150,7 @@ class ModelSource:
         """Token ids, (batch_size, seq_len) int64, as ``input_ids`` and, shifted by the model itself, as ``labels``."""
         if self.vocab_size is None:
             raise ValueError(f"Model {self.name!r} states no vocab_size, so no token input can be made up for it.")
+        check_positions(self.config, "--seq-len", seq_len)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=generator).to(device)
         return {"input_ids": ids, "labels": ids.clone()}
@@ -176,6 +176,30 @@ def resolve_model(spec: str) -> ModelSource:
         f"Model {spec!r} is not a preset ({', '.join(PRESETS)}), an existing config.json or 'module:function'."
         + did_you_mean(spec, tuple(PRESETS))
     )
+
+
+def check_positions(config: Any, option: str, tokens: int) -> None:
+    """Raise ValueError where sequences of `tokens` tokens, as `option` asks for, are longer than a model of `config` takes.
+
+    Without a word in `config` on its positions, nothing is checked.
+    """
+    text = _text_config(config)
+    said = getattr(text, "max_position_embeddings", None)
+    if isinstance(said, bool) or not isinstance(said, int) or said < 1:
+        return
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # one for each kind of layer
+    # Scaled (YaRN and others): the config says the length before it, the factor, or both.
+    scaled = [(part.get("factor") or 1) * (part.get("original_max_position_embeddings") or said) for part in ropes]
+    if tokens > max(said, *scaled):
+        raise ValueError(
+            f"{option} asks for sequences of {tokens} tokens, and the model has positions for {int(max(said, *scaled))} "
+            "(max_position_embeddings of its config). Give fewer, or a config with more."
+        )
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.models import ModelSource
+from nemo_like.models import ModelSource, check_positions
 from nemo_like.options import FSDP2, parse_shape
 from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quiet_fakes
 from nemo_like.planning.plan_search import MOST_SEQUENCES, MOST_TOKENS, Reach, full_peak, largest_batch, least_gpus
@@ -119,5 +119,6 @@ def _text(source: ModelSource, args: argparse.Namespace) -> dict[str, torch.Tens
         raise ValueError(
             f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape."
         )
+    check_positions(source.config, "--seq-len", args.seq_len)
     ids = torch.zeros(args.batch_size, args.seq_len, dtype=torch.long)
     return {"input_ids": ids, "labels": ids.clone()}  # of a tower by itself, only their shape is read

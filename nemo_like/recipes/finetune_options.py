@@ -113,6 +113,14 @@ class FinetuneOptions(RunOptions):
                 f"--precision is {self.precision!r} beside adapters, whose frozen weights stay bfloat16. Use bf16."
             )
 
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        return (*super().fixed, "lora", "qlora", "lora_rank", "lora_alpha", "lora_targets", "train")
+
+    @property
+    def elsewhere(self) -> str:
+        return "--output" if self._has_own_checkpoints else super().elsewhere
+
     def planned_input(self, rows: int, width: int) -> Any:
         made = super().planned_input(rows, width)
         return self.packed_input(made, rows, width) if self.pack else made
@@ -120,10 +128,13 @@ class FinetuneOptions(RunOptions):
     def _own_checkpoints(self) -> str:
         return str(Path(self.output) / "checkpoints")
 
+    @property
+    def _has_own_checkpoints(self) -> bool:
+        return self.checkpoint_dir == self._own_checkpoints()
+
     def as_said(self) -> dict[str, Any]:
         # Else a run from another's file would write into its checkpoints, whatever --output says.
-        own = self.checkpoint_dir == self._own_checkpoints()
-        return super().as_said() | ({"checkpoint_dir": None} if own else {})
+        return super().as_said() | ({"checkpoint_dir": None} if self._has_own_checkpoints else {})
 
     def _check_precision(self) -> None:
         if not self.float8:

@@ -53,6 +53,10 @@ class Options(RunOptions):
     )
 
     @property
+    def fixed(self) -> tuple[str, ...]:
+        return (*super().fixed, "tokenizer", "vocab_size")
+
+    @property
     def searched(self) -> tuple[str, ...]:
         return (*super().searched, "tp", "cp", "ep", "pp_schedule")
 

@@ -293,6 +293,16 @@ class RunOptions:
         return dataclasses.asdict(self)
 
     @property
+    def fixed(self) -> tuple[str, ...]:
+        """Options without which a checkpoint's weights or place in the data would mean nothing: a resumed run has them."""
+        return ("seq_len", "batch_size", "seed", "pack")
+
+    @property
+    def elsewhere(self) -> str:
+        """The option that gives a run other checkpoints."""
+        return "--checkpoint-dir"
+
+    @property
     def scopes(self) -> str | list[str]:
         """`scope` as `parallelize` takes it."""
         return self.scope.split(",") if "," in self.scope else self.scope

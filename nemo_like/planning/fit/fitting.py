@@ -18,7 +18,7 @@ from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once
-from nemo_like.models import resolve_model
+from nemo_like.models import check_positions, resolve_model
 from nemo_like.options import MemoryBudget, Precision, StepSpec, parse_bytes
 from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.fit.advice import binds, ways_out
@@ -350,6 +350,7 @@ def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
             f"{type(model).__name__} has no config, so its input is unknown. Give sample=, a function of the number of "
             "sequences that returns what the model is called with."
         )
+    check_positions(config, "seq_len", seq_len)
 
     def make(batch: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(batch, seq_len, dtype=torch.long)
