@@ -12,6 +12,11 @@ from nemo_like.distributed.launch import init_distributed, rank, shutdown, world
 from nemo_like.options import parse_dtype, parse_shape
 
 HELP = "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients"
+EXAMPLES = (
+    "--model llama-small --batch-size 1 --seq-len 256",
+    "--model mymodels:build --input-shape 8,3,32,32 --modes none full selective",
+    "--suite loss --json loss.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

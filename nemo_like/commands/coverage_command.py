@@ -19,6 +19,10 @@ from nemo_like.layers import LayersNotFoundError, find_layers
 from nemo_like.options import did_you_mean
 
 HELP = "survey the layers found in every model type of the installed transformers"
+EXAMPLES = (
+    "--only llama gemma3",
+    "--losses --output model-coverage.md",
+)
 
 # Least share of a model's non-embedding parameters that should lie inside the layers found.
 LEAST_SHARE = 0.90

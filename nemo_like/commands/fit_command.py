@@ -11,6 +11,11 @@ from typing import Any
 from nemo_like.options import OPTIMIZERS, SCHEDULES, StepSpec, parse_dtype
 
 HELP = "find the fastest configuration that fits on a number of GPUs, without one"
+EXAMPLES = (
+    "--model llama3-70b --gpus 256 --gpu h100-80gb --seq-len 8192 --global-batch 512",
+    "--model llama3-8b --gpus 8 --tp 1 2 --ac none full plan --explain 1",
+    "--model config.json --gpus 16 --lengths lengths.json --json fit.json --save plan.json",
+)
 _SIZES = {
     "dp_replicate": "replicas of the sharded model", "dp_shard": "ranks that parameters are sharded over",
     "tp": "tensor-parallel ranks", "cp": "ranks that share a sequence", "ep": "ranks that experts are split over",

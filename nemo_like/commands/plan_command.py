@@ -38,6 +38,11 @@ if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.planner import Planner
 
 HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
+EXAMPLES = (
+    "--model llama3-8b --world-size 64 --seq-len 8192 --gpu h100-80gb",
+    "--model llama3-8b --world-size 8 --budget 40GiB --budget 50% --save plan.json",
+    "--model llama3-70b --world-size 64 --pp 4 --tp 4 --microbatches 8",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,10 @@ from nemo_like.profiling import MemoryProfiler, recommend
 from nemo_like.tensors import describe, split_sample
 
 HELP = "measure what each layer of a model saves for backward and how long it takes, and what to replay for a budget"
+EXAMPLES = (
+    "--model llama-small --seq-len 256 --budget 20MB",
+    "--model mymodels:build --input-shape 8,3,32,32 --device cuda --plot profile.png",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

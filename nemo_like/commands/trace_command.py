@@ -17,6 +17,10 @@ from nemo_like.options import normalise, parse_dtype
 from nemo_like.parallelizer import parallelize
 
 HELP = "print what a policy keeps and computes again, operator by operator, beside keeping all and keeping nothing"
+EXAMPLES = (
+    "--model llama-small --ac selective",
+    "--model llama3-1b --ac 50% --device cuda --json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,13 @@ from nemo_like.options import FLOAT8, Precision, parse_dtype
 from nemo_like.recipes.option_sources import parse_command_line
 from nemo_like.recipes.run_options import RunOptions, flag, option
 
+HELP = "fine-tune a Hugging Face model on samples: on one device, or on many with torchrun"
+EXAMPLES = (
+    "--model my-model --data samples.jsonl --lora",
+    "--model my-model --data samples.jsonl --qlora --pack --seq-len 2048 --sample 'What is 1 and 2?'",
+    "--model my-model --data samples.jsonl --lr 2e-5 --ac 40GiB --output tuned --resume=auto",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(RunOptions):
@@ -163,6 +170,7 @@ def parse_finetune_options(arguments: Sequence[str] | None = None) -> FinetuneOp
     return parse_command_line(
         FinetuneOptions,
         "python -m nemo_like.recipes.finetune",
-        "Fine-tune a Hugging Face model on samples: on one device, or on many with torchrun.",
+        HELP,
+        EXAMPLES,
         arguments,
     )

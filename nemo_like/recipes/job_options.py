@@ -14,6 +14,12 @@ from nemo_like.options import PipelineParallel
 from nemo_like.recipes.option_sources import parse_command_line
 from nemo_like.recipes.run_options import RunOptions, flag, option
 
+HELP = "train a decoder on text, byte by byte: on one device, or on many with torchrun"
+EXAMPLES = (
+    "--steps 200",
+    "--model llama-small --data corpus.txt --ac selective --checkpoint-dir run --resume=auto",
+    "--model llama3-8b --init sharded --precision bfloat16 --tp 2 --ac 40GiB --fit",
+)
 INITS = ("host", "sharded")
 TOKENIZERS = ("bytes", "bpe")
 
@@ -126,6 +132,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     return parse_command_line(
         Options,
         "python -m nemo_like.recipes.pretrain",
-        "Train a decoder on text, byte by byte: on one device, or on many with torchrun.",
+        HELP,
+        EXAMPLES,
         arguments,
     )
