@@ -53,7 +53,7 @@ def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(subparser)
-        subparser.set_defaults(run=module.run, parser=parser)
+        subparser.set_defaults(run=module.run, parser=parser, own=subparser)
     return parser
 
 

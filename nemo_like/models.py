@@ -7,6 +7,7 @@ shapes of the model families; transformers (extra ``hf``) builds them and is imp
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from torch import nn
 
 from nemo_like.extras import require
 from nemo_like.options import did_you_mean
+from nemo_like.options.words import a_or_an
 
 
 def _llama(
@@ -258,12 +260,22 @@ def _import_factory(spec: str) -> Callable[[], nn.Module]:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"Model {spec!r} cannot be imported: {error}. Is its module on PYTHONPATH?") from error
     if not callable(factory):
-        raise ValueError(f"Model {spec!r} is a {type(factory).__name__}; it must be a function that returns the model.")
+        raise ValueError(f"Model {spec!r} is {a_or_an(factory)}; it must be a function that returns the model.")
+
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"Model {spec!r} is called without arguments, and it takes some: {error}. Name a function that returns the "
+            "model by itself."
+        ) from error
+    except ValueError:
+        pass  # a builtin, whose arguments nobody knows
 
     def build() -> nn.Module:
         model = factory()
         if not isinstance(model, nn.Module):
-            raise TypeError(f"Model {spec!r} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+            raise TypeError(f"Model {spec!r} returned {a_or_an(model)}; it must return a torch.nn.Module.")
         return model
 
     return build

@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
             offload=OffloadConfig.of(args.offload),
             allocator=_allocator(args.alloc_conf),
         )
-        host_memory = parse_bytes(args.host_memory)
+        host_memory = parse_bytes(args.host_memory, "--host-memory")
 
         def plan_with(sample: Any, setup: Setup = setup) -> Planner:
             # A planner cuts the model it traces for as long as it answers.
@@ -182,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
         planner, given = plan_inputs.planner_with_inputs(plan_with, model, source, args)
         ids = given.tensors.get("input_ids", given.tensors.get("labels"))
         result = plan_report.make_report(
-            planner, args.budget, parse_bytes(args.memory) if args.memory else None,
+            planner, args.budget, parse_bytes(args.memory, "--memory") if args.memory else None,
             dp_replicate=args.dp_replicate, special=args.host or args.no_skip or args.measure,
             # What a smaller number of ranks would hold is not looked for where they share sequences.
             reach=None if args.no_search or args.cp > 1 else plan_inputs.reach(plan_with, planner, model, source, args),

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     dtype = parse_dtype("--dtype", args.dtype)
-    budget = None if args.budget is None else parse_bytes(args.budget)
+    budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
     for name, value in (("--limit", args.limit), ("--runs", args.runs)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")

@@ -21,6 +21,7 @@ from nemo_like.distributed.context_parallel.cached import counts_positions
 from nemo_like.distributed.context_parallel.mixers import sequence_mixers
 from nemo_like.losses.targets import IGNORED, predicts_next_token
 from nemo_like.module_tree import base_model
+from nemo_like.options.words import a_or_an
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
@@ -82,7 +83,7 @@ class PackedCalls:
         self._encoder_decoder = bool(getattr(inner.config, "is_encoder_decoder", False))
         # Towers of pictures and sounds have sequences of their own, which no document of the text ends.
         mixer = next(sequence_mixers(_language(inner), transformers=True), None)
-        self._mixer = None if mixer is None else f"{mixer[0]}, a {type(mixer[1]).__name__}, {mixer[2]}"
+        self._mixer = None if mixer is None else f"{mixer[0]}, {a_or_an(mixer[1])}, {mixer[2]}"
         self._config: Any = inner.config
         self._streams = any(hasattr(module, "get_rope_index") for module in inner.modules())
         find_text: Any = getattr(inner.config, "get_text_config", None)

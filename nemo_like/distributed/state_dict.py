@@ -33,6 +33,7 @@ from nemo_like.distributed.expert_parallel.list_state import (
 from nemo_like.distributed.slots import Slot, bare_name, copy_whole, find_slots, show_shards
 from nemo_like.distributed.sources import StateDictSource, check_names
 from nemo_like.float8 import without_float8
+from nemo_like.module_tree import check_model
 
 
 @torch.no_grad()
@@ -43,6 +44,7 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
         full: whole copies in host memory, on rank 0 only (the other ranks get ``{}``); gathered one tensor at a time. A
             collective then. False: this rank's own tensors (DTensors where sharded), not copies.
     """
+    check_model(model)
     state: dict[str, Tensor] = {}
     pieces = list_pieces(model)
     for slot in _saved_slots(model):
@@ -72,6 +74,7 @@ def set_model_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bo
     Raises:
         ValueError: names missing or unknown, shapes different; nothing has been copied then.
     """
+    check_model(model)
     pieces = list_pieces(model)
     slots = [own for slot in _saved_slots(model) for own in _by_expert(slot, pieces)]
     here = {name for slot in slots for name in slot.names}
@@ -94,6 +97,7 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
     Args:
         full: whole copies in host memory, on rank 0 only. False: sharded as the parameters are.
     """
+    check_model(model)
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
     return optimizer_apart(get_optimizer_state_dict(model, optimizer, options=options), list_pieces(model))
 
@@ -106,6 +110,7 @@ def set_optimizer_state(
     Args:
         full: `state` is whole, on rank 0 (what the other ranks pass is not looked at). False: sharded as here.
     """
+    check_model(model)
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full and launch.world_size() > 1)
     pieces = list_pieces(model)
     if pieces:

@@ -20,6 +20,7 @@ from nemo_like.offload import Offloader, offload_activations
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.handles import KeptHandle
 from nemo_like.options import OffloadConfig
+from nemo_like.options.words import a_or_an
 
 _HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier", "head", "output", "proj_out")
 """Attributes that models without `get_output_embeddings` call their output head."""
@@ -97,7 +98,7 @@ def get_lora_act_offloading_ctx_manager(
     head = output_head(model)
     if head is None and warn_if_no_head:
         warn_once(
-            f"Activation offloading found no output head in a {type(model).__name__}: what is saved there is offloaded "
+            f"Activation offloading found no output head in {a_or_an(model)}: what is saved there is offloaded "
             "like anything else, and comes back at once. Pass warn_if_no_head=False if the model has none.",
             key=f"no-output-head-{type(model).__name__}",
         )

@@ -31,6 +31,7 @@ from nemo_like.integrations.trl import takes_log_probs_in_chunks
 from nemo_like.log import say_once
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss, ContextParallel
+from nemo_like.options.words import a_or_an
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 _transformers = require("transformers", "hf", "for the Trainer integration")
@@ -252,7 +253,7 @@ def share_batches(loader: Any, cp: int) -> Any:
     if not hasattr(sampler, "num_processes") or not hasattr(sampler, "process_index"):
         raise ValueError(
             f"cp={cp} gives the ranks of a group the same batches, which needs accelerate's BatchSamplerShard; this loader "
-            f"has a {type(sampler).__name__}. Use a data set with a length, and dispatch_batches=False."
+            f"has {a_or_an(sampler)}. Use a data set with a length, and dispatch_batches=False."
         )
     sampler.num_processes, sampler.process_index = sampler.num_processes // cp, sampler.process_index // cp
     sampler.nemo_like_shared = True

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.layers import Layer
+from nemo_like.options.words import a_or_an
 from nemo_like.planning.capture import replaced_forwards, run_forward
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
 from nemo_like.tensors import split_sample, tensors_in
@@ -130,9 +131,7 @@ class _UseWatch(TorchDispatchMode):
         tensors = [t for t in tensors_in(output) if self.key(t) in self.made]
         whole = isinstance(output, Tensor)
         if len(tensors) != 1 or not (whole or (isinstance(output, tuple) and output[0] is tensors[0])):
-            self.refuse(
-                f"{name} returns {len(tensors)} tensors in a {type(output).__name__}, and not its hidden states alone"
-            )
+            self.refuse(f"{name} returns {len(tensors)} tensors in {a_or_an(output)}, and not its hidden states alone")
         hidden = tensors[0]
         form = (tuple(hidden.shape), hidden.dtype)
         if self.hidden is not None and self.hidden != form:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.console import check_picture, flag
 from nemo_like.extras import require
 from nemo_like.losses.targets import IGNORED
 from nemo_like.models import ModelSource, check_positions
@@ -45,6 +46,11 @@ class FineTuner(TrainingJob):
     def __init__(self, options: FinetuneOptions, ranks: Ranks):
         with ranks.together("looking at the folders"):
             check_output(options, ranks.rank)
+            for wanted, name in ((options.tensorboard, "tensorboard"), (options.wandb is not None, "wandb")):
+                if wanted and ranks.rank == 0:
+                    require(name, name, f"for {flag(name)}")
+            if options.plot:
+                check_picture("--plot", Path(options.output) / "plot.png")
             self.source = find_model(options)
             self.tokenizer = load_tokenizer(
                 options.tokenizer or options.model, trust_remote_code=options.trust_remote_code
@@ -71,8 +77,6 @@ class FineTuner(TrainingJob):
                 Path(options.output), self.step, active=ranks.rank == 0, tensorboard=options.tensorboard,
                 wandb=options.wandb, options=dataclasses.asdict(options),
             )  # fmt: skip
-            if options.plot:
-                require("matplotlib", "plot", "for --plot")
             if ranks.rank == 0:
                 (Path(options.output) / "options.yaml").write_text(config_text(options), encoding="utf-8")
 

@@ -60,7 +60,7 @@ class TrainingJob:
         self.ranks = ranks
         self.fitted: Fitted | None = None
         """What ``--fit`` chose, which `options` has, too."""
-        self.schedule = Schedule(options.schedule, options.lr, options.warmup_steps, options.steps, options.lr_floor)
+        self.schedule = Schedule(options.schedule, options.lr, options.warmup, options.steps, options.lr_floor)
         self.step = 0
         """Steps done since step 0 of the first run."""
         self.store: CheckpointStore | None = None

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemo_like.console import examples
+from nemo_like.console import examples, flag
 from nemo_like.extras import require
 from nemo_like.options import did_you_mean
-from nemo_like.recipes.run_options import RunOptions, flag
+from nemo_like.options.words import a_or_an
+from nemo_like.recipes.run_options import RunOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[RunOptions]) -> None:
@@ -83,7 +84,7 @@ def read_config(path: str, kind_of_options: type[RunOptions]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"--config {path} must have one 'option: value' a line; it is a {type(loaded).__name__}.")
+        raise ValueError(f"--config {path} must have one 'option: value' a line; it is {a_or_an(loaded)}.")
     fields = {field.name: field for field in dataclasses.fields(kind_of_options)}
     hints = typing.get_type_hints(kind_of_options)
     found: dict[str, Any] = {}

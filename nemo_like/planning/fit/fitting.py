@@ -227,7 +227,7 @@ def _limit(device: Device, memory: int | str | None) -> int:
 
 
 def _bytes(name: str, given: int | str, least: int) -> int:
-    size = parse_bytes(given) if isinstance(given, str) else given
+    size = parse_bytes(given, name) if isinstance(given, str) else given
     if isinstance(size, bool) or not isinstance(size, int) or size < least:
         raise ValueError(f"{name} is {given!r}; it must be a number of bytes >= {least}, or a string like '70GiB'.")
     return size
