@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_like.console import check_picture, check_writable, flag, refuse_unread
 from nemo_like.models import resolve_model
 from nemo_like.options import (
     FSDP2,
     OPTIMIZERS,
     ChunkedLoss,
     ContextParallel,
+    MemoryBudget,
     OffloadConfig,
     PipelineParallel,
     Precision,
@@ -30,6 +32,7 @@ from nemo_like.options import (
     parse_dtype,
 )
 from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.parallel import check_imbalance
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.devices import Device
@@ -140,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.planner import Planner, Setup
 
     shard_ranks = _shard_ranks(args)
+    _check(args)
     if args.cpu_offload and args.pp > 1:
         raise ValueError("--cpu-offload beside --pp is not planned. Leave one of the two out.")
     if args.pp > 1:
@@ -253,6 +257,32 @@ def _say(
             "  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json"
         )
     print(f"\nPlanned in {seconds:.1f} s.")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise for what would only be found after planning: files, sizes, words, and options that nothing reads."""
+    check_writable("--json", args.json)
+    check_writable("--save", args.save)
+    check_picture("--plot", args.plot)
+    for budget in args.budget:
+        MemoryBudget.parse(budget)
+    for name in ("memory", "host_memory"):
+        if getattr(args, name) is not None:
+            parse_bytes(getattr(args, name), flag(name))
+    offload = OffloadConfig.of(args.offload)
+    if args.imbalance is not None:
+        check_imbalance("--imbalance", args.imbalance, args.ep)
+    if args.pp == 1:
+        refuse_unread(args, ["schedule", "balance"], "without --pp above 1 there is no pipeline.")
+        if args.microbatches == 1:
+            refuse_unread(args, ["sync"], "of one microbatch there is no other. Give --microbatches too.")
+        if args.world_size == 1:
+            refuse_unread(args, ["no_reshard", "prefetch"], "one rank keeps the model whole. Give --world-size too.")
+    if not (args.host or args.cpu_offload) and offload.mode == "none":
+        refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
+    if args.input_shape:
+        sizes = ["batch_size", "seq_len", "images", "image_size", "audio_seconds", "vocab_size"]
+        refuse_unread(args, sizes, "--input-shape is the whole input.")
 
 
 def _check_cpu_offload(args: argparse.Namespace, device: Device) -> None:

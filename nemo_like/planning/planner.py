@@ -39,6 +39,7 @@ from nemo_like.options import (
     StepSpec,
     parse_bytes,
 )
+from nemo_like.options.parallel import check_imbalance
 from nemo_like.planning import solver, within_budget
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
@@ -678,6 +679,8 @@ def plan_for(
         )
     target = device_at_hand() if device is None else calibrated(resolve_device(device))
     host_memory = parse_bytes(host_memory, "host_memory") if isinstance(host_memory, str) else host_memory
+    if imbalance is not None:
+        check_imbalance("imbalance", imbalance, ep)
     asked = str(budget)
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(

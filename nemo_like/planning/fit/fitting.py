@@ -119,7 +119,7 @@ class FitReport:
 
 
 def fit(
-    model: nn.Module | str, *, gpus: int, gpu: str | Device | None = None, seq_len: int = 4096,
+    model: nn.Module | str, *, gpus: int, gpu: str | Device | None = None, seq_len: int | None = None,
     global_batch: int | None = None, memory: int | str | None = None, host_memory: int | str = HOST_MEMORY,
     precision: Any = None,
     optimizer: str | Sequence[str] | None = None, step: StepSpec | None = None, imbalance: float | None = None,
@@ -132,7 +132,7 @@ def fit(
         model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
         gpus: how many devices.
         gpu: a name of `nemo_like.planning.devices.known_devices`, a file, or a `Device`. Default: the one at hand.
-        seq_len: tokens per sequence. Where they differ, say one of
+        seq_len: tokens per sequence; default: 4096. Where they differ, say one of
         max_seq_len, p99, lengths: tokens of the longest; what 99 of 100 do not exceed; a histogram, sequences by tokens. The
             step is planned for the largest microbatch, all of whose sequences are as long as the longest; with `p99` alone
             for that length, which the report says.
@@ -311,6 +311,11 @@ def _counts_of_experts(model: nn.Module) -> list[int]:
 def _room(model: nn.Module, question: Question) -> Room:
     layers = find_layers(model)
     experts = _counts_of_experts(model)
+    if question.imbalance is not None and not experts:
+        raise ValueError(
+            f"imbalance is {question.imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it "
+            "out."
+        )
     host = question.device.gpus_per_host
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
     return Room(
