@@ -46,7 +46,7 @@ from nemo_like.float8 import check_float8, effective_matmuls, float8_linears, sc
 from nemo_like.layers import find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
-from nemo_like.module_tree import bare
+from nemo_like.module_tree import bare, check_model
 from nemo_like.options import (
     DDP,
     FSDP2,
@@ -61,6 +61,7 @@ from nemo_like.options import (
     TensorParallel,
     parse_strategy,
 )
+from nemo_like.options.words import check_whole, parse_dtype
 from nemo_like.pipelined import parallelize_pipeline
 from nemo_like.planning.first_step import watch_first_step
 from nemo_like.planning.larger_batch import size_watch, warn_of_larger_batches
@@ -98,6 +99,7 @@ def apply_activation_checkpointing(
     Raises:
         ValueError, TypeError: as `parallelize`. The model is unchanged then.
     """
+    check_model(model)
     asked = read_ac(ac)
     found, chosen = layers_for(model, asked, scope, layers)
     compiled = parse_compile(compile) is not None
@@ -105,7 +107,8 @@ def apply_activation_checkpointing(
     in_chunks = ChunkedLoss.of(loss)
     if in_chunks is not None:
         check_head(model)
-    planning: dict[str, Any] = {} if autocast is None else {"precision": Precision.of(autocast), "fsdp": None}
+    cast = Precision(parse_dtype("autocast", autocast))
+    planning: dict[str, Any] = {} if autocast is None else {"precision": cast, "fsdp": None}
     planning["loss"] = loss
     if isinstance(asked, MemoryBudget):
         asked = planned(model, asked, chosen, sample_input, planning)
@@ -201,10 +204,12 @@ def parallelize(
             The model is unchanged then.
     """
     given = dict(locals())
+    check_model(model)
     check_agreement(model, given)
     if _comes_in_split(model):
         return _checkpoint_as_it_came(model, given)
     _refuse_parallelized(model)
+    check_whole("dp_replicate", dp_replicate, 1, "ranks")
     stages = PipelineParallel.of(pp)
     if stages.size > 1:
         others = {name: value for name, value in given.items() if name not in ("model", "pp")}
@@ -395,8 +400,6 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 def _refuse_parallelized(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     for name, module in model.named_modules():
         sharded = isinstance(module, FSDPModule) and not name  # parts may be: see `sharded_by_caller`
         if sharded or hasattr(module, _MARK) or isinstance(module, DistributedDataParallel):

@@ -24,6 +24,7 @@ from nemo_like.distributed.fused_names import fused_weights, in_the_model, piece
 from nemo_like.distributed.slots import Slot, copy_whole, list_names
 from nemo_like.distributed.strided_shards import in_boxes
 from nemo_like.extras import require
+from nemo_like.options.words import a_or_an
 
 
 class CheckpointUnreadableError(RuntimeError):
@@ -55,7 +56,7 @@ class StateDictSource:
         self.label = label
         for name, value in state.items():
             if not isinstance(value, Tensor):
-                raise TypeError(f"{label}[{name!r}] is a {type(value).__name__}; every value must be a tensor.")
+                raise TypeError(f"{label}[{name!r}] is {a_or_an(value)}; every value must be a tensor.")
             if value.is_meta:
                 raise ValueError(f"{label}[{name!r}] is on the meta device: it has no values to copy.")
         self._state = state

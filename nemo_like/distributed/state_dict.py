@@ -36,6 +36,7 @@ from nemo_like.distributed.slots import STAGES_MARK, Slot, bare_name, copy_whole
 from nemo_like.distributed.sources import StateDictSource, check_names
 from nemo_like.distributed.strided_shards import as_dtensor, in_boxes
 from nemo_like.float8 import without_float8
+from nemo_like.module_tree import check_model
 from nemo_like.torch_compat import tree_map_only
 
 
@@ -50,6 +51,7 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
     Raises:
         ValueError: `full`, and `model` is the part of a model that a rank of a pipeline has.
     """
+    check_model(model)
     if full:
         _refuse_part(model, "pipeline.full_state_dict() gathers the whole weights")
     state: dict[str, Tensor] = {}
@@ -81,6 +83,7 @@ def set_model_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bo
     Raises:
         ValueError: names missing or unknown, shapes different; nothing has been copied then.
     """
+    check_model(model)
     pieces = list_pieces(model)
     slots = [own for slot in _saved_slots(model) for own in _by_expert(slot, pieces)]
     here = {name for slot in slots for name in slot.names}
@@ -107,6 +110,7 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
     Raises:
         ValueError: `full`, and `model` is the part of a model that a rank of a pipeline has.
     """
+    check_model(model)
     if full:
         _refuse_part(model, "torch.distributed.checkpoint saves the parts of all ranks (full=False)")
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
@@ -129,6 +133,7 @@ def set_optimizer_state(
         ValueError: a param group of `optimizer` has no parameter in common with one of `state`'s, or has parameters of
             several that have different options.
     """
+    check_model(model)
     show_shards(model)
     pieces = list_pieces(model)
     if not full or launch.rank() == 0:

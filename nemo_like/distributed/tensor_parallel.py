@@ -20,6 +20,7 @@ from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients, own
 from nemo_like.layers import Layer, find_layers
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import computes_in_chunks
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import loss_is_parallel
 
 _MARK = "_nemo_like_tensor_parallel"
@@ -61,9 +62,7 @@ def apply_tensor_parallel(
         TypeError: `mesh` is no `DeviceMesh`, or the plan no mapping of styles.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh is a {type(mesh).__name__}; it must be the tensor-parallel DeviceMesh, such as mesh['tp']."
-        )
+        raise TypeError(f"mesh is {a_or_an(mesh)}; it must be the tensor-parallel DeviceMesh, such as mesh['tp'].")
     if mesh.ndim != 1:
         raise ValueError(f"mesh has the axes {mesh.mesh_dim_names}; pass the tensor-parallel one, mesh['tp'].")
     if hasattr(model, _MARK) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed.slots import bare_name
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import CheckpointWrapper, wrapped_module
 
 
@@ -175,10 +176,10 @@ def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module
     for index, layer in enumerate(layers):
         module = layer if isinstance(layer, nn.Module) else getattr(layer, "module", None)
         if not isinstance(module, nn.Module):
-            raise TypeError(f"layers[{index}] is a {type(layer).__name__}; it must be a module of the model.")
+            raise TypeError(f"layers[{index}] is {a_or_an(layer)}; it must be a module of the model.")
         if module not in names:
             raise ValueError(
-                f"layers[{index}], a {type(module).__name__}, is not in the model (after wrapping, pass the wrappers, "
+                f"layers[{index}], {a_or_an(module)}, is not in the model (after wrapping, pass the wrappers, "
                 "or find the layers again)."
             )
         if module is model:
@@ -233,7 +234,7 @@ def _tail(
         return _find_tail(model, layers, names)
     for module in tail:
         if module not in names:
-            raise ValueError(f"tail has a {type(module).__name__} that is not in the model.")
+            raise ValueError(f"tail has {a_or_an(module)} that is not in the model.")
         if any(module in layer.modules() or layer in module.modules() for layer in layers):
             raise ValueError(f"tail module {names[module]!r} overlaps a layer.")
     return tuple(tail)

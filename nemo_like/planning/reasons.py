@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NamedTuple
 
 from torch import nn
@@ -34,8 +35,10 @@ def named_reason(model: nn.Module, given: str, aim: Aim = PLAN) -> Iterator[None
     try:
         with without_values(f"{type(model).__name__} {aim.cannot}: its forward", model, aim):
             yield
-    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # the model's code raises what it likes
+        if is_ours(error):
+            raise
+        reason = in_a_line(error)
         raise ValueError(
             f"The forward pass of {type(model).__name__} failed on the sample input ({given}), run on "
             f"tensors without values: {reason}. Give what one step of one rank gives to the "
@@ -62,6 +65,20 @@ def without_values(who: str, module: nn.Module | None = None, aim: Aim = PLAN) -
             f"{who} depends on values that a run without weights does not have ({look}{place_of(look)}). "
             f"{_way_out(module, aim)}"
         ) from error
+
+
+def in_a_line(error: Exception) -> str:
+    """The error's first line, with its class where that says the most: of a missing key, or of no text at all."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}".rstrip(": ") if isinstance(error, KeyError) or not first else first
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether this package raised it, and not the model's code, or an operator that it calls in our modes."""
+    if not isinstance(error, ValueError):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return _package(frame) == __name__.partition(".")[0]
 
 
 def _way_out(module: nn.Module | None, aim: Aim) -> str:
@@ -91,7 +108,10 @@ def _has_experts(model: nn.Module) -> bool:
 def place_of(error: BaseException) -> str:
     """``", in line 12 of package.module"``: the innermost line of the model's code that `error` came from."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
-            return f", in line {line} of {module}"
+        if _package(frame) not in ("torch", __name__.partition(".")[0]):
+            return f", in line {line} of {frame.f_globals.get('__name__', '')}"
     return ""
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

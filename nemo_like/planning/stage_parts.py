@@ -20,6 +20,7 @@ from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.cut import StageEnd, cut
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.layers import Layer
+from nemo_like.options.words import a_or_an
 from nemo_like.planning.capture import replaced_forwards, run_forward
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
 from nemo_like.planning.reasons import STAGES, place_of
@@ -71,7 +72,9 @@ def check_stages(
             for index in stage.layers:
                 stack.enter_context(answering_calls(tree.get_submodule(parts.layers[index]), parts.passing(index)))
             sent = () if stage.is_first else parts.sent(stage.index - 1, batch, rows, tokens)
-            received.tensors = tuple(run.like(torch.empty(form.shape, dtype=form.dtype, device="meta")) for form in sent)
+            received.tensors = tuple(
+                run.like(torch.empty(form.shape, dtype=form.dtype, device="meta")) for form in sent
+            )
             state, given = run.state(tree, dtype), call_flags(tree, (), run.sample(batch, dtype))
             stack.enter_context(run.casting())
             try:
@@ -165,9 +168,7 @@ class _UseWatch(TorchDispatchMode):
         tensors = [t for t in tensors_in(output) if self.key(t) in self.made]
         whole = isinstance(output, Tensor)
         if len(tensors) != 1 or not (whole or (isinstance(output, tuple) and output[0] is tensors[0])):
-            self.refuse(
-                f"{name} returns {len(tensors)} tensors in a {type(output).__name__}, and not its hidden states alone"
-            )
+            self.refuse(f"{name} returns {len(tensors)} tensors in {a_or_an(output)}, and not its hidden states alone")
         hidden = tensors[0]
         form = (tuple(hidden.shape), hidden.dtype)
         if self.hidden is not None and self.hidden != form:

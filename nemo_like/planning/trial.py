@@ -127,7 +127,9 @@ def _runs_whole(model: nn.Module, sample: tuple[tuple, dict[str, Any]]) -> bool:
     return twin is not None and _failure(twin, sample) is None
 
 
-def _failure(twin: nn.Module, sample: tuple[tuple, dict[str, Any]], watch: _OutsideReads | None = None) -> Exception | None:
+def _failure(
+    twin: nn.Module, sample: tuple[tuple, dict[str, Any]], watch: _OutsideReads | None = None
+) -> Exception | None:
     """What the forward of `twin` raises; None: it runs."""
     with cache_off(twin), FakeRun(model=twin) as run, quiet_fake_tensors(), contextlib.ExitStack() as stack:
         state = run.state(twin)

@@ -32,6 +32,7 @@ from nemo_like.layers import Layer
 from nemo_like.layers.structure import is_callable, is_container
 from nemo_like.module_tree import bare
 from nemo_like.options import ContextParallel
+from nemo_like.options.words import a_or_an
 
 __all__ = ["apply_context_parallel", "check_context_parallel"]
 
@@ -223,6 +224,6 @@ def _check_heads(stack: CutStack, options: ContextParallel) -> None:
     for name, module in stack.module.named_modules():
         if attention.uses_interface(module) and (own := [name for name, _ in module.named_parameters(recurse=False)]):
             raise ValueError(
-                f"method='ulysses' gives each rank some heads, and {name}, a {type(module).__name__}, holds {own[0]} for "
+                f"method='ulysses' gives each rank some heads, and {name}, {a_or_an(module)}, holds {own[0]} for "
                 "all of them (attention sinks): use method='all_gather'."
             )

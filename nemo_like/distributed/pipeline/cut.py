@@ -21,6 +21,7 @@ from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.losses.model_loss import loss_hooks
 from nemo_like.module_tree import bare, join
 from nemo_like.options import ChunkedLoss
+from nemo_like.options.words import a_or_an
 
 STAGE_MARK = "_nemo_like_pipeline_stage"
 """Attribute of a stage's tree."""
@@ -233,6 +234,6 @@ def loss_of(output: Any) -> Tensor:
     if len(scalars) == 1:
         return scalars[0]
     raise ValueError(
-        f"The last stage's model returned a {type(output).__name__} without a loss: give labels= to step(), to a model that "
+        f"The last stage's model returned {a_or_an(output)} without a loss: give labels= to step(), to a model that "
         "returns a loss then (as .loss, as the one scalar of a tuple, or alone)."
     )
