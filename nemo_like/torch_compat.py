@@ -417,13 +417,6 @@ FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The logger of the fake mode; where it has another name, what it logs is seen."""
 
 
-def drop_forward_hooks(model: nn.Module) -> None:
-    """Take all forward hooks and pre-hooks off `model` and the modules inside it."""
-    for module in model.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-
-
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
     """Within it, an operator that fails on fake tensors raises, and torch does not print the traceback besides."""
@@ -501,7 +494,8 @@ def left_to_python(function: _Function) -> _Function:
     return function
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The tables of a module's hooks, in the order in which a step calls them."""
 
 
 def _of_fsdp(hook: Any) -> bool:
@@ -511,13 +505,13 @@ def _of_fsdp(hook: Any) -> bool:
 
 def has_hooks_but_fsdp(module: nn.Module) -> bool:
     """Whether calling `module` runs hooks besides those by which FSDP2 gathers and frees its parameters."""
-    return any(not _of_fsdp(hook) for name in _HOOKS for hook in (getattr(module, name, None) or {}).values())
+    return any(not _of_fsdp(hook) for name in HOOKS for hook in (getattr(module, name, None) or {}).values())
 
 
 @contextlib.contextmanager
 def _hooks_where(module: nn.Module, keep: Callable[[Any], bool]) -> Iterator[None]:
     """Within it, a call of `module` runs only the forward hooks that `keep` accepts."""
-    before = {name: getattr(module, name) for name in _HOOKS[:2]}
+    before = {name: getattr(module, name) for name in HOOKS[:2]}
     for name, hooks in before.items():
         setattr(module, name, type(hooks)((key, hook) for key, hook in hooks.items() if keep(hook)))
     try:
@@ -577,7 +571,7 @@ def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: T
     pre = module._forward_pre_hooks if isinstance(module, nn.Module) else {}
     if not any(map(_of_fsdp, pre.values())):
         return inside(hidden)
-    everything = {name: getattr(module, name) for name in _HOOKS[:2]}
+    everything = {name: getattr(module, name) for name in HOOKS[:2]}
     own_forward = module.__dict__.get("forward")
 
     def forward(hidden: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.model_copy import call_with, leaves_of
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.recorded_events import BlockEvents
 from nemo_like.tensors import map_tensors, tensors_in
@@ -71,16 +72,14 @@ def block_memory(
         return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
 
     args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
-    state = {
-        name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.nn.Parameter) else t
-        for name, t in kind.state.items()
-    }
+    state = leaves_of(kind.state)
+    leaves = list(dict.fromkeys(state.values()))
 
     def call(*a: Any, **k: Any) -> Any:
-        return torch.func.functional_call(kind.module, state, a, k)
+        return call_with(kind.module, state, a, k)
 
-    before = with_gradients(state.values(), run) if accumulate else []
-    meter = LiveBytes([*state.values(), *replaced.values(), *before])
+    before = with_gradients(leaves, run) if accumulate else []
+    meter = LiveBytes([*leaves, *replaced.values(), *before])
     with needing_no_values(kind), run, meter, SumsInPlace():
         with run.casting(), torch.set_grad_enabled(kind.grad):
             if policy is None:

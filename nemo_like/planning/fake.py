@@ -170,7 +170,7 @@ class FakeRun(TorchDispatchMode):
         def one(tensor: torch.Tensor) -> torch.Tensor:
             if not (_integer(tensor) and _small(tensor)):
                 return self.like(tensor.detach(), dtype)
-            return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
+            return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
 
         return map_tensors(one, value)
 

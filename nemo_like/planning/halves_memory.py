@@ -18,6 +18,7 @@ from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.model_copy import call_with, leaves_of
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import backward_in_halves
 
@@ -68,7 +69,7 @@ class _Called(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kind, state = self._call
-        return torch.func.functional_call(kind.module, dict(state), args, kwargs)
+        return call_with(kind.module, state, args, kwargs)
 
 
 class _WatchedGradients(torch.autograd.Function):
@@ -98,10 +99,7 @@ def halves_memory(
         kind, policy, run, used, accumulate, received: as for `block_memory`.
         once: whether the first half replays for both.
     """
-    state = {
-        name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t
-        for name, t in kind.state.items()
-    }
+    state = leaves_of(kind.state)
     block = _Called(kind, state)
     found = None
     for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more

@@ -12,6 +12,7 @@ import torch
 
 from nemo_like.planning.block_trace import TraceMismatchError
 from nemo_like.planning.kinds import Kind
+from nemo_like.planning.model_copy import call_with
 from nemo_like.planning.scratch import scratch_bytes
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode
@@ -131,7 +132,7 @@ def measured_seconds(
     for run in range(runs + 1):
         casting = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
         with _OpClock(device) as clock, casting:
-            out = torch.func.functional_call(kind.module, state, args, kwargs)
+            out = call_with(kind.module, state, args, kwargs)
         del out
         times = _computing(clock.times, wanted, kind.trace.name)
         if run:  # the first one warms up

@@ -28,6 +28,7 @@ from nemo_like.planning.halves_memory import backward_of_inputs
 from nemo_like.planning.kinds import ModelTrace, by_argument
 from nemo_like.planning.layer_stubs import LayerStub, stand_in
 from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.model_copy import call_with, leaves_of
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.recorded import record_again
 from nemo_like.planning.recorded_events import BackwardCall, ForwardCall, OuterEvents
@@ -128,12 +129,10 @@ def outer_memory(
         ValueError: its step depends on values, so that it cannot be planned.
     """
     timer = None if device is None else OpSeconds(device)
-    state = {
-        name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t
-        for name, t in _untied(traced.state).items()
-    }
-    before = with_gradients(state.values(), traced.run) if accumulate else []
-    meter = LiveBytes([*state.values(), *before, *tensors_in((traced.args, traced.kwargs))])
+    state = leaves_of(traced.state)
+    leaves = list(dict.fromkeys(state.values()))
+    before = with_gradients(leaves, traced.run) if accumulate else []
+    meter = LiveBytes([*leaves, *before, *tensors_in((traced.args, traced.kwargs))])
     forward: list[Stretch] = []
     backward: list[tuple[int, Stretch]] = []
     used: list[set[int]] = [set() for _ in traced.kinds]
@@ -179,7 +178,7 @@ def outer_memory(
         replaced_forwards(layers, stub), VocabularyParallelLoss() if split_loss else nullcontext(),
     ):  # fmt: skip
         with traced.run.casting():
-            output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
+            output = call_with(model, state, traced.args, traced.kwargs)
         head, forward_end = Stretch(meter.lap(), meter.live, twice(len(forward))), len(meter.log)
         loss = loss_of(output, step.loss_fn)
         own_loss = any(loss is t for t in tensors_in(output))
@@ -237,12 +236,6 @@ def _before_each(backward: Sequence[tuple[int, Stretch]], count: int, tail: Stre
         if not begun:
             coming.pop(0)
     return found
-
-
-def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One name per tensor: `functional_call` ties the others itself."""
-    seen: set[int] = set()
-    return {name: t for name, t in state.items() if not (id(t) in seen or seen.add(id(t)))}  # type: ignore[func-returns-value]
 
 
 def _lap(

@@ -47,11 +47,12 @@ from nemo_like.planning.capture import trace_model
 from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
-from nemo_like.planning.float8_twin import convert, copy_for_float8, of_layers
+from nemo_like.planning.float8_twin import check_float8_plan, convert, of_layers
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
+from nemo_like.planning.model_copy import model_copy
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
@@ -102,8 +103,10 @@ class Planner:
             dtype, lower = None, None if dtype is torch.float32 else dtype
         # A DTensor cannot be stood in for by a placeholder.
         self.skip = (_can_skip() if skip is None else skip) and setup.tp == 1
-        self.whole = model
-        self.model = copy_for_float8(model, setup, device)
+        if layers is not None and not hasattr(model, STAGE_MARK):
+            layers = [layer.fqn for layer in find.find_layers(model, layers)]  # of the copy, then
+        model = self.model = self.whole = model_copy(model)
+        check_float8_plan(model, setup, device)
         self.experts: tuple[Experts, ...] = ()
         # A stage of a pipeline may be one without experts.
         if setup.ep > 1 and not (hasattr(model, STAGE_MARK) and not has_experts(model, setup.expert_plan)):

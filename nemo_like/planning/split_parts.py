@@ -17,6 +17,7 @@ from nemo_like.distributed.pipeline.dealing import StageSlice, TensorForm, slice
 from nemo_like.layers import Layer
 from nemo_like.planning.capture import run_forward
 from nemo_like.planning.fake import FakeRun, cache_off
+from nemo_like.planning.model_copy import model_copy
 from nemo_like.planning.reasons import STAGES
 from nemo_like.tensors import split_sample
 
@@ -94,9 +95,7 @@ class SplitParts:
         dealt = [_layers_in(tree, index, layers) for index, tree in enumerate(trees)]
         self.layers = tuple(chain.from_iterable(dealt))
         self.slices = slices([len(names) for names in dealt])
-        memo: dict[int, Any] = {id(buffer): buffer for tree in trees for buffer in tree.buffers()}
-        memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-        self._twins = copy.deepcopy(trees, memo)
+        self._twins = list(model_copy(nn.ModuleList(trees)).children())
         for twin, piece in zip(self._twins, self.slices):
             twin.forward = SplitCall(twin, Received(), piece).run
         self._forms: dict[Any, list[tuple[TensorForm, ...]]] = {}

@@ -23,6 +23,7 @@ from nemo_like.layers import Layer
 from nemo_like.options.words import a_or_an
 from nemo_like.planning.capture import replaced_forwards, run_forward
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
+from nemo_like.planning.model_copy import call_with, model_copy
 from nemo_like.planning.reasons import STAGES, place_of
 from nemo_like.tensors import split_sample, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, answering_calls
@@ -44,6 +45,8 @@ def stage_parts(
     Raises:
         ValueError: a model that can't be cut between its layers, with what goes past them.
     """
+    model = model_copy(model)
+    layers = [Layer(layer.fqn, model.get_submodule(layer.fqn), layer.group) for layer in layers]
     with cache_off(model), FakeRun(autocast, model=model) as run:
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
@@ -63,6 +66,7 @@ def check_stages(
     Raises:
         ValueError: a stage that fails without the layers of the others.
     """
+    model = model_copy(model)
     args, more = split_sample(sample_input)
     batch = dict(zip(inspect.signature(model.forward).parameters, args)) | more
     rows, tokens = next(tuple(t.shape[:2]) for t in tensors_in(batch) if t.dim() >= 2)
@@ -78,7 +82,7 @@ def check_stages(
             state, given = run.state(tree, dtype), call_flags(tree, (), run.sample(batch, dtype))
             stack.enter_context(run.casting())
             try:
-                torch.func.functional_call(tree, state, (), given)
+                call_with(tree, state, (), given)
             except StageEnd:
                 continue
             except Exception as error:

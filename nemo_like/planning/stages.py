@@ -27,6 +27,7 @@ from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
 from nemo_like.planning.kinds import settings_of
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.microbatch import Microbatch
+from nemo_like.planning.model_copy import model_copy
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner, Setup
@@ -70,6 +71,8 @@ class PipelinePlanner:
         Raises:
             ValueError: a model that cannot be cut or traced.
         """
+        layers = None if layers is None else [layer.fqn for layer in find_layers(model, layers)]  # of the copy, then
+        model = model_copy(model)
         self.setup, self.device, self.whole = setup, device, model
         self.parts = parts_of(model, microbatch, setup, layers) if parts is None else parts
         self.batch = _by_name(model, microbatch)

@@ -7,12 +7,10 @@ whole, too (for want of values, or of the right input), says nothing about the s
 from __future__ import annotations
 
 import contextlib
-import copy
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import cut_for_planning
@@ -21,10 +19,11 @@ from nemo_like.losses.model_loss import LABELS
 from nemo_like.module_tree import base_model
 from nemo_like.options import ContextParallel, TensorParallel
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
+from nemo_like.planning.model_copy import call_with, model_copy
 from nemo_like.planning.reasons import place_of
 from nemo_like.planning.tensor_twin import UnknownStyleError, known_rules, tensor_twin
 from nemo_like.tensors import split_sample, tensors_in
-from nemo_like.torch_compat import TorchDispatchMode, drop_forward_hooks, quiet_fake_tensors
+from nemo_like.torch_compat import TorchDispatchMode, quiet_fake_tensors
 
 _TOKENS = 8
 """Of a sample, for each rank."""
@@ -138,7 +137,7 @@ def _failure(
             watch.watch(state)
             stack.enter_context(watch)
         try:
-            torch.func.functional_call(twin, state, args, call_flags(twin, args, kwargs))
+            call_with(twin, state, args, call_flags(twin, args, kwargs))
         except Exception as error:  # noqa: BLE001  (whatever a model's own code raises)
             return error
     if watch is not None and watch.found is not None:
@@ -147,16 +146,10 @@ def _failure(
 
 
 def _copied(model: nn.Module) -> nn.Module | None:
-    """A copy of `model` without weights and hooks; None where a parameter is of a class of its own, or a copy fails."""
+    """A copy of `model`; None where a parameter is of a class of its own."""
     if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in model.parameters()):
         return None
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    try:
-        twin = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError, NotImplementedError):
-        return None
-    drop_forward_hooks(twin)  # a caller's would see tensors without values
-    return twin
+    return model_copy(model)
 
 
 def _sample(model: nn.Module, given: Any, ranks: int) -> tuple[tuple, dict[str, Any]] | None:
