@@ -8,6 +8,8 @@ CPU fake tensors, not `meta` (attention would be decomposed) and not fake CUDA (
 from __future__ import annotations
 
 import inspect
+import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -41,7 +43,8 @@ class FakeRun(TorchDispatchMode):
     a layer now and then (layer drop), and what is planned for is a step that runs them all.
 
     With `cuda`, a compute capability, the tensors are on the CPU all the same, but the operators are those that such a GPU
-    would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`).
+    would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`), and
+    random numbers of Python, NumPy and torch that are drawn inside are drawn again outside.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class FakeRun(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
+        self._random: list[tuple[Any, ...]] = []
 
     def __enter__(self) -> Any:
+        self._random.append(_random_state())
         self.tables.__enter__()
         if self.cuda is not None:
             self.cuda.__enter__()
@@ -66,6 +71,7 @@ class FakeRun(TorchDispatchMode):
         if self.cuda is not None:
             self.cuda.__exit__(*error)
         self.tables.__exit__(*error)
+        _put_back(*self._random.pop())
 
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -190,6 +196,18 @@ class FakeRun(TorchDispatchMode):
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         made = fake_parameter(self.fake, tensor, kind)
         return nn.Parameter(self.like(tensor, dtype), tensor.requires_grad) if made is None else made
+
+
+def _random_state() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
+
+
+def _put_back(python: Any, default: torch.Tensor, numpy: Any) -> None:
+    random.setstate(python)
+    torch.set_rng_state(default)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
 
 
 def _rms_norm(
