@@ -15,7 +15,7 @@ from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.planning.model_copy import call_with, leaves_of
+from nemo_like.planning.model_copy import leaves_of, with_state
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.recorded_events import BlockEvents
 from nemo_like.tensors import map_tensors, tensors_in
@@ -75,12 +75,12 @@ def block_memory(
     state = leaves_of(kind.state)
     leaves = list(dict.fromkeys(state.values()))
 
-    def call(*a: Any, **k: Any) -> Any:
-        return call_with(kind.module, state, a, k)
+    def call(*a: Any, **k: Any) -> Any:  # not the module: the region would look at values of its buffers
+        return kind.module(*a, **k)
 
     before = with_gradients(leaves, run) if accumulate else []
     meter = LiveBytes([*leaves, *replaced.values(), *before])
-    with needing_no_values(kind), run, meter, SumsInPlace():
+    with needing_no_values(kind), with_state(kind.module, state), run, meter, SumsInPlace():
         with run.casting(), torch.set_grad_enabled(kind.grad):
             if policy is None:
                 out = call(*args, **kwargs)
@@ -113,11 +113,12 @@ def block_memory(
         to_inputs = [t.grad for t in replaced.values() if t.grad is not None]
         input_grad = sum(grad.untyped_storage().nbytes() for grad in to_inputs)
         grads = {name: t.grad for name, t in state.items() if t.grad is not None}
-        param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in grads.values())
+        of_leaves = [t.grad for t in leaves if t.grad is not None]
+        param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in of_leaves)
         backward = tuple(meter.log[begun:])
         events = BlockEvents(
             tuple(meter.log[:begun]), backward, outputs, tuple(n for n, size in backward if size)[:given_to],
-            tuple(map(meter.number, to_inputs)), tuple(map(meter.number, grads.values())),
+            tuple(map(meter.number, to_inputs)), tuple(map(meter.number, of_leaves)),
         )  # fmt: skip
     return BlockMemory(
         forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads), events

@@ -54,6 +54,11 @@ class LiveBytes(TorchDispatchMode):
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the storage of `tensor` from now on, unless it is known already."""
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                "No plan is made of sparse tensors, such as gradients of nn.Embedding(sparse=True): values decide "
+                "on their bytes. Use sparse=False, or a mode instead of a budget, such as 'selective'."
+            )
         storage = tensor.untyped_storage()
         if tensor.is_meta or storage in self._seen:
             return

@@ -28,7 +28,7 @@ from nemo_like.planning.halves_memory import backward_of_inputs
 from nemo_like.planning.kinds import ModelTrace, by_argument
 from nemo_like.planning.layer_stubs import LayerStub, stand_in
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.planning.model_copy import call_with, leaves_of
+from nemo_like.planning.model_copy import leaves_of, with_state
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.recorded import record_again
 from nemo_like.planning.recorded_events import BackwardCall, ForwardCall, OuterEvents
@@ -174,11 +174,12 @@ def outer_memory(
     in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
     with (
         without_values(f"{type(model).__name__} cannot be planned: its step around the layers", model),
-        cache_off(model), in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
+        with_state(model, state), cache_off(model),
+        in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
         replaced_forwards(layers, stub), VocabularyParallelLoss() if split_loss else nullcontext(),
     ):  # fmt: skip
         with traced.run.casting():
-            output = call_with(model, state, traced.args, traced.kwargs)
+            output = model(*traced.args, **traced.kwargs)
         head, forward_end = Stretch(meter.lap(), meter.live, twice(len(forward))), len(meter.log)
         loss = loss_of(output, step.loss_fn)
         own_loss = any(loss is t for t in tensors_in(output))
@@ -188,7 +189,7 @@ def outer_memory(
         gone = {i for i, ref in alive.items() if ref() is None}
         rest = None if halves else loss.backward()
         if halves:
-            rest = backward_of_inputs([loss], None, _given(traced), state.values())
+            rest = backward_of_inputs([loss], None, _given(traced), leaves)
         tail, backward_end = Stretch(meter.lap(), meter.live), len(meter.log)
         if rest is not None:
             rest()

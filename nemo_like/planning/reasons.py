@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.distributed.expert_parallel.find_experts import is_list_of_experts
 from nemo_like.module_tree import bare_modules
 
@@ -33,11 +34,13 @@ STAGES = Aim("cannot be cut into stages by pp", "Use strategy='fsdp2' with tp, c
 def named_reason(model: nn.Module, given: str, aim: Aim = PLAN) -> Iterator[None]:
     """Errors of a forward pass of `model` without values as ValueErrors that say why, and what to do; `given`: its input."""
     try:
-        with without_values(f"{type(model).__name__} {aim.cannot}: its forward", model, aim):
-            yield
+        yield
     except Exception as error:  # the model's code raises what it likes
         if is_ours(error):
             raise
+        if _look_behind(error) is not None:
+            with without_values(f"{type(model).__name__} {aim.cannot}: its forward", model, aim):
+                raise
         reason = in_a_line(error)
         raise ValueError(
             f"The forward pass of {type(model).__name__} failed on the sample input ({given}), run on "
@@ -48,7 +51,7 @@ def named_reason(model: nn.Module, given: str, aim: Aim = PLAN) -> Iterator[None
 
 @contextmanager
 def without_values(who: str, module: nn.Module | None = None, aim: Aim = PLAN) -> Iterator[None]:
-    """A look at values that are not there, as a ValueError; all other errors as they are.
+    """What a step without values raises, as a ValueError: a look at values that are not there, or what the code cannot do.
 
     Args:
         who: begins the sentence: who looks.
@@ -59,8 +62,13 @@ def without_values(who: str, module: nn.Module | None = None, aim: Aim = PLAN) -
         yield
     except Exception as error:
         look = _look_behind(error)
-        if look is None:
+        if look is None and (is_ours(error) or isinstance(error, RegionError)):
             raise
+        if look is None:
+            raise ValueError(
+                f"{who} fails on tensors without values ({type(error).__name__}: {in_a_line(error)}{place_of(error)}). "
+                f"{_way_out(module, aim)}"
+            ) from error
         raise ValueError(
             f"{who} depends on values that a run without weights does not have ({look}{place_of(look)}). "
             f"{_way_out(module, aim)}"

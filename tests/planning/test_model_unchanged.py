@@ -155,7 +155,7 @@ def test_a_plan_leaves_the_model_as_it_is(made: str, plans: Callable[[nn.Module]
         module.register_full_backward_hook(lambda *_: called.append("backward"))
     before = _state(model, {}), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     if plans is _stages and made in ("shared_inside", "listed_twice"):
-        with pytest.raises(ValueError, match="is used in 2 places|is called in"):
+        with pytest.raises(ValueError, match=r"is used in 2 places|is called in"):
             plans(model)
     else:
         plans(model)
@@ -200,3 +200,103 @@ def test_a_generator_is_refused_by_its_name() -> None:
     model.layers[0].words = (word for word in "abc")
     with pytest.raises(ValueError, match=r"Block\.words is a generator.*'selective'"):
         _budget(model)
+
+
+class _Counted:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        if isinstance(given, _Counted):
+            x = x + given.hidden
+        elif given is not None:
+            x = x * next(given)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class _Giving(Model):
+    """Gives each layer what `make` makes of the hidden states."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__([_Layer(), _Layer()])
+        self.make = make
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        given = self.make(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, given)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def _sparse() -> nn.Module:
+    model = Model([_Layer(), _Layer()])
+    model.embed = nn.Embedding(16, WIDTH, sparse=True)
+    return model
+
+
+class _RandomDepth(Model):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in [*self.layers][: random.randint(1, len(self.layers) - 1)]:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+UNPLANNED = {
+    "an object with a graph": (
+        lambda: _Giving(lambda x: _Counted(x * 2)),
+        r"calls layers\.0 with a _Counted .* as an argument",
+    ),
+    "an iterator": (
+        lambda: _Giving(lambda _: iter([1.0, 2.0])),
+        r"layers\.0 \(_Layer\) cannot be planned.*StopIteration, in",
+    ),
+    "sparse gradients": (_sparse, r"sparse tensors, such as .*sparse=False"),
+    "random depth": (lambda: _RandomDepth([_Layer() for _ in range(8)]), r"did not run.*layers run, use a mode"),
+}
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_what_cannot_be_planned_is_said_by_its_name(name: str) -> None:
+    make, words = UNPLANNED[name]
+    model = make()
+    before = {n: type(p) for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=words):
+        _applied(model)
+    assert {n: type(p) for n, p in model.named_parameters()} == before
+
+
+class _Reversible(torch.autograd.Function):
+    """Computes in backward what it did not keep, with the layer's own parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: _Layer, x: Tensor, *parameters: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = _Layer.forward(layer, x)
+        ctx.layer, ctx.parameters = layer, parameters
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            out = _Layer.forward(ctx.layer, x)
+            return None, *torch.autograd.grad(out, (x, *ctx.parameters), grad)
+
+
+class _ReversibleLayer(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return _Reversible.apply(self, x, *self.parameters())
+
+
+def test_a_layer_that_uses_its_own_parameters_in_backward_is_planned() -> None:
+    plan = plan_for(Model([_ReversibleLayer(), _ReversibleLayer()]), "100%", _batch(), device="h100-80gb")
+    assert plan.peak_bytes
