@@ -199,8 +199,9 @@ def outer_memory(
         kept = last - meter.live
         for tensor in _given(traced):
             tensor.grad = None
-    grads = {name: t.grad.untyped_storage().nbytes() for name, t in state.items() if t.grad is not None}
-    numbers = {name: meter.number(t.grad) for name, t in state.items() if t.grad is not None}
+    named = {t: name for name, t in reversed(state.items())}  # a tied one by its first name
+    grads = {name: t.grad.untyped_storage().nbytes() for t, name in named.items() if t.grad is not None}
+    numbers = {name: meter.number(t.grad) for t, name in named.items() if t.grad is not None}
     events = OuterEvents(tuple(meter.log), tuple(calls), forward_end, tuple(backs), backward_end, numbers)
     before_each = _before_each(backward, len(forward), tail)
     idle = frozenset(range(len(forward))) - {i for i, _ in backward}
