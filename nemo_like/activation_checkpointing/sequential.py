@@ -241,7 +241,8 @@ class _SegmentRegion(Region):
         # the region.
         self.cut_kept()
         # Replay runs with copies of changed buffers, whose versions start anew.
-        self.watch_versions = self.watch_versions and call.buffers is None and not self.keeps_on_host()
+        copied = call.buffers is not None and call.buffers.changes
+        self.watch_versions = self.watch_versions and not copied and not self.keeps_on_host()
         for index, tensor in enumerate(_tensors(out)):
             mark = _Earlier(len(self.calls) - 1, index)
             self._outputs[id(tensor)] = (weakref.ref(tensor), tensor._version, mark)
