@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, is_filled_cache
+from nemo_like.model_copy import call_with
 from nemo_like.module_tree import bare
 from nemo_like.options.words import a_or_an
 from nemo_like.planning.block_trace import trace_block
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
 from nemo_like.planning.kinds import Kind, ModelTrace, TracedCall, by_argument, call_key, handed_on, settings_of
-from nemo_like.planning.model_copy import call_with
 from nemo_like.planning.reasons import PLAN, Aim, named_reason
 from nemo_like.planning.recorded import record_again, recording
 from nemo_like.tensors import describe, map_tensors, split_sample, tensors_in

@@ -8,8 +8,6 @@ CPU fake tensors, not `meta` (attention would be decomposed) and not fake CUDA (
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -19,6 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing import ops
+from nemo_like.model_copy import random_numbers_put_back
 from nemo_like.op_lookup import packet_name
 from nemo_like.planning.cuda_ops import CudaOps
 from nemo_like.planning.expert_twin import planned_table
@@ -57,10 +56,11 @@ class FakeRun(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
-        self._random: list[tuple[Any, ...]] = []
+        self._random: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> Any:
-        self._random.append(_random_state())
+        self._random.append(random_numbers_put_back())
+        self._random[-1].__enter__()
         self.tables.__enter__()
         if self.cuda is not None:
             self.cuda.__enter__()
@@ -71,7 +71,7 @@ class FakeRun(TorchDispatchMode):
         if self.cuda is not None:
             self.cuda.__exit__(*error)
         self.tables.__exit__(*error)
-        _put_back(*self._random.pop())
+        self._random.pop().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -196,18 +196,6 @@ class FakeRun(TorchDispatchMode):
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         made = fake_parameter(self.fake, tensor, kind)
         return nn.Parameter(self.like(tensor, dtype), tensor.requires_grad) if made is None else made
-
-
-def _random_state() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
-
-
-def _put_back(python: Any, default: torch.Tensor, numpy: Any) -> None:
-    random.setstate(python)
-    torch.set_rng_state(default)
-    if numpy is not None:
-        sys.modules["numpy"].random.set_state(numpy)
 
 
 def _rms_norm(

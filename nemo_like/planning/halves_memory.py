@@ -13,12 +13,12 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.engine import half_of_backward, run_region
 from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.model_copy import leaves_of, with_state
 from nemo_like.planning.block_memory import OutputGradients, needing_no_values, with_gradients
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.planning.model_copy import leaves_of, with_state
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import backward_in_halves
 

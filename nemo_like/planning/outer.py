@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like.losses.model_loss import chunked_calls
+from nemo_like.model_copy import leaves_of, with_state
 from nemo_like.module_tree import bare
 from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.planning.block_memory import with_gradients
@@ -28,7 +29,6 @@ from nemo_like.planning.halves_memory import backward_of_inputs
 from nemo_like.planning.kinds import ModelTrace, by_argument
 from nemo_like.planning.layer_stubs import LayerStub, stand_in
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.planning.model_copy import leaves_of, with_state
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.recorded import record_again
 from nemo_like.planning.recorded_events import BackwardCall, ForwardCall, OuterEvents

@@ -28,6 +28,7 @@ from nemo_like.float8 import effective_matmuls
 from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
+from nemo_like.model_copy import model_copy
 from nemo_like.module_tree import bare, check_model
 from nemo_like.options import (
     FSDP2,
@@ -52,7 +53,6 @@ from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
-from nemo_like.planning.model_copy import model_copy
 from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from nemo_like.distributed.pipeline.cut import Received, StageEnd, loss_of
 from nemo_like.distributed.pipeline.dealing import StageSlice, TensorForm, slices
 from nemo_like.layers import Layer
+from nemo_like.model_copy import model_copy
 from nemo_like.planning.capture import run_forward
 from nemo_like.planning.fake import FakeRun, cache_off
-from nemo_like.planning.model_copy import model_copy
 from nemo_like.planning.reasons import STAGES
 from nemo_like.tensors import split_sample
 

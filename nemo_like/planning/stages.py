@@ -18,6 +18,7 @@ from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, count
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, Action, actions_of
 from nemo_like.distributed.pipeline.schedules import kind_of, rank_of, stages_of
 from nemo_like.layers import find_layers
+from nemo_like.model_copy import model_copy
 from nemo_like.module_tree import bare_modules
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import Choice
@@ -27,7 +28,6 @@ from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
 from nemo_like.planning.kinds import settings_of
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.microbatch import Microbatch
-from nemo_like.planning.model_copy import model_copy
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner, Setup

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import LABELS
+from nemo_like.model_copy import call_with, model_copy
 from nemo_like.module_tree import base_model
 from nemo_like.options import ContextParallel, TensorParallel
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
-from nemo_like.planning.model_copy import call_with, model_copy
 from nemo_like.planning.reasons import place_of
 from nemo_like.planning.tensor_twin import UnknownStyleError, known_rules, tensor_twin
 from nemo_like.tensors import split_sample, tensors_in

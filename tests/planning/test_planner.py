@@ -12,6 +12,7 @@ from torch import nn
 from nemo_like import cli
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.layers import find_layers
+from nemo_like.model_copy import model_copy
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget, Precision
 from nemo_like.planning import (
@@ -30,7 +31,6 @@ from nemo_like.planning import (
 from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.devices import known_devices, resolve_device
 from nemo_like.planning.meter import measured_seconds
-from nemo_like.planning.model_copy import model_copy
 from tests.models.families import FAMILIES
 from tests.models.llama_style import D, LlamaStyle, S
 

@@ -1,8 +1,10 @@
-"""Copy a model to run the copy: planning changes nothing of the caller's, whatever the model does to itself in a forward."""
+"""Copy a model to run the copy: neither a plan nor a profile changes the caller's, whatever it does to itself in forward."""
 
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CellType, FunctionType, GeneratorType
@@ -22,12 +24,13 @@ _LIBRARIES = ("torch", "transformers", "peft")
 """Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`."""
 
 
-def model_copy(model: nn.Module) -> nn.Module:
-    """A copy of `model` that can be run on fake tensors; a copy that was made here is returned as it is.
+def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
+    """A copy of `model` to run; a copy that was made here is returned as it is.
 
     Modules, attributes, generators and configs are new objects, tied and shared ones once. Parameters are new ones with the
-    old memory, and so are large tensors, which nothing writes to in a run on fake tensors. Hooks that callers have put on
-    are left off. What cannot be copied (a lock, a process group) is shared.
+    old memory. So are large tensors, which a run on fake tensors does not write to; with `runs_kernels`, all tensors but
+    parameters have memory of their own. Hooks that callers have put on are left off. What cannot be copied (a lock, a
+    process group) is shared.
 
     Raises:
         ValueError: a module has a generator as an attribute, which a run would advance.
@@ -39,7 +42,7 @@ def model_copy(model: nn.Module) -> nn.Module:
     for module in modules:
         memo[id(module)] = object.__new__(type(module))
         for tensor in tensors_in([*vars(module).values()]):
-            memo.setdefault(id(tensor), _tensor(tensor))
+            memo.setdefault(id(tensor), _tensor(tensor, whole=runs_kernels))
     for module in modules:
         twin = memo[id(module)]
         twin.__dict__.update({name: _attribute(module, name, value, memo) for name, value in vars(module).items()})
@@ -83,7 +86,21 @@ def call_with(module: nn.Module, state: Mapping[str, Tensor], args: tuple, kwarg
         return module(*args, **kwargs)
 
 
-def _tensor(tensor: Tensor) -> Tensor:
+@contextmanager
+def random_numbers_put_back(device: torch.device | None = None) -> Iterator[None]:
+    """Draws of Python's, NumPy's and torch's global generators within it, those of a CUDA `device` too, are made again."""
+    numpy = sys.modules.get("numpy")
+    python, words = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(words)
+
+
+def _tensor(tensor: Tensor, whole: bool) -> Tensor:
     if type(tensor) is nn.Parameter and type(tensor.data) is Tensor:
         made: Tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)
         made.__dict__.update(vars(tensor))
@@ -91,14 +108,14 @@ def _tensor(tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor:
         return tensor
     made = tensor.detach()
-    return (made.clone() if made.numel() <= _SMALL else made).requires_grad_(tensor.requires_grad)
+    return (made.clone() if whole or made.numel() <= _SMALL else made).requires_grad_(tensor.requires_grad)
 
 
 def _attribute(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, GeneratorType):
         raise ValueError(
-            f"{type(module).__name__}.{name} is a generator: a run without weights would advance it, and it cannot be "
-            "copied. Use an iterator that can (itertools), or a mode instead of a budget, such as 'selective'."
+            f"{type(module).__name__}.{name} is a generator: a plan or a profile would advance it, and it cannot be copied. "
+            "Use an iterator that can (of itertools, or of a list), or a mode instead of a budget, such as 'selective'."
         )
     if name in HOOKS:
         return type(value)((key, _copied(hook, memo)) for key, hook in value.items() if _of_library(hook))

@@ -1,4 +1,4 @@
-"""Planning runs the caller's model, and changes nothing of it."""
+"""A plan and a profile run a copy of the caller's model, and change nothing of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nemo_like import parallelize, plan_for
+from nemo_like import CheckpointConfig, MemoryProfiler, parallelize, plan_for
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.stage_plans import plan_pipeline
 from nemo_like.torch_compat import is_fake
@@ -109,6 +109,10 @@ def _budget(model: nn.Module) -> None:
     plan_for(model, "60%", _batch(), device="h100-80gb")
 
 
+def _profiled(model: nn.Module) -> None:
+    MemoryProfiler(model, "cpu").profile(_batch(), 1)
+
+
 def _applied(model: nn.Module) -> None:
     parallelize(model, "single", "60%", sample_input=_batch(), device="cpu")
 
@@ -144,7 +148,7 @@ def _state(value: Any, seen: dict[int, Any]) -> Any:
     return value if isinstance(value, bool | int | float | str | type(None)) else type(value)
 
 
-@pytest.mark.parametrize("plans", [_budget, _stages], ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("plans", [_budget, _stages, _profiled], ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.parametrize("made", MODELS)
 def test_a_plan_leaves_the_model_as_it_is(made: str, plans: Callable[[nn.Module], None]) -> None:
     torch.manual_seed(0)
@@ -164,12 +168,20 @@ def test_a_plan_leaves_the_model_as_it_is(made: str, plans: Callable[[nn.Module]
     assert not called
 
 
+RUN_BEFORE = {
+    "budget": "60%",
+    "sequential": "sequential",
+    "measured": CheckpointConfig(True, "selective", profile_before_apply=True, profile_num_runs=1),
+}
+
+
+@pytest.mark.parametrize("ac", RUN_BEFORE)
 @pytest.mark.parametrize("made", MODELS)
-def test_a_planned_model_trains_as_one_that_is_not(made: str) -> None:
+def test_a_model_that_was_run_before_trains_as_one_that_was_not(made: str, ac: str) -> None:
     torch.manual_seed(0)
     model = MODELS[made]()
     plain = copy.deepcopy(model)
-    _applied(model)
+    parallelize(model, "single", RUN_BEFORE[ac], sample_input=_batch(), device="cpu")
     losses = []
     for each in (model, plain):
         torch.manual_seed(1)
