@@ -20,7 +20,7 @@ from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.keep_routing import keep_routing
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.compile import compile_layers
-from nemo_like.distributed.agreement import check_agreement
+from nemo_like.distributed.agreement import check_agreement, compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.expert_parallel import (
@@ -36,15 +36,20 @@ from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
-from nemo_like.distributed.tensor_parallel import apply_tensor_parallel, cut_outside_of_regions
+from nemo_like.distributed.tensor_parallel import (
+    apply_tensor_parallel,
+    check_packed_weights,
+    cut_outside_of_regions,
+)
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.float8 import check_float8, effective_matmuls, float8_linears, scale_before_forward
 from nemo_like.job import Job, signed_by_job
 from nemo_like.layers import find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
-from nemo_like.module_tree import bare
+from nemo_like.module_tree import bare, check_model
 from nemo_like.options import DDP, ChunkedLoss, Single
+from nemo_like.options.words import parse_dtype
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import layers_for, resolve, with_plan
 
@@ -76,11 +81,12 @@ def apply_activation_checkpointing(
     Raises:
         ValueError, TypeError: as `parallelize`. The model is unchanged then.
     """
+    check_model(model)
     return checkpoint(
         model,
         Job.of(
             "fsdp2" if autocast is None else "single", ac, ac_scope=scope, layers=layers, loss=loss, compile=compile,
-            precision=autocast, world_size=world_size(),
+            precision=None if autocast is None else parse_dtype("autocast", autocast), world_size=world_size(),
         ),
         sample_input,
     )  # fmt: skip
@@ -107,8 +113,9 @@ def parallelize(
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
     optimizer afterwards: sharding replaces the parameters. Where something is replayed, calls with gradients on
     go without a key/value cache (a replay would write it twice), unless layers hand states on through it; the config
-    stays as it is. Packed rows (``position_ids`` that restart, ``cu_seqlens``, a mask of document numbers) of a Hugging Face
-    model train as their documents one by one: no attention over an edge, no loss for a document's first token.
+    stays as it is. Packed rows (``position_ids`` that restart where there is no mask, ``cu_seqlens``, a mask of document
+    numbers) of a Hugging Face model train as their documents one by one, under every ``ac``: no attention over an edge, no
+    loss for a document's first token.
 
     Args:
         model: any Hugging Face or plain PyTorch model, on the CPU, a GPU or the meta device (then call
@@ -148,7 +155,9 @@ def parallelize(
         offload: what waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these
             and what checkpointing keeps), ``"all"``, or an `OffloadConfig`.
         sample_input: what one step of one rank gives to the model, as keywords, positions or one tensor; needed by
-            budgets, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first.
+            budgets and ``pp``, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first. Under ``tp`` and
+            ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that what
+            fails once it is split is refused here.
         optimizer: the optimizer that a budget counts: ``"adamw"`` (default), ``"adamw-8bit"``, ``"sgd"``, ...
         step: what else a budget counts of the training loop (`StepSpec`: microbatches, a loss outside of the model, whether
             the output is dropped before backward); default: ``out = model(**batch); out.loss.backward()``, then one
@@ -162,6 +171,7 @@ def parallelize(
             layers; a model that was parallelized or checkpointed before; a budget that cannot be met (`BudgetError`).
             The model is unchanged then.
     """
+    check_model(model)
     given = {"strategy": strategy, "ac": ac, **asked}
     if isinstance(strategy, Job):
         given.pop("ac")  # the default, unless somebody gave it too
@@ -193,8 +203,15 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         check_head(model)
     check_float8(job.precision.matmuls)
     experts = () if shard_mesh is None or job.ep.size == 1 else check_experts(model, shard_mesh, job.ep)
+    whole = [each.fqn for each in experts]
+    if shard_mesh is not None and job.tp.size > 1:
+        check_packed_weights(model, shard_mesh, job.tp.plan, whole, job.fsdp.reshard_after_forward)
     if job.cp.size > 1:
         check_context_parallel(model, job.cp, found, call_of(model))
+    if not is_stage and (job.cp.size > 1 or job.tp.size > 1):  # what stages are cut from was tried
+        from nemo_like.planning.trial import try_split
+
+        try_split(model, job, found, whole, sample_input)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=job.fsdp)
     else:
@@ -206,9 +223,10 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     check_specs(model, specs, compile=job.compile is not None)
 
     # Nothing has been changed up to here.
-    if not is_stage:
+    if not is_stage:  # a pipeline's stages do the last two themselves
         start_from_the_same_weights(model, shard_mesh)
-        keep_documents_apart(model)  # stages do it themselves
+        compare_batches(model, shard_mesh)
+        keep_documents_apart(model)
     names = [layer.fqn for layer in found]
     if job.precision.matmuls is not None:
         layers = [bare(layer.module) for layer in found]
@@ -216,7 +234,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     if shard_mesh is not None and job.tp.size > 1:
         apply_tensor_parallel(
             model, shard_mesh["tp"], job.tp.plan, sequence_parallel=job.tp.sequence_parallel,
-            loss_parallel=job.tp.loss_parallel, whole=[each.fqn for each in experts],
+            loss_parallel=job.tp.loss_parallel, whole=whole,
         )  # fmt: skip
     if shard_mesh is not None and job.cp.size > 1:
         apply_context_parallel(model, shard_mesh["cp"], job.cp, found, call_of(model))
@@ -338,8 +356,6 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 def _refuse_parallelized(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     for name, module in model.named_modules():
         sharded = isinstance(module, FSDPModule) and not name  # parts may be: see `sharded_by_caller`
         if sharded or hasattr(module, _MARK) or isinstance(module, DistributedDataParallel):

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.context_parallel import check_context_parallel
+from nemo_like.distributed.documents import packed_calls
+from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.launch import local_device
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut, loss_of
@@ -26,8 +28,9 @@ from nemo_like.options import CheckpointConfig, MemoryBudget, PipelineParallel
 from nemo_like.planning.larger_batch import size_watch
 from nemo_like.planning.planner import plan_for
 from nemo_like.planning.split_parts import SplitParts
-from nemo_like.planning.stage_parts import stage_parts
+from nemo_like.planning.stage_parts import check_stages, stage_parts
 from nemo_like.planning.stage_plans import balance_for_memory
+from nemo_like.planning.trial import try_split
 from nemo_like.resolve import layers_for
 
 
@@ -67,13 +70,15 @@ class CutModel:
             logger.info(f"Pipeline of {len(counts)} stages on {job.pp.size} ranks ({job.pp.schedule}): {counts} layers each.")
         of_stage = job.of_stage()
         dtype = None if of_stage.fsdp is None else job.param_dtype
+        packed = packed_calls(self.model)  # of the whole: a stage does not see what layers of other stages mix
         for index in stages_of(job.pp, self.mesh.get_local_rank("pp")):
             piece = pieces[index]
             if isinstance(parts, SplitParts):
-                (tree, received), items = parts.take(index), parts.takes_items
+                tree, received = parts.take(index)
+                packed = packed_calls(tree)
             else:
-                (tree, received), items = cut(self.model, parts, piece, self.device, dtype), None
-            forward = StageForward(tree, received, piece, loss_of, job.chunks, items)
+                tree, received = cut(self.model, parts, piece, self.device, dtype)
+            forward = StageForward(tree, received, piece, loss_of, packed, job.chunks)
             tree.forward = forward
             setattr(tree, STAGE_MARK, True)
             names = tuple(parts.layers[i] for i in piece.layers)
@@ -116,6 +121,8 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
         job.ac.check_matmuls(job.precision.matmuls)
     if job.cp.size > 1:
         check_context_parallel(model, job.cp, found)
+    whole = [each.fqn for each in find_experts(model, job.ep.plan)] if job.ep.size > 1 else []
+    try_split(model, job, found, whole, sample_input)
     if job.loss is not None:
         check_head(model)
     dtype = job.param_dtype
@@ -126,7 +133,10 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     else:
         parts = SplitParts(model, job.pp.split, job.pp.stages, found, sample_input, **lowered)
     device = local_device(mesh.device_type) if job.device is None else job.device
-    return CutModel(model, parts, _planned(model, job, sample_input), mesh, device)
+    planned = _planned(model, job, sample_input)
+    if not isinstance(parts, SplitParts):
+        check_stages(model, parts, slices(counts_of(parts, planned.pp)), sample_input, **lowered)
+    return CutModel(model, parts, planned, mesh, device)
 
 
 def _planned(model: nn.Module, job: Job, sample_input: Any) -> Job:

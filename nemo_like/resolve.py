@@ -224,8 +224,10 @@ def _refuse_partial(plan: Plan, chosen: Sequence[Layer]) -> None:
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise ValueError(
-            f"The plan has {len(planned)} layers, and this model has {', '.join(missing[:4])}{more} besides, which nobody "
-            "planned. Make the plan again for this model, or pass layers= with the planned ones to leave the others alone."
+            f"The plan has {len(planned)} layers, and this model has {', '.join(missing[:4])}{more} besides, which did not"
+            " run with the sample input of the plan, or are new. Make the plan with a sample that goes through all layers, "
+            "or pass layers= with the planned ones to leave the others alone. Where chance decides how many layers run, use "
+            "a mode, such as 'selective'."
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
@@ -21,6 +22,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
@@ -55,6 +57,9 @@ __all__ = [
 
 RELEASES = "torch 2.11 to 2.15"
 """The releases that error messages recommend."""
+
+PYTREE_LOGGER = tree_map.__module__
+"""The logger that warns of what others register as a tree. Seen in all."""
 
 
 def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
@@ -412,6 +417,17 @@ FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The logger of the fake mode; where it has another name, what it logs is seen."""
 
 
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Within it, an operator that fails on fake tensors raises, and torch does not print the traceback besides."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def fake_tensor_types() -> tuple[type[Any], type[Any]]:
     """`FakeTensor` and `FakeTensorMode`: private by path, though documented and used by exporters.
 
@@ -478,7 +494,8 @@ def left_to_python(function: _Function) -> _Function:
     return function
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The tables of a module's hooks, in the order in which a step calls them."""
 
 
 def _of_fsdp(hook: Any) -> bool:
@@ -488,13 +505,13 @@ def _of_fsdp(hook: Any) -> bool:
 
 def has_hooks_but_fsdp(module: nn.Module) -> bool:
     """Whether calling `module` runs hooks besides those by which FSDP2 gathers and frees its parameters."""
-    return any(not _of_fsdp(hook) for name in _HOOKS for hook in (getattr(module, name, None) or {}).values())
+    return any(not _of_fsdp(hook) for name in HOOKS for hook in (getattr(module, name, None) or {}).values())
 
 
 @contextlib.contextmanager
 def _hooks_where(module: nn.Module, keep: Callable[[Any], bool]) -> Iterator[None]:
     """Within it, a call of `module` runs only the forward hooks that `keep` accepts."""
-    before = {name: getattr(module, name) for name in _HOOKS[:2]}
+    before = {name: getattr(module, name) for name in HOOKS[:2]}
     for name, hooks in before.items():
         setattr(module, name, type(hooks)((key, hook) for key, hook in hooks.items() if keep(hook)))
     try:
@@ -554,7 +571,7 @@ def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: T
     pre = module._forward_pre_hooks if isinstance(module, nn.Module) else {}
     if not any(map(_of_fsdp, pre.values())):
         return inside(hidden)
-    everything = {name: getattr(module, name) for name in _HOOKS[:2]}
+    everything = {name: getattr(module, name) for name in HOOKS[:2]}
     own_forward = module.__dict__.get("forward")
 
     def forward(hidden: Tensor) -> Tensor:
@@ -699,6 +716,11 @@ def flatten_mesh(mesh: DeviceMesh, name: str, before: DeviceMesh | None) -> Devi
         return None
     flat = mesh._flatten(name)
     return flat if before is None else DeviceMesh._concatenate([before, flat])
+
+
+def as_dtensor_type(kind: type[DTensor], tensor: DTensor) -> DTensor:
+    """`tensor`, without a history, as a `kind`: the same memory and placements. Looked at in 2.13 alone."""
+    return kind(tensor._local_tensor, tensor._spec, requires_grad=False)
 
 
 def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_like.console import check_picture, check_writable, flag, refuse_unread
 from nemo_like.flags import FLAGS, add_flags, job_of
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
-from nemo_like.options import FLOAT8, parse_bytes, parse_dtype
+from nemo_like.options import FLOAT8, MemoryBudget, parse_bytes, parse_dtype
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.model_inputs import ModelInput
@@ -27,6 +28,11 @@ if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.stages import PipelinePlanner
 
 HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
+EXAMPLES = (
+    "--model llama3-8b --world-size 64 --seq-len 8192 --gpu h100-80gb",
+    "--model llama3-8b --world-size 8 --budget 40GiB --budget 50% --save plan.json",
+    "--model llama3-70b --world-size 64 --pp 4 --tp 4 --grad-accum 8",
+)
 JOB_FLAGS = (
     "gpu", "world_size", "dp_replicate", "tp", "sequence_parallel", "loss_parallel", "cp", "ep", "imbalance", "pp",
     "pp_schedule", "balance", "precision", "reduce_dtype", "optimizer", "loss", "grad_accum", "sync", "drop_output",
@@ -83,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.planner import Planner
     from nemo_like.planning.stages import PipelinePlanner
 
+    _check(args)
     job = asked_job(args)
     if job.fsdp is not None and job.fsdp.cpu_offload:
         device_of(job).check_host_rates("--cpu-offload")
@@ -198,6 +205,28 @@ def _say(
         )
     print(plan_advice.advice(result, "batch"))
     print(f"\nPlanned in {seconds:.1f} s.")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise for what would only be found after planning: files, sizes, and options that nothing reads."""
+    check_writable("--json", args.json)
+    check_writable("--save", args.save)
+    check_picture("--plot", args.plot)
+    for budget in args.budget:
+        MemoryBudget.parse(budget)
+    if args.memory is not None:
+        parse_bytes(args.memory, "--memory")
+    if args.pp == 1:
+        refuse_unread(args, ["pp_schedule", "balance"], "without --pp above 1 there is no pipeline.")
+        if args.grad_accum == 1:
+            refuse_unread(args, ["sync"], "of one micro-batch there is no other. Give --grad-accum too.")
+        if args.world_size == 1:
+            refuse_unread(args, ["reshard_after_forward", "prefetch"], "one rank keeps the model whole. Give --world-size too.")
+    if not (args.host or args.cpu_offload) and args.offload == "none":
+        refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
+    if args.input_shape:
+        sizes = ["batch_size", "seq_len", "images", "image_size", "audio_seconds", "vocab_size"]
+        refuse_unread(args, sizes, "--input-shape is the whole input.")
 
 
 def _report_stages(

@@ -11,6 +11,7 @@ import torch
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.model_copy import leaves_of, with_state
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
@@ -71,17 +72,15 @@ def block_memory(
         return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
 
     args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
-    state = {
-        name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.nn.Parameter) else t
-        for name, t in kind.state.items()
-    }
+    state = leaves_of(kind.state)
+    leaves = list(dict.fromkeys(state.values()))
 
-    def call(*a: Any, **k: Any) -> Any:
-        return torch.func.functional_call(kind.module, state, a, k)
+    def call(*a: Any, **k: Any) -> Any:  # not the module: the region would look at values of its buffers
+        return kind.module(*a, **k)
 
-    before = with_gradients(state.values(), run) if accumulate else []
-    meter = LiveBytes([*state.values(), *replaced.values(), *before])
-    with needing_no_values(kind), run, meter, SumsInPlace():
+    before = with_gradients(leaves, run) if accumulate else []
+    meter = LiveBytes([*leaves, *replaced.values(), *before])
+    with needing_no_values(kind), with_state(kind.module, state), run, meter, SumsInPlace():
         with run.casting(), torch.set_grad_enabled(kind.grad):
             if policy is None:
                 out = call(*args, **kwargs)
@@ -114,11 +113,12 @@ def block_memory(
         to_inputs = [t.grad for t in replaced.values() if t.grad is not None]
         input_grad = sum(grad.untyped_storage().nbytes() for grad in to_inputs)
         grads = {name: t.grad for name, t in state.items() if t.grad is not None}
-        param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in grads.values())
+        of_leaves = [t.grad for t in leaves if t.grad is not None]
+        param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in of_leaves)
         backward = tuple(meter.log[begun:])
         events = BlockEvents(
             tuple(meter.log[:begun]), backward, outputs, tuple(n for n, size in backward if size)[:given_to],
-            tuple(map(meter.number, to_inputs)), tuple(map(meter.number, grads.values())),
+            tuple(map(meter.number, to_inputs)), tuple(map(meter.number, of_leaves)),
         )  # fmt: skip
     return BlockMemory(
         forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads), events

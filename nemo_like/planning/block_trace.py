@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing import ops
+from nemo_like.model_copy import call_with
 from nemo_like.op_lookup import argument, packet_name
 from nemo_like.planning.fake import FakeRun, FakeTensor
 from nemo_like.tensors import map_tensors, tensors_in
@@ -294,7 +295,7 @@ def trace_block(
 
         def call() -> Any:
             with run.casting():
-                return torch.func.functional_call(module, given, fake_args, fake_kwargs)
+                return call_with(module, given, fake_args, fake_kwargs)
 
         trace, _ = record(
             call,

@@ -15,13 +15,16 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, is_filled_cache
+from nemo_like.model_copy import call_with
 from nemo_like.module_tree import bare
+from nemo_like.options.words import a_or_an
 from nemo_like.planning.block_trace import trace_block
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
 from nemo_like.planning.kinds import Kind, ModelTrace, TracedCall, by_argument, call_key, handed_on, settings_of
-from nemo_like.planning.reasons import named_reason
+from nemo_like.planning.reasons import PLAN, Aim, named_reason
 from nemo_like.planning.recorded import record_again, recording
 from nemo_like.tensors import describe, map_tensors, split_sample, tensors_in
+from nemo_like.torch_compat import tree_leaves
 
 
 def trace_model(
@@ -53,10 +56,12 @@ def trace_model(
     return traced
 
 
-def run_forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def run_forward(
+    model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any], aim: Aim = PLAN
+) -> Any:
     """Call `model` with `state` in the place of its tensors; raises ValueError where that is not possible."""
-    with named_reason(model, describe(args, kwargs)):
-        return torch.func.functional_call(model, dict(state), args, dict(kwargs))
+    with named_reason(model, describe(args, kwargs), aim):
+        return call_with(model, state, args, kwargs)
 
 
 @dataclass
@@ -91,6 +96,7 @@ class _Watcher:
         def watching(*args: Any, **kwargs: Any) -> Any:
             grad = torch.is_grad_enabled()
             self._refuse_cache(layer.fqn, kwargs)
+            self._refuse_hidden_graph(layer.fqn, (args, kwargs))
             key = (settings, call_key(args), call_key(kwargs), grad)
             for tensor in tensors_in((args, kwargs)):
                 storage = tensor.untyped_storage()
@@ -125,6 +131,17 @@ class _Watcher:
                 "and cannot be told not to: a replay would write it a second time, so no plan can be made. Use ac='none', "
                 "or layers= that are not handed it."
             )
+
+    def _refuse_hidden_graph(self, fqn: str, given: Any) -> None:
+        """What a tensor inside of such an object is part of is not this layer's to go through."""
+        for leaf in tree_leaves(given):
+            inside = [] if isinstance(leaf, torch.Tensor) else tensors_in(list(getattr(leaf, "__dict__", {}).values()))
+            if any(tensor.grad_fn is not None for tensor in inside):
+                raise ValueError(
+                    f"{type(self.model).__name__} calls {fqn} with {a_or_an(leaf)} that has a tensor inside through which a "
+                    "gradient goes: no plan can be made. Give the layer this tensor as an argument, or use a mode instead "
+                    "of a budget, such as 'selective'."
+                )
 
     def finish(
         self, run: FakeRun, state: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any],

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing import ops
+from nemo_like.model_copy import random_numbers_put_back
 from nemo_like.op_lookup import packet_name
 from nemo_like.planning.cuda_ops import CudaOps
 from nemo_like.planning.expert_twin import planned_table
@@ -41,7 +42,8 @@ class FakeRun(TorchDispatchMode):
     a layer now and then (layer drop), and what is planned for is a step that runs them all.
 
     With `cuda`, a compute capability, the tensors are on the CPU all the same, but the operators are those that such a GPU
-    would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`).
+    would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`), and
+    random numbers of Python, NumPy and torch that are drawn inside are drawn again outside.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class FakeRun(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
+        self._random: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> Any:
+        self._random.append(random_numbers_put_back())
+        self._random[-1].__enter__()
         self.tables.__enter__()
         if self.cuda is not None:
             self.cuda.__enter__()
@@ -66,6 +71,7 @@ class FakeRun(TorchDispatchMode):
         if self.cuda is not None:
             self.cuda.__exit__(*error)
         self.tables.__exit__(*error)
+        self._random.pop().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -170,7 +176,7 @@ class FakeRun(TorchDispatchMode):
         def one(tensor: torch.Tensor) -> torch.Tensor:
             if not (_integer(tensor) and _small(tensor)):
                 return self.like(tensor.detach(), dtype)
-            return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
+            return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
 
         return map_tensors(one, value)
 

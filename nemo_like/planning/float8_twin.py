@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,9 +18,8 @@ _LEAST = (8, 9)
 """Compute capability of the first GPUs that multiply in float8."""
 
 
-def copy_for_float8(model: nn.Module, job: Job, device: Device) -> nn.Module:
-    """A copy of `model` whose linears may be replaced; parameters, buffers and their values are shared with it. `model`
-    itself where nothing multiplies in float8.
+def check_float8_plan(model: nn.Module, job: Job, device: Device) -> None:
+    """Raise where layers multiply in float8, and no plan is made of that.
 
     Raises:
         ValueError: float8 beside what is not planned with it, or a GPU that does not multiply in it. MissingExtraError:
@@ -29,7 +27,7 @@ def copy_for_float8(model: nn.Module, job: Job, device: Device) -> nn.Module:
     """
     word = job.precision.matmuls
     if word is None:
-        return model
+        return
     split = next((f"{name}={size}" for name, size in (("tp", job.tp.size), ("ep", job.ep.size)) if size > 1), None)
     split = "pp" if hasattr(model, STAGE_MARK) else split
     if split is not None:
@@ -48,8 +46,6 @@ def copy_for_float8(model: nn.Module, job: Job, device: Device) -> nn.Module:
             f"in float8 need {_LEAST[0]}.{_LEAST[1]}. Use precision='bf16'."
         )
     check_float8(word)
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo)
 
 
 def convert(layers: Sequence[Any], job: Job, device: Device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.engine import half_of_backward, run_region
 from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.model_copy import leaves_of, with_state
 from nemo_like.planning.block_memory import OutputGradients, needing_no_values, with_gradients
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
@@ -60,15 +61,14 @@ def backward_of_inputs(
 
 
 class _Called(nn.Module):
-    """A block whose tensors are in `state`. The engine remembers of a module what each half needs."""
+    """A call of a block. The engine remembers of a module what each half needs."""
 
-    def __init__(self, kind: Kind, state: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self._call = (kind, state)
+        self._call = block.__call__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kind, state = self._call
-        return torch.func.functional_call(kind.module, dict(state), args, kwargs)
+        return self._call(*args, **kwargs)
 
 
 class _WatchedGradients(torch.autograd.Function):
@@ -98,21 +98,19 @@ def halves_memory(
         kind, policy, run, used, accumulate, received: as for `block_memory`.
         once: whether the first half replays for both.
     """
-    state = {
-        name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t
-        for name, t in kind.state.items()
-    }
-    block = _Called(kind, state)
+    state = leaves_of(kind.state)
+    block, leaves = _Called(kind.module), list(dict.fromkeys(state.values()))
     found = None
-    for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
-        found = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)
+    with needing_no_values(kind), with_state(kind.module, state):
+        for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
+            found = _run(block, kind, leaves, policy, run, used, accumulate=accumulate, once=once, received=received)
     assert found is not None
     return found
 
 
 def _run(
-    block: _Called, kind: Kind, state: Mapping[str, torch.Tensor], policy: Policy | None, run: FakeRun,
-    used: Collection[int], *, accumulate: bool, once: bool, received: bool,
+    block: _Called, kind: Kind, leaves: Sequence[torch.Tensor], policy: Policy | None, run: FakeRun, used: Collection[int],
+    *, accumulate: bool, once: bool, received: bool,
 ) -> HalvesMemory:  # fmt: skip
     replaced: dict[int, torch.Tensor] = {}
 
@@ -120,12 +118,12 @@ def _run(
         return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
 
     args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
-    for tensor in state.values():
+    for tensor in leaves:
         tensor.grad = None
-    before = with_gradients(state.values(), run) if accumulate else []
-    meter = LiveBytes([*state.values(), *replaced.values(), *before])
+    before = with_gradients(leaves, run) if accumulate else []
+    meter = LiveBytes([*leaves, *replaced.values(), *before])
     inputs = [t for t in replaced.values() if t.requires_grad]
-    with needing_no_values(kind), run, meter, SumsInPlace():
+    with run, meter, SumsInPlace():
         with run.casting(), torch.set_grad_enabled(kind.grad):
             out = (
                 block(*args, **kwargs)
@@ -140,7 +138,7 @@ def _run(
         gradients = _WatchedGradients.apply(made, stay, *roots)
         del out, roots
         meter.lap()
-        rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, state.values(), once)
+        rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, leaves, once)
         inputs_peak = meter.lap()
         input_grad = sum(t.grad.untyped_storage().nbytes() for t in inputs if t.grad is not None)
         kept = meter.live - input_grad
@@ -150,6 +148,6 @@ def _run(
         meter.lap()
         rest()
         weights_peak = meter.lap()
-    grads = [t.grad for t in state.values() if t.grad is not None]
+    grads = [t.grad for t in leaves if t.grad is not None]
     param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in grads)
     return HalvesMemory(inputs_peak, input_grad, kept, kept_output_grad, weights_peak, param_grad)

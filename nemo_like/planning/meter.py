@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nemo_like.model_copy import call_with
 from nemo_like.planning.block_trace import TraceMismatchError
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.scratch import scratch_bytes
@@ -53,6 +54,11 @@ class LiveBytes(TorchDispatchMode):
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the storage of `tensor` from now on, unless it is known already."""
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                "No plan is made of sparse tensors, such as gradients of nn.Embedding(sparse=True): values decide "
+                "on their bytes. Use sparse=False, or a mode instead of a budget, such as 'selective'."
+            )
         storage = tensor.untyped_storage()
         if tensor.is_meta or storage in self._seen:
             return
@@ -131,7 +137,7 @@ def measured_seconds(
     for run in range(runs + 1):
         casting = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
         with _OpClock(device) as clock, casting:
-            out = torch.func.functional_call(kind.module, state, args, kwargs)
+            out = call_with(kind.module, state, args, kwargs)
         del out
         times = _computing(clock.times, wanted, kind.trace.name)
         if run:  # the first one warms up

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like.losses.targets import IGNORED
+from nemo_like.model_copy import call_with, model_copy
 from nemo_like.planning.fake import FakeRun
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import FAKE_LOGGER
@@ -204,9 +205,8 @@ class _Beside:
     def _features(self, method: str, form: dict[str, torch.Tensor]) -> int:
         """How many tokens the tower makes of it."""
         with quiet_fakes(), FakeRun() as run, torch.no_grad():
-            state = {f"model.{name}": tensor for name, tensor in run.state(self.model).items()}
-            caller = _Caller(self.model, method)
-            found = torch.func.functional_call(caller, state, (), run.sample(form))
+            caller = _Caller(model_copy(self.model), method)
+            found = call_with(caller, run.state(caller), (), run.sample(form))
         found = getattr(found, "pooler_output", found)
         return sum(t.shape[:-1].numel() for t in tensors_in(found))
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like.losses.model_loss import chunked_calls
+from nemo_like.model_copy import leaves_of, with_state
 from nemo_like.module_tree import bare
 from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.planning.block_memory import with_gradients
@@ -128,12 +129,10 @@ def outer_memory(
         ValueError: its step depends on values, so that it cannot be planned.
     """
     timer = None if device is None else OpSeconds(device)
-    state = {
-        name: t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t
-        for name, t in _untied(traced.state).items()
-    }
-    before = with_gradients(state.values(), traced.run) if accumulate else []
-    meter = LiveBytes([*state.values(), *before, *tensors_in((traced.args, traced.kwargs))])
+    state = leaves_of(traced.state)
+    leaves = list(dict.fromkeys(state.values()))
+    before = with_gradients(leaves, traced.run) if accumulate else []
+    meter = LiveBytes([*leaves, *before, *tensors_in((traced.args, traced.kwargs))])
     forward: list[Stretch] = []
     backward: list[tuple[int, Stretch]] = []
     used: list[set[int]] = [set() for _ in traced.kinds]
@@ -175,11 +174,12 @@ def outer_memory(
     in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
     with (
         without_values(f"{type(model).__name__} cannot be planned: its step around the layers", model),
-        cache_off(model), in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
+        with_state(model, state), cache_off(model),
+        in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
         replaced_forwards(layers, stub), VocabularyParallelLoss() if split_loss else nullcontext(),
     ):  # fmt: skip
         with traced.run.casting():
-            output = torch.func.functional_call(model, state, traced.args, dict(traced.kwargs))
+            output = model(*traced.args, **traced.kwargs)
         head, forward_end = Stretch(meter.lap(), meter.live, twice(len(forward))), len(meter.log)
         loss = loss_of(output, step.loss_fn)
         own_loss = any(loss is t for t in tensors_in(output))
@@ -189,7 +189,7 @@ def outer_memory(
         gone = {i for i, ref in alive.items() if ref() is None}
         rest = None if halves else loss.backward()
         if halves:
-            rest = backward_of_inputs([loss], None, _given(traced), state.values())
+            rest = backward_of_inputs([loss], None, _given(traced), leaves)
         tail, backward_end = Stretch(meter.lap(), meter.live), len(meter.log)
         if rest is not None:
             rest()
@@ -199,8 +199,9 @@ def outer_memory(
         kept = last - meter.live
         for tensor in _given(traced):
             tensor.grad = None
-    grads = {name: t.grad.untyped_storage().nbytes() for name, t in state.items() if t.grad is not None}
-    numbers = {name: meter.number(t.grad) for name, t in state.items() if t.grad is not None}
+    named = {t: name for name, t in reversed(state.items())}  # a tied one by its first name
+    grads = {name: t.grad.untyped_storage().nbytes() for t, name in named.items() if t.grad is not None}
+    numbers = {name: meter.number(t.grad) for t, name in named.items() if t.grad is not None}
     events = OuterEvents(tuple(meter.log), tuple(calls), forward_end, tuple(backs), backward_end, numbers)
     before_each = _before_each(backward, len(forward), tail)
     idle = frozenset(range(len(forward))) - {i for i, _ in backward}
@@ -237,12 +238,6 @@ def _before_each(backward: Sequence[tuple[int, Stretch]], count: int, tail: Stre
         if not begun:
             coming.pop(0)
     return found
-
-
-def _untied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One name per tensor: `functional_call` ties the others itself."""
-    seen: set[int] = set()
-    return {name: t for name, t in state.items() if not (id(t) in seen or seen.add(id(t)))}  # type: ignore[func-returns-value]
 
 
 def _lap(

@@ -29,7 +29,8 @@ from nemo_like.job import Job, as_code
 from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
-from nemo_like.module_tree import bare
+from nemo_like.model_copy import model_copy
+from nemo_like.module_tree import bare, check_model
 from nemo_like.options import (
     FSDP2,
     ChunkedLoss,
@@ -44,7 +45,7 @@ from nemo_like.planning.capture import trace_model
 from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import device_of
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
-from nemo_like.planning.float8_twin import convert, copy_for_float8, of_layers
+from nemo_like.planning.float8_twin import check_float8_plan, convert, of_layers
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
@@ -87,8 +88,11 @@ class Planner:
             dtype, lower = None, None if dtype is torch.float32 else dtype
         # A DTensor cannot be stood in for by a placeholder.
         self.skip = (_can_skip() if job.search.skip is None else job.search.skip) and job.tp.size == 1
-        self.whole = model
-        self.model = copy_for_float8(model, job, self.device)
+        if job.layers is not None and not hasattr(model, STAGE_MARK):
+            # Of the copy, then.
+            job = self.job = replace(job, layers=tuple(layer.fqn for layer in find.find_layers(model, job.layers)))
+        model = self.model = self.whole = model_copy(model)
+        check_float8_plan(model, job, self.device)
         self.experts: tuple[Experts, ...] = ()
         # A stage of a pipeline may be one without experts.
         if job.ep.size > 1 and not (hasattr(model, STAGE_MARK) and not has_experts(model, job.ep.plan)):
@@ -600,6 +604,7 @@ def plan_for(model: nn.Module, job: Job | None = None, *, sample_input: Any = No
 
     >>> plan_for(model, ac="40GiB", world_size=8, gpu="h100-80gb", sample_input=batch)  # doctest: +SKIP
     """
+    check_model(model)
     made = asked_job(job, asked, sample_input)
     check_tensor_budget(model, made)
     if made.pp.size > 1:

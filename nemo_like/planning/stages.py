@@ -19,6 +19,7 @@ from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, Act
 from nemo_like.distributed.pipeline.schedules import rank_of, stages_of
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
+from nemo_like.model_copy import model_copy
 from nemo_like.module_tree import bare_modules
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import Choice
@@ -70,6 +71,9 @@ class PipelinePlanner:
         Raises:
             ValueError: a model that cannot be cut or traced.
         """
+        if job.layers is not None:
+            job = replace(job, layers=tuple(layer.fqn for layer in find_layers(model, job.layers)))  # of the copy, then
+        model = model_copy(model)
         self.job, self.device, self.whole = job, device_of(job), model
         self.parts = parts_of(model, microbatch, job) if parts is None else parts
         self.batch = _by_name(model, microbatch)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.distributed.launch import checked_device
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.log import say_once
+from nemo_like.model_copy import model_copy, random_numbers_put_back
+from nemo_like.module_tree import check_model
 from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
-from nemo_like.profiling.measured_run import preserved_state
 from nemo_like.profiling.profile_report import MB, LayerProfile, ProfileReport
 from nemo_like.profiling.recommend import LayerCall, cheapest_layers
 from nemo_like.torch_compat import tree_map
@@ -54,6 +56,9 @@ class MemoryProfiler:
             ValueError: the model is not on `device`, or on a device that cannot be measured.
             LayersNotFoundError: `layers` names something that the model does not have.
         """
+        check_model(model)
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output, or None.")
         places = {parameter.device for parameter in model.parameters()}
         self._device = _device(device, places, type(model).__name__)
         self._model = model
@@ -75,10 +80,14 @@ class MemoryProfiler:
         if isinstance(num_runs, bool) or not isinstance(num_runs, int) or num_runs < 1:
             raise ValueError(f"num_runs is {num_runs!r}; it must be a whole number >= 1.")
         sample = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, sample_input)
-        modules = [layer.module for layer in self._layers]
-        run = (self._model, modules, sample, self._loss_fn, self._device)
-        with preserved_state(self._model, self._device), torch.enable_grad():
-            warm_up(self._model, sample, self._loss_fn)
+        model = model_copy(self._model, runs_kernels=True).train()
+        copies = dict(zip(self._model.modules(), model.modules()))
+        for parameter in model.parameters():
+            # Zeros rather than None: what accumulating gradients cost is then the same in every run.
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        run = (model, [copies[layer.module] for layer in self._layers], sample, self._loss_fn, self._device)
+        with random_numbers_put_back(self._device), torch.enable_grad():
+            warm_up(model, sample, self._loss_fn)
             bytes_runs = [trace_bytes(*run) for _ in range(num_runs)]
             time_runs = [trace_times(*run) for _ in range(num_runs)]
         if not bytes_runs[0].calls:
@@ -218,7 +227,7 @@ def _spread(values: Sequence[float]) -> float:
 def _device(asked: str | torch.device | None, places: set[torch.device], model: str) -> torch.device:
     if len(places) > 1:
         raise ValueError(f"{model} has parameters on {', '.join(sorted(map(str, places)))}; it must be on one device.")
-    device = torch.device(asked) if asked is not None else next(iter(places), torch.device("cpu"))
+    device = checked_device(asked) if asked is not None else next(iter(places), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; a profile runs the model, on 'cpu' or a CUDA device.")
     if device.type == "cuda" and device.index is None:

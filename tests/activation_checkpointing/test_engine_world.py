@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter, UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -314,3 +319,184 @@ def test_inner_steps_of_meta_learning(ac: str, second_order: bool, by: str) -> N
         return [weight.grad for weight in slow.values()]  # type: ignore[misc]
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(ac), gradients("none"), strict=True))
+
+
+class Table(nn.Module):
+    """Makes its table in forward and keeps it, as rotary embeddings and masks are cached; `kind` says how and when."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "buffer":
+            self.register_buffer("table", torch.zeros(0), persistent=False)
+        elif kind == "empty buffer":
+            self.register_buffer("table", None, persistent=False)
+        elif kind != "late":
+            self.table = None
+
+    def forward(self, length: int) -> torch.Tensor:
+        table: torch.Tensor | None = getattr(self, "table", None)
+        if table is None or len(table) < length or (self.kind == "exact" and len(table) > length):
+            self.table = torch.arange(1.0, length + 1).div(length).cos()  # its values depend on the length, too
+        return self.table[:length]
+
+
+class Rotated(nn.Module):
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.attn, self.mlp, self.table = nn.Linear(8, 8), nn.Linear(8, 8), table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp((self.attn(x) * self.table(x.shape[1])[:, None]).sin())
+
+
+@pytest.mark.parametrize("lengths", [(4, 8), (8, 4), (4, 8, 6)], ids=str)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("kind", ["grows", "exact", "late", "buffer", "empty buffer"])
+@pytest.mark.parametrize("ac", MODES)
+def test_tables_that_grow_between_forwards_of_one_backward(
+    ac: str, kind: str, shared: bool, lengths: tuple[int, ...]
+) -> None:
+    def run(mode: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        table = Table(kind)
+        model: Any = nn.Sequential(*(Rotated(table if shared else Table(kind)) for _ in range(3)))
+        if mode != "none":
+            model = apply_activation_checkpointing(model, mode)
+        found = []
+        for step in range(3):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            inputs = [torch.randn(2, length + step, 8, generator=generator) for length in lengths]
+            sum(model(x).square().sum() for x in inputs).backward()
+            found += [p.grad.clone() for p in model.parameters()]
+            found += [unwrap_checkpoint_wrapper(layer).table.table.clone() for layer in model]  # the newest one stays
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(run(ac), run("none"), strict=True))
+
+
+class Pair(NamedTuple):
+    count: torch.Tensor
+    kept: list[float]
+
+
+@dataclass(slots=True)
+class Slotted:
+    count: float = 1.0
+
+
+@dataclass
+class Inner:
+    tally: Tally
+    history: list[float]
+
+
+class Longer(list):  # type: ignore[type-arg]
+    """A list with an attribute of its own."""
+
+    factor = 1.0
+
+
+def _add(value: Any) -> None:
+    value += 1
+
+
+def _longer(value: Longer) -> None:
+    value.append(0.0)
+    value.factor += 1
+
+
+# How state is made, read, and changed in place; or None: it is exchanged for itself plus one.
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any] | None]] = {
+    "array": (lambda: np.ones(2), lambda v: v[0], _add),
+    "array exchanged": (lambda: np.ones(2), lambda v: v[0], None),
+    "large array": (lambda: np.ones(1 << 15), lambda v: v[0], _add),
+    "NumPy's number": (lambda: np.float32(1), float, None),
+    "fraction": (lambda: Fraction(1), float, None),
+    "decimal": (lambda: Decimal(1), float, None),
+    "Counter": (lambda: Counter(a=1), lambda v: v["a"], lambda v: v.update("a")),
+    "bytearray": (lambda: bytearray(b"\1"), lambda v: v[0], lambda v: v.append(v.pop() + 1)),
+    "array of Python": (lambda: array("d", [1.0]), lambda v: v[0], lambda v: v.append(v.pop() + 1)),
+    "tuple of arrays": (lambda: (np.ones(1),), lambda v: v[0][0], lambda v: _add(v[0])),
+    "tuple of a list": (lambda: ([1.0],), lambda v: len(v[0]), lambda v: v[0].append(1.0)),
+    "tuple of tensors": (lambda: (torch.ones(1),), lambda v: v[0].item(), lambda v: v[0].add_(1)),
+    "named tuple": (
+        lambda: Pair(torch.ones(1), [1.0]), lambda v: v.count.item() * len(v.kept),
+        lambda v: (v.count.add_(1), v.kept.append(1.0)),
+    ),
+    "dictionary of arrays": (lambda: {"a": np.ones(1)}, lambda v: v["a"][0], lambda v: _add(v["a"])),
+    "dictionary of tensors": (lambda: {"a": torch.ones(1)}, lambda v: v["a"].item(), lambda v: v["a"].add_(1)),
+    "dictionary of dictionaries": (
+        lambda: {"a": {"b": [1.0]}}, lambda v: sum(v["a"]["b"]), lambda v: v["a"]["b"].append(1.0)
+    ),
+    "dictionary of dataclasses": (lambda: {"a": Slotted()}, lambda v: v["a"].count, lambda v: _count(v["a"])),
+    "list of namespaces": (
+        lambda: [SimpleNamespace(count=1.0)], lambda v: v[0].count, lambda v: _count(v[0])
+    ),
+    "default dictionary": (
+        lambda: defaultdict(list, a=[1.0]), lambda v: len(v["a"]) + len(v), lambda v: (v["a"].append(1.0), v[len(v)])
+    ),
+    "queue": (lambda: deque([1.0], maxlen=3), sum, lambda v: v.append(2.0)),
+    "list with an attribute": (lambda: Longer([1.0]), lambda v: v.factor * len(v), _longer),
+    "user's dictionary": (lambda: UserDict(a=1.0), lambda v: v["a"], lambda v: v.update(a=v["a"] + 1)),
+    "namespace of a tensor": (
+        lambda: SimpleNamespace(count=torch.ones(1)), lambda v: v.count.item(), lambda v: v.count.add_(1)
+    ),
+    "namespace of an array": (lambda: SimpleNamespace(count=np.ones(1)), lambda v: v.count[0], lambda v: _count(v)),
+    "namespace of namespaces": (
+        lambda: SimpleNamespace(a=SimpleNamespace(count=1.0)), lambda v: v.a.count, lambda v: _count(v.a)
+    ),
+    "dataclass": (lambda: Tally(1), lambda v: v.calls, lambda v: setattr(v, "calls", v.calls + 1)),
+    "dataclass with slots": (Slotted, lambda v: v.count, lambda v: _count(v)),
+    "dataclass of a dataclass": (
+        lambda: Inner(Tally(1), [1.0]), lambda v: v.tally.calls * sum(v.history),
+        lambda v: (setattr(v.tally, "calls", v.tally.calls + 1), v.history.append(1.0)),
+    ),
+    "sparse tensor": (lambda: torch.eye(2).to_sparse(), lambda v: v.to_dense()[0, 0].item(), lambda v: v.mul_(2)),
+}  # fmt: skip
+
+
+def _count(value: Any) -> None:
+    value.count += 1
+
+
+class Stateful(nn.Module):
+    """Reads state at its start, and changes it."""
+
+    def __init__(self, kind: str, late: bool) -> None:
+        super().__init__()
+        self.kind, self.attn = kind, nn.Linear(8, 8)
+        if not late:
+            self.state = STATES[kind][0]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        make, read, change = STATES[self.kind]
+        if not hasattr(self, "state"):
+            self.state = make()
+        factor = float(read(self.state))
+        if change is None:
+            self.state = self.state + 1
+        else:
+            change(self.state)
+        return x + (self.attn(x) * factor).sin()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["made before", "made in forward"])
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
+def test_state_of_every_kind_counts_once(ac: str, kind: str, late: bool) -> None:
+    def run(mode: str) -> list[Any]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(Stateful(kind, late) for _ in range(3)))
+        if mode != "none":
+            model = apply_activation_checkpointing(model, mode)
+        found: list[Any] = []
+        for _ in range(4):
+            model.zero_grad()
+            (model(torch.full((2, 8), 0.1)) + model(torch.full((2, 8), 0.2))).square().sum().backward()
+            found += [p.grad.tolist() for p in model.parameters()]
+            found += [float(STATES[kind][1](unwrap_checkpoint_wrapper(layer).state)) for layer in model]
+        return found
+
+    assert run(ac) == run("none")

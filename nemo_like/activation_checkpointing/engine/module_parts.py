@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import numbers
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from itertools import chain
 from operator import attrgetter, call, eq, is_, itemgetter
 from typing import Any, NamedTuple
@@ -44,7 +46,7 @@ _PLAIN = frozenset({
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type, frozenset,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
 })  # fmt: skip
-_CONTAINERS = frozenset({list, dict, set, OrderedDict, defaultdict, deque})
+_CONTAINERS = frozenset({list, dict, set, OrderedDict, defaultdict, deque, Counter, bytearray})
 _SMALL = 1024
 """Entries up to which a container among a module's attributes is copied before every forward."""
 SMALL_TENSOR = 1 << 16
@@ -73,15 +75,17 @@ class TakenContainer(NamedTuple):
     name: str
     container: Any
     contents: Any
-    """A copy of it, or its `Contents`; None for a tuple."""
+    """A copy of it, or its `Contents`."""
+    in_place: bool = True
+    """Whether replay finds these contents in the container itself; else in a copy, as of tuples, arrays and tensors."""
 
 
 class Part:
     """What is to be looked at in one module, or in one configuration that modules share."""
 
     __slots__ = (
-        "buffers", "containers", "generators", "get_looked_at", "get_watched", "kinds", "modules", "name", "names", "own",
-        "tuples", "watched",
+        "buffers", "containers", "copied", "generators", "get_looked_at", "get_watched", "kinds", "modules", "name", "names",
+        "own", "watched",
     )  # fmt: skip
 
     def __init__(self, own: dict[str, Any], name: str, is_module: bool) -> None:
@@ -97,7 +101,8 @@ class Part:
         self.get_watched = _getter(self.watched)
         self.get_looked_at = _getter([*self.watched, *_LEADING]) if is_module else self.get_watched
         free = [(name, kind) for name, kind in named if name not in _REGISTERS]
-        self.tuples = [name for name, kind in free if kind is tuple]
+        in_copies = (tuple,) if is_module else (tuple, Tensor)  # a module's own tensors are `BufferSnapshot`'s
+        self.copied = [name for name, kind in free if kind in in_copies or _is_array(kind)]
         self.containers = [name for name, kind in free if kind in _CONTAINERS]
         self.generators = [name for name, _ in free if is_generator(own[name])]
 
@@ -129,14 +134,22 @@ class Part:
             if len(container) <= _SMALL:
                 plain = _PLAIN.issuperset(map(type, container.values() if isinstance(container, dict) else container))
                 yield TakenContainer(self.own, name, container, container.copy() if plain else Contents(container))
-        for name in self.tuples:
-            if _PLAIN.issuperset(map(type, self.own[name])):
-                yield TakenContainer(self.own, name, self.own[name], None)
+        for name in self.copied:
+            value = self.own[name]
+            if type(value) is tuple and _PLAIN.issuperset(map(type, value)):
+                yield TakenContainer(self.own, name, value, value, in_place=False)
+            elif type(value) is not tuple or len(value) <= _SMALL:
+                yield TakenContainer(self.own, name, value, Contents(value), in_place=False)
 
 
 def is_plain(kind: type) -> bool:
     """Whether values of this type can be compared, and put back, as they are."""
-    return kind in _PLAIN or issubclass(kind, enum.Enum)
+    return kind in _PLAIN or issubclass(kind, enum.Enum | numbers.Number | Decimal)  # NumPy's scalars among them
+
+
+def _is_array(kind: type) -> bool:
+    """Whether it is NumPy's class of arrays; nothing is imported to find out."""
+    return kind.__name__ == "ndarray" and kind.__module__ == "numpy"
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
@@ -237,21 +250,32 @@ class Contents:
         leaves: list[Any] = []
         map_leaves(leaves.append, container)
         # Other objects may hold the graph of an earlier step, which must not live for as long as this one.
-        simple = all(type(leaf) in _PLAIN or isinstance(leaf, Tensor | nn.Module) for leaf in leaves)
+        simple = all(_is_simple(kind) for kind in set[Any](map(type, leaves)))
         self._kept = map_leaves(_without_graph, container) if simple else None
 
     def for_replay(self, container: Any) -> Any:
         """Contents for `container` that a replay may change; where they can't be kept, those that it has now."""
-        return container.copy() if self._kept is None else map_leaves(_small_copy, self._kept)
+        if self._kept is None:
+            return container if type(container) is tuple else container.copy()
+        return map_leaves(_small_copy, self._kept)
+
+
+@functools.cache
+def _is_simple(kind: Any) -> bool:
+    return is_plain(kind) or kind is bytearray or _is_array(kind) or issubclass(kind, Tensor | nn.Module)
 
 
 def _without_graph(leaf: Any) -> Any:
-    return _small_copy(leaf.detach()).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    leaf = _small_copy(leaf)
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _small_copy(leaf: Any) -> Any:
-    """A small tensor's copy, since state is changed in place; a large one, hardly ever changed, itself."""
-    if not isinstance(leaf, Tensor) or leaf.is_inference() or leaf.nbytes > SMALL_TENSOR:
+    """A small tensor's or array's copy, since state is changed in place; a large one, hardly ever changed, itself."""
+    if not isinstance(leaf, Tensor):
+        changes = type(leaf) is bytearray or (_is_array(type(leaf)) and leaf.nbytes <= SMALL_TENSOR)
+        return leaf.copy() if changes else leaf
+    if leaf.is_inference() or leaf.layout is not torch.strided or leaf.nbytes > SMALL_TENSOR:
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
@@ -285,7 +309,7 @@ class Walk:
 
     def _sort(self) -> None:
         """Which parts have something to be looked at in every forward."""
-        self._with_containers = [part for part in self._parts if part.containers or part.tuples]
+        self._with_containers = [part for part in self._parts if part.containers or part.copied]
         named = [(part.own, name) for part in self._parts for name in part.generators]
         self._generators = [*named, *self._global_generators]
 
@@ -300,6 +324,8 @@ class Walk:
             if part.modules is not None and part.own["_modules"] != part.modules:
                 return None
             if not part.is_current():
+                if any(_is_configuration(name, value) for name, value in part.own.items()):
+                    return None  # it may be new
                 self._parts[index] = Part(part.own, part.name, part.modules is not None)
                 self.stamp = object()
         self._sort()

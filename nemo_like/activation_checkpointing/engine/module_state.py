@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.torch_compat import sparse_parts
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
@@ -52,7 +54,7 @@ def _version(buffer: Tensor) -> int:
 def copied_in_forward(module: nn.Module) -> int:
     """Bytes that a region of `module` copies before every forward, and drops after it where they did not change."""
     buffers = (known.owner.get(known.name) for known in _buffers_of(module))
-    return sum(b.nbytes for b in buffers if isinstance(b, Tensor) and b.nbytes <= _SMALL)
+    return sum(size for b in buffers if isinstance(b, Tensor) and (size := _bytes(b)) <= _SMALL)
 
 
 class BufferSnapshot:
@@ -63,7 +65,7 @@ class BufferSnapshot:
     identity and version. Modules without buffers, as most transformer layers are, cost nothing.
     """
 
-    __slots__ = ("_before", "_copies", "_first", "_mode", "_module", "_stamp")
+    __slots__ = ("_before", "_copies", "_first", "_mode", "_module", "_same", "_stamp")
 
     def __init__(self, module: nn.Module, stamp: object = None) -> None:
         """`stamp` is another object than before when attributes of the modules have come, gone or changed their type."""
@@ -76,9 +78,12 @@ class BufferSnapshot:
         for known in known_buffers or self._first or ():
             buffer = known.owner.get(known.name)
             if isinstance(buffer, Tensor):
-                copied = self._first or known.changes or buffer.nbytes <= _SMALL
+                copied = self._first or known.changes or _bytes(buffer) <= _SMALL
                 self._before.append((known, buffer, _version(buffer), buffer.detach().clone() if copied else None))
         self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self._same: list[tuple[dict[str, Any], str, Tensor]] = []
+        """Plain attributes that forward left alone, for a later call may exchange them: a table that grows with a sequence.
+        `ModuleWorld` has the buffers."""
 
     def forward_done(self) -> bool:
         """Call after forward. Returns whether there is state to put back for a replay.
@@ -94,16 +99,23 @@ class BufferSnapshot:
             # Writes through `.data` count no version, the values tell; once only, because the host waits for the device.
             changed = changed or (self._first is not None and copy is not None and _differs(now, copy))
             if not changed:
+                if buffer.grad_fn is None and "_parameters" in known.owner:  # a graph must not live for longer
+                    self._same.append((known.owner, known.name, buffer))
                 continue
             known.changes = True
             if copy is None and _version(buffer) != version:
                 raise RegionError(
-                    f"Buffer {known.name!r}, of {buffer.nbytes} bytes, was changed in place inside a checkpointed region, "
+                    f"Buffer {known.name!r}, of {_bytes(buffer)} bytes, was changed in place inside a checkpointed region, "
                     "and earlier forwards had left it alone, so no copy was made to replay from. Run this step again "
                     "(the buffer is copied from now on), or change the buffer outside of the layer."
                 )
             self._copies.append((known.owner, known.name, buffer.detach() if copy is None else copy))
         self._before = []
+        return bool(self._copies or self._same)
+
+    @property
+    def changes(self) -> bool:
+        """Whether replay gets copies, whose versions start anew."""
         return bool(self._copies)
 
     def puts_back(self, owner: dict[str, Tensor | None], name: str) -> bool:
@@ -115,7 +127,23 @@ class BufferSnapshot:
         for owner, name, copy in self._copies:
             stack.callback(owner.__setitem__, name, owner.get(name))
             owner[name] = copy.clone()
+        for owner, name, tensor in self._same:
+            now = owner.get(name)
+            if now is not tensor:
+                stack.callback(owner.__setitem__, name, now)
+                owner[name] = tensor
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    return [tensor] if tensor.layout is torch.strided else sparse_parts(tensor)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else sum(part.nbytes for part in sparse_parts(tensor))
 
 
 def _differs(now: Tensor | None, before: Tensor) -> bool:
-    return now is None or now.shape != before.shape or not torch.equal(now, before)
+    if now is None or now.shape != before.shape or now.layout != before.layout:
+        return True
+    ours, theirs = _parts(now), _parts(before)
+    return len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs))

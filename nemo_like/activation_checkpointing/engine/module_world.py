@@ -9,6 +9,7 @@ be put back, so that raises.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from operator import attrgetter, is_
 from typing import Any
@@ -31,6 +32,7 @@ from nemo_like.activation_checkpointing.engine.module_parts import (
 
 _version: Callable[[Tensor], int] = attrgetter("_version")
 _ABSENT = object()
+_PLAIN_OR_NONE = (*PLAIN_TENSORS, type(None))
 
 
 class ModuleWorld:
@@ -126,12 +128,17 @@ def _revert_all(snapshot: Snapshot, others: list[tuple[dict[str, Any], dict[str,
 
 def _restore_container(taken: TakenContainer, stack: contextlib.ExitStack) -> None:
     container, contents = taken.container, taken.contents
-    if contents is not None:  # else a tuple
-        stack.callback(_fill, container, container.copy())
-        if isinstance(contents, Contents):
-            _fill(container, contents.for_replay(container))
-        elif container != contents:
-            _fill(container, contents)
+    if not taken.in_place:
+        now = taken.own.get(taken.name)
+        if isinstance(now, Tensor):
+            stack.callback(taken.own.__setitem__, taken.name, now)
+        taken.own[taken.name] = contents.for_replay(container) if isinstance(contents, Contents) else contents
+        return
+    stack.callback(_fill, container, container.copy())
+    if isinstance(contents, Contents):
+        _fill(container, contents.for_replay(container))
+    elif container != contents:
+        _fill(container, contents)
     if taken.own.get(taken.name, _ABSENT) is not container:
         taken.own[taken.name] = container
 
@@ -161,15 +168,14 @@ def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
 
 
 def _revert(own: dict[str, Any], before: dict[str, Any]) -> None:
-    """Take back what the replay and its preparation wrote into a module; its tensors are `BufferSnapshot`'s."""
+    """Take back what the replay and its preparation wrote into a module."""
     if len(own) == len(before) and all(map(is_, own.values(), before.values())):
         return
     for name in own.keys() - before.keys():
-        if not isinstance(own[name], Tensor):
-            del own[name]
+        del own[name]
     for name, value in before.items():
         now = own.get(name, _ABSENT)
-        if now is not value and (now is _ABSENT or not (isinstance(now, Tensor) and isinstance(value, Tensor))):
+        if now is not value:
             own[name] = value
 
 
@@ -177,7 +183,7 @@ def _restore_tensors(target: dict[str, Any], wanted: dict[str, Any], stack: cont
     for name, tensor in wanted.items():
         now = target.get(name)
         # Sharded to gathered is what FSDP does by itself, before this and in it.
-        if now is not tensor and (now is None or type(now) in PLAIN_TENSORS) and type(tensor) in PLAIN_TENSORS:
+        if now is not tensor and type(now) in _PLAIN_OR_NONE and type(tensor) in _PLAIN_OR_NONE:
             stack.callback(target.__setitem__, name, now)
             target[name] = tensor
     for name in target.keys() - wanted.keys():
@@ -191,7 +197,10 @@ def _exchange(container: Any, contents: Any, stack: contextlib.ExitStack) -> Non
 
 def _fill(container: Any, contents: Any) -> None:
     container.clear()
-    container.update(contents) if hasattr(container, "update") else container.extend(contents)
+    if isinstance(container, Counter):
+        dict.update(container, contents)  # its own adds
+    else:
+        container.update(contents) if hasattr(container, "update") else container.extend(contents)
 
 
 def module_of(function: Any) -> nn.Module | None:

@@ -166,7 +166,7 @@ class Region:
             self.world.forward_done()
             self.world.outside.forward_done(len(self.handles), self.outside)
         # Replay hands out copies of such things, whose versions start anew.
-        self.watch_versions = self.buffers is None and not self.keeps_on_host()
+        self.watch_versions = not (self.buffers is not None and self.buffers.changes) and not self.keeps_on_host()
         if self.kept:
             self.drop_unreachable()
         self.forward_mode = None
@@ -430,12 +430,13 @@ class Region:
         return index
 
     def stop_unless_waited_for(self) -> None:
-        """End the replay, unless a collective that it started has not been waited for.
+        """End the replay, unless a collective that it started has not been waited for, or the operator that saves has
+        yet to write what it saves: the replay goes on to the next tensor that autograd saves, or to the region's end.
 
-        Such a one keeps its buffers for ever, and memory would grow with every step (torchtitan#1467): the replay
-        goes on to the next tensor that autograd saves, or to the region's end.
+        A collective that nobody waits for keeps its buffers for ever, and memory would grow with every step
+        (torchtitan#1467).
         """
-        if torch_compat.unwaited_collectives() <= self.unwaited:
+        if torch_compat.unwaited_collectives() <= self.unwaited and not _written_later(*self.lent[-2:]):
             raise _Stop(self)
 
     @torch_compat.left_to_python
@@ -484,6 +485,17 @@ def say_misfit(region: str, reason: str) -> None:
         "backward takes longer. Plan with a sample_input that is like most batches of the run.",
         key="misfit",
     )
+
+
+def _written_later(first: Tensor, second: Tensor | None = None) -> bool:
+    """Whether an operator that saves these two, one after the other, may write the first one after that.
+
+    Autograd saves what an operator is called with before the operator runs. `rrelu` is called with new memory of its input's
+    size, saves both, and then draws random numbers into that memory, without counting a version.
+    """
+    if second is None or first.requires_grad or first._version or type(first) is not Tensor:
+        return False
+    return first.shape == second.shape and first.dtype == second.dtype and first.is_floating_point()
 
 
 def _nothing(owner: Any, name: str) -> bool:

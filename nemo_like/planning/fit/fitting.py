@@ -19,7 +19,7 @@ from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once
-from nemo_like.models import resolve_model
+from nemo_like.models import check_positions, resolve_model
 from nemo_like.options import MemoryBudget, Precision, parse_bytes
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.fit.advice import binds, ways_out
@@ -118,9 +118,10 @@ class FitReport:
 
 
 def fit(
-    model: nn.Module | str, job: Job | None = None, *, gpus: int, seq_len: int = 4096, global_batch: int | None = None,
-    memory: int | str | None = None, dtype: Any = None, sample: Callable[[int], Any] | None = None, count: int = 10,
-    max_seq_len: int | None = None, p99: int | None = None, lengths: Mapping[int, int] | None = None, **pins: Any,
+    model: nn.Module | str, job: Job | None = None, *, gpus: int, seq_len: int | None = None,
+    global_batch: int | None = None, memory: int | str | None = None, dtype: Any = None,
+    sample: Callable[[int], Any] | None = None, count: int = 10, max_seq_len: int | None = None, p99: int | None = None,
+    lengths: Mapping[int, int] | None = None, **pins: Any,
 ) -> FitReport:  # fmt: skip
     """Find the fastest configurations of a training step that fit on `gpus` devices. Runs no kernel, needs no GPU.
 
@@ -128,7 +129,7 @@ def fit(
         model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
         job: what is decided already: the fields that `Job.of` was given. The others are looked for.
         gpus: how many devices.
-        seq_len: tokens per sequence. Where they differ, say one of
+        seq_len: tokens per sequence; default: 4096. Where they differ, say one of
         max_seq_len, p99, lengths: tokens of the longest; what 99 of 100 do not exceed; a histogram, sequences by tokens. The
             step is planned for the largest micro-batch, all of whose sequences are as long as the longest; with `p99` alone
             for that length, which the report says.
@@ -204,7 +205,7 @@ def _limit(device: Device, memory: int | str | None) -> int:
 
 
 def _bytes(name: str, given: int | str, least: int) -> int:
-    size = parse_bytes(given) if isinstance(given, str) else given
+    size = parse_bytes(given, name) if isinstance(given, str) else given
     if isinstance(size, bool) or not isinstance(size, int) or size < least:
         raise ValueError(f"{name} is {given!r}; it must be a number of bytes >= {least}, or a string like '70GiB'.")
     return size
@@ -294,6 +295,11 @@ def _counts_of_experts(model: nn.Module) -> list[int]:
 def _room(model: nn.Module, question: Question) -> Room:
     layers = find_layers(model)
     experts = _counts_of_experts(model)
+    if question.imbalance is not None and not experts:
+        raise ValueError(
+            f"imbalance is {question.imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it "
+            "out."
+        )
     host = question.device.gpus_per_host
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
     return Room(
@@ -333,6 +339,7 @@ def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
             f"{type(model).__name__} has no config, so its input is unknown. Give sample=, a function of the number of "
             "sequences that returns what the model is called with."
         )
+    check_positions(config, "seq_len", seq_len)
 
     def make(batch: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(batch, seq_len, dtype=torch.long)

@@ -22,6 +22,7 @@ from nemo_like.options import (
     did_you_mean,
     normalise,
 )
+from nemo_like.options.parallel import check_imbalance
 from nemo_like.planning.devices import Device, device_of
 
 MODES = ("none", "full", "selective", "plan")
@@ -63,6 +64,9 @@ class Question:
             raise ValueError(
                 f"step has microbatches={self.job.step.microbatches}, which fit looks for itself; pin grad_accum instead."
             )
+        if self.imbalance is not None:
+            most = max(self.pins["ep"]) if "ep" in self.pins else None
+            check_imbalance("imbalance", self.imbalance, most)
         self._check_sizes()
         self._check_host()
 

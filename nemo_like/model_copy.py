@@ -1,0 +1,171 @@
+"""Copy a model to run the copy: neither a plan nor a profile changes the caller's, whatever it does to itself in forward."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CellType, FunctionType, GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import HOOKS
+
+_MARK = "_nemo_like_copy"
+_SMALL = 1 << 20
+"""Elements up to which a tensor is copied: fake runs compute with the values of such (`nemo_like.planning.fake.SMALL`)."""
+_ATOMS = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device)
+_LIBRARIES = ("torch", "transformers", "peft")
+"""Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`."""
+
+
+def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
+    """A copy of `model` to run; a copy that was made here is returned as it is.
+
+    Modules, attributes, generators and configs are new objects, tied and shared ones once. Parameters are new ones with the
+    old memory. So are large tensors, which a run on fake tensors does not write to; with `runs_kernels`, all tensors but
+    parameters have memory of their own. Hooks that callers have put on are left off. What cannot be copied (a lock, a
+    process group) is shared.
+
+    Raises:
+        ValueError: a module has a generator as an attribute, which a run would advance.
+    """
+    if hasattr(model, _MARK):
+        return model
+    memo: dict[int, Any] = {}
+    modules = list(model.modules())
+    for module in modules:
+        memo[id(module)] = object.__new__(type(module))
+        for tensor in tensors_in([*vars(module).values()]):
+            memo.setdefault(id(tensor), _tensor(tensor, whole=runs_kernels))
+    for module in modules:
+        twin = memo[id(module)]
+        twin.__dict__.update({name: _attribute(module, name, value, memo) for name, value in vars(module).items()})
+    made: nn.Module = memo[id(model)]
+    made.__dict__[_MARK] = True
+    return made
+
+
+@contextmanager
+def with_state(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it, `module` has the tensors of `state`, by name, in the place of its own; shared ones under every name.
+
+    `torch.func.functional_call` puts a tensor that has two names back once, and leaves the other one there.
+    """
+    owners = dict(module.named_modules(remove_duplicate=False))
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for name, tensor in state.items():
+            path, _, leaf = name.rpartition(".")
+            owner = owners[path]
+            table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            before.append((table, leaf, table[leaf]))
+            table[leaf] = tensor
+        yield
+    finally:
+        for table, leaf, own in reversed(before):
+            table[leaf] = own
+
+
+def leaves_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` with new leaves of the same memory for its parameters; what is one tensor under two names stays one."""
+    made = {
+        id(t): t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t for t in state.values()
+    }
+    return {name: made[id(t)] for name, t in state.items()}
+
+
+def call_with(module: nn.Module, state: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """What `module` returns with the tensors of `state` in the place of its own."""
+    with with_state(module, state):
+        return module(*args, **kwargs)
+
+
+@contextmanager
+def random_numbers_put_back(device: torch.device | None = None) -> Iterator[None]:
+    """Draws of Python's, NumPy's and torch's global generators within it, those of a CUDA `device` too, are made again."""
+    numpy = sys.modules.get("numpy")
+    python, words = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(words)
+
+
+def _tensor(tensor: Tensor, whole: bool) -> Tensor:
+    if type(tensor) is nn.Parameter and type(tensor.data) is Tensor:
+        made: Tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)
+        made.__dict__.update(vars(tensor))
+        return made
+    if type(tensor) is not Tensor:
+        return tensor
+    made = tensor.detach()
+    return (made.clone() if whole or made.numel() <= _SMALL else made).requires_grad_(tensor.requires_grad)
+
+
+def _attribute(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, GeneratorType):
+        raise ValueError(
+            f"{type(module).__name__}.{name} is a generator: a plan or a profile would advance it, and it cannot be copied. "
+            "Use an iterator that can (of itertools, or of a list), or a mode instead of a budget, such as 'selective'."
+        )
+    if name in HOOKS:
+        return type(value)((key, _copied(hook, memo)) for key, hook in value.items() if _of_library(hook))
+    return _copied(value, memo)
+
+
+def _of_library(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).partition(".")[0] in _LIBRARIES
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, _ATOMS):
+        return value
+    if isinstance(value, FunctionType):
+        return _function(value, memo)
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, NotImplementedError, AttributeError):
+        return _by_parts(value, memo)
+
+
+def _by_parts(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of what has a part that cannot be copied: this part is shared."""
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, memo) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item, memo) for key, item in value.items()}
+    if type(value).__module__ == "builtins" or not hasattr(value, "__dict__"):
+        return value
+    made = memo[id(value)] = object.__new__(type(value))
+    made.__dict__.update({key: _copied(item, memo) for key, item in vars(value).items()})
+    return made
+
+
+def _function(function: FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:
+    """`function`, as a ``forward`` that somebody has put on one module, with copies of what its closure has."""
+    if not function.__closure__:
+        return function
+    if id(function) not in memo:
+        cells = tuple(CellType() for _ in function.__closure__)
+        made = memo[id(function)] = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__dict__.update(vars(function))
+        for cell, own in zip(cells, function.__closure__):
+            try:
+                cell.cell_contents = _copied(own.cell_contents, memo)
+            except ValueError:  # an empty cell
+                continue
+    made_function: Callable[..., Any] = memo[id(function)]
+    return made_function
