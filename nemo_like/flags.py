@@ -38,7 +38,7 @@ from nemo_like.options import (
     parse_strategy,
 )
 
-RESHARD = {"default": None, "yes": True, "no": False}
+RESHARD: dict[str, bool | int | None] = {"default": None, "yes": True, "no": False}
 OFFLOADS = ("none", "boundary", "saved", "all")
 
 
@@ -145,9 +145,13 @@ def add_pins(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     for name in names:
         flag = FLAGS[name]
         if flag.kind is bool:
-            parser.add_argument(flag.word, action=argparse.BooleanOptionalAction, default=None, help=f"pinned: {flag.help}")
+            parser.add_argument(
+                flag.word, action=argparse.BooleanOptionalAction, default=None, help=f"pinned: {flag.help}"
+            )
         else:
-            parser.add_argument(flag.word, type=flag.kind, nargs="+", help=f"pinned: {flag.help}; several values: any of them")
+            parser.add_argument(
+                flag.word, type=flag.kind, nargs="+", help=f"pinned: {flag.help}; several values: any of them"
+            )
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -199,14 +203,17 @@ def _strategy(said: Mapping[str, Any]) -> Any:
     return strategy
 
 
+def reshard_word(value: bool | int | None) -> str:
+    """What ``--reshard-after-forward`` is for this value of `FSDP2.reshard_after_forward`."""
+    return next((word for word, known in RESHARD.items() if known is value), str(value))
+
+
 def _reshard(word: Any) -> bool | int | None:
     if word in RESHARD:
         return RESHARD[word]
     if isinstance(word, str) and word.isdigit():
         return int(word)
-    raise ValueError(
-        f"--reshard-after-forward is {word!r}; it must be {', '.join(RESHARD)}, or a number of ranks."
-    )
+    raise ValueError(f"--reshard-after-forward is {word!r}; it must be {', '.join(RESHARD)}, or a number of ranks.")
 
 
 def _scopes(scope: str) -> str | tuple[str, ...]:
@@ -239,9 +246,7 @@ def _pipeline(said: Mapping[str, Any]) -> PipelineParallel:
 
 def _step(said: Mapping[str, Any]) -> StepSpec:
     count = said["grad_accum"] if said["pp"] == 1 else 1  # a pipeline cuts its one batch by itself
-    return StepSpec(
-        count, said["sync"], not said["drop_output"], said["zero_grad"], said["optimizer"], ema=said["ema"]
-    )
+    return StepSpec(count, said["sync"], not said["drop_output"], said["zero_grad"], said["optimizer"], ema=said["ema"])
 
 
 def allocator_here(said: str | None) -> AllocatorConfig:
@@ -249,7 +254,3 @@ def allocator_here(said: str | None) -> AllocatorConfig:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     text = next((os.environ[name] for name in names if name in os.environ), "") if said is None else said
     return AllocatorConfig.parse(text)
-
-
-
-

@@ -214,7 +214,7 @@ class Job:
         strategy = self.strategy
         if isinstance(strategy, FSDP2) and strategy.reshard_after_forward is None:
             strategy = replace(strategy, reshard_after_forward=False)
-        return replace(self, pp=1, world_size=ranks, strategy=Single() if ranks == 1 else strategy)
+        return replace(self, pp=PipelineParallel(), world_size=ranks, strategy=Single() if ranks == 1 else strategy)
 
     # --- as code ---------------------------------------------------------------------------------------------------
 
@@ -456,7 +456,11 @@ def _split_is_the_callers(job: Job) -> str | None:
     if job.pp.split is None:
         return None
     reasons = [
-        (f"ac is {job.ac}", isinstance(job.ac, MemoryBudget), "no plan is made for those; a mode such as 'selective' is"),
+        (
+            f"ac is {job.ac}",
+            isinstance(job.ac, MemoryBudget),
+            "no plan is made for those; a mode such as 'selective' is",
+        ),
         ("ac is a plan", isinstance(job.ac, Plan), "no plan is made for those; a mode such as 'selective' is"),
         (f"cp is {job.cp.size}", job.cp.size > 1, "what they send is not cut along the sequence"),
     ]

@@ -48,7 +48,7 @@ from nemo_like.layers import find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
 from nemo_like.module_tree import bare, check_model
-from nemo_like.options import DDP, ChunkedLoss, Single
+from nemo_like.options import DDP, ChunkedLoss, OffloadConfig, Single
 from nemo_like.options.words import parse_dtype
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import layers_for, resolve, with_plan
@@ -98,7 +98,7 @@ def checkpoint(model: nn.Module, job: Job, sample_input: Any = None) -> nn.Modul
     if job.loss is not None:
         check_head(model)
     job = with_plan(model, job, chosen, sample_input)
-    specs = resolve(model, replace(job, offload="none"), found, chosen, sample_input)
+    specs = resolve(model, replace(job, offload=OffloadConfig()), found, chosen, sample_input)
     apply_specs(model, specs, compile=job.compile is not None)
     return model if job.loss is None else chunk_model_loss(model, job.loss)
 
@@ -187,6 +187,7 @@ def parallelize(
 
     from nemo_like.pipelined import cut_into_stages  # it traces the model, as planning does
 
+    assert mesh is not None  # a pipeline has several ranks
     cut = cut_into_stages(model, job, mesh, sample_input)
     # Nothing has been changed up to here.
     start_from_the_same_weights(model, mesh)
@@ -204,7 +205,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     check_float8(job.precision.matmuls)
     experts = () if shard_mesh is None or job.ep.size == 1 else check_experts(model, shard_mesh, job.ep)
     whole = [each.fqn for each in experts]
-    if shard_mesh is not None and job.tp.size > 1:
+    if shard_mesh is not None and job.fsdp is not None and job.tp.size > 1:
         check_packed_weights(model, shard_mesh, job.tp.plan, whole, job.fsdp.reshard_after_forward)
     if job.cp.size > 1:
         check_context_parallel(model, job.cp, found, call_of(model))
@@ -385,9 +386,7 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, job: Job) -> N
         )
 
 
-def _replicate(
-    model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch.device
-) -> nn.Module:
+def _replicate(model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch.device) -> nn.Module:
     """Put the whole model on this rank's device, under autocast; with a mesh, inside DistributedDataParallel."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         model.to(place)

@@ -67,7 +67,9 @@ class CutModel:
         pieces = parts.slices if isinstance(parts, SplitParts) else slices(counts_of(parts, job.pp))
         if is_rank_zero():
             counts = [len(piece.layers) for piece in pieces]
-            logger.info(f"Pipeline of {len(counts)} stages on {job.pp.size} ranks ({job.pp.schedule}): {counts} layers each.")
+            logger.info(
+                f"Pipeline of {len(counts)} stages on {job.pp.size} ranks ({job.pp.schedule}): {counts} layers each."
+            )
         of_stage = job.of_stage()
         dtype = None if of_stage.fsdp is None else job.param_dtype
         packed = packed_calls(self.model)  # of the whole: a stage does not see what layers of other stages mix

@@ -108,7 +108,7 @@ def with_plan(model: nn.Module, job: Job, chosen: Sequence[Layer], sample_input:
         )
     from nemo_like.planning.planner import plan_for  # only a budget asks the planner
 
-    plan = plan_for(model, replace(job, layers=[layer.fqn for layer in chosen]), sample_input=sample_input)
+    plan = plan_for(model, replace(job, layers=tuple(layer.fqn for layer in chosen)), sample_input=sample_input)
     if is_rank_zero():
         logger.info(
             f"ac={plan.budget!r}: predicted peak {plan.peak_bytes / 2**30:.2f} GiB per rank, replay "

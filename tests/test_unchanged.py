@@ -61,7 +61,15 @@ def _own_checkpointing() -> nn.Module:
 
 
 def _plan_of_another() -> dict[str, Any]:
-    return dict(ac=plan_for(build("llama"), ac="100%", sample_input={"input_ids": IDS, "labels": IDS}, gpu="h100-80gb", search=PlanSearch(skip=False)))
+    return dict(
+        ac=plan_for(
+            build("llama"),
+            ac="100%",
+            sample_input={"input_ids": IDS, "labels": IDS},
+            gpu="h100-80gb",
+            search=PlanSearch(skip=False),
+        )
+    )
 
 
 def _config(**fields: Any) -> CheckpointConfig:

@@ -90,7 +90,9 @@ def _played(rank: int, world_size: int, precision: str | None, tokens: int) -> l
     fsdp, cast = FSDP2(cpu_offload=True), Precision.of(precision)
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
-    planner = Planner(llama(), sample, Job.of(strategy=fsdp, world_size=world_size, precision=cast, gpu=resolve_device("cpu")))
+    planner = Planner(
+        llama(), sample, Job.of(strategy=fsdp, world_size=world_size, precision=cast, gpu=resolve_device("cpu"))
+    )
     planner.__dict__["sharding"] = sharding_of(
         planner.model,
         planner.layers,

@@ -52,7 +52,11 @@ def _peaks(
     planned = _build(name)
     before = {key: len(vars(module)) for key, module in planned.named_modules()}
     rows = []
-    with Planner(planned, batch, Job.of(world_size=world_size, step=StepSpec(keeps_output=False), cp=cp, gpu=resolve_device("cpu"))) as planner:
+    with Planner(
+        planned,
+        batch,
+        Job.of(world_size=world_size, step=StepSpec(keeps_output=False), cp=cp, gpu=resolve_device("cpu")),
+    ) as planner:
         plans = {
             mode: planner.describe(planner.uniform(mode), mode)
             if mode in ("none", "full", "selective")

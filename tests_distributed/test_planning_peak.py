@@ -126,7 +126,9 @@ def _compare(rank, world_size, name, modes):
 
     rows = []
     batch = _batch(name, rank)
-    planner = Planner(MODELS[name]().train(), batch, Job.of(world_size=world_size, step=DROPPED, gpu=resolve_device("cpu")))
+    planner = Planner(
+        MODELS[name]().train(), batch, Job.of(world_size=world_size, step=DROPPED, gpu=resolve_device("cpu"))
+    )
     for mode in modes:
         torch.manual_seed(0)
         model = MODELS[name]().train()

@@ -45,7 +45,11 @@ def _microbatch() -> dict[str, torch.Tensor]:
 
 def _planner(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfig", **setup: Any) -> PipelinePlanner:
     own = {} if shard_ranks > 1 else {"fsdp": None}
-    return PipelinePlanner(_build(name), _microbatch(), Job.of(world_size=shard_ranks * pp.size, step=StepSpec(), **own, **setup, gpu=resolve_device("cpu"), pp=pp))  # fmt: skip
+    return PipelinePlanner(
+        _build(name),
+        _microbatch(),
+        Job.of(world_size=shard_ranks * pp.size, step=StepSpec(), **own, **setup, gpu=resolve_device("cpu"), pp=pp),
+    )
 
 
 def _peaks(

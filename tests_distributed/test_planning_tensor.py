@@ -38,7 +38,11 @@ def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
 
 
 def _steps(rank: int, world_size: int, name: str, asked: tuple[str, ...], precision: str | None) -> list[Any]:
-    planner = Planner(_build(name), _batch(), Job.of(world_size=(world_size // 2) * 2, tp=2, step=STEP, precision=precision, gpu=resolve_device("cpu")))  # fmt: skip
+    planner = Planner(
+        _build(name),
+        _batch(),
+        Job.of(world_size=(world_size // 2) * 2, tp=2, step=STEP, precision=precision, gpu=resolve_device("cpu")),
+    )
     rows, bare = [], None
     for ac in asked:
         model = parallelize(_build(name), ac=ac, tp=2, sample_input=_batch(), step=STEP, precision=precision)
@@ -112,7 +116,11 @@ def test_a_budget_beside_tp_and_pp(schedule: str, budget: str) -> None:
 
 def _parts(rank: int, world_size: int, options: TensorParallel, asked: tuple[str, ...]) -> list[Any]:
     """(ac, planned, measured) of steps that are cut along the sequence, or by vocabulary."""
-    setup = Job.of(world_size=2, tp=TensorParallel(2, sequence_parallel=options.sequence_parallel, loss_parallel=options.loss_parallel), step=STEP)  # fmt: skip
+    setup = Job.of(
+        world_size=2,
+        tp=TensorParallel(2, sequence_parallel=options.sequence_parallel, loss_parallel=options.loss_parallel),
+        step=STEP,
+    )
     planner, rows = Planner(_build("LlamaConfig"), _batch(), setup.change(gpu=resolve_device("cpu"))), []
     for ac in asked:
         model = parallelize(_build("LlamaConfig"), ac=ac, tp=options, sample_input=_batch(), step=STEP)
@@ -160,7 +168,13 @@ def _refused(rank: int, world_size: int) -> list[str]:
 
 def test_chunks_of_logits_in_parts_are_refused() -> None:
     with pytest.raises(ValueError, match="loss='chunked' beside loss_parallel=True"):
-        Planner(_build("LlamaConfig"), _batch(), Job.of(world_size=2, tp=TensorParallel(2, loss_parallel=True), loss=ChunkedLoss(), gpu=resolve_device("cpu")))  # fmt: skip
+        Planner(
+            _build("LlamaConfig"),
+            _batch(),
+            Job.of(
+                world_size=2, tp=TensorParallel(2, loss_parallel=True), loss=ChunkedLoss(), gpu=resolve_device("cpu")
+            ),
+        )
 
 
 def test_what_no_plan_is_made_for_is_refused() -> None:

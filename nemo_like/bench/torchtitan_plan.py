@@ -161,9 +161,7 @@ class _Stages(_Step):
         pp = PipelineParallel(step.pp, step.schedule, step.microbatches, balance=_dealt(len(self._layers()), stages))
         sample = self.sample() | {"labels": self.sample()["input_ids"]}
         job = self.job.on(dp_shard=self.job.dp_shard, pp=pp)
-        planner = PipelinePlanner(
-            self.model, sample, job, parts_sent=step.tp, parts=parts_of(self.whole, sample, job)
-        )
+        planner = PipelinePlanner(self.model, sample, job, parts_sent=step.tp, parts=parts_of(self.whole, sample, job))
         choices = planner.uniform(step.ac)
         ranked = [self._memory(planner, rank, choices) for rank in range(step.pp)]
         rank = max(range(step.pp), key=lambda r: ranked[r].reserved)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import json
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_like.console import check_picture, check_writable, flag, refuse_unread
+from nemo_like.console import check_picture, check_writable, refuse_unread
 from nemo_like.flags import FLAGS, add_flags, job_of
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
@@ -98,15 +97,17 @@ def run(args: argparse.Namespace) -> int:
         source = resolve_model(args.model)
         model = _frozen(source.build("meta", parse_dtype("--dtype", args.dtype)), args, job)
 
-        def plan_with(sample: Any, job: Job = job) -> Planner | PipelinePlanner:
-            # A planner cuts the model it traces for as long as it answers.
-            own = model if job.cp.size == 1 else copy.deepcopy(model)
-            return Planner(own, sample, job) if job.pp.size == 1 else PipelinePlanner(own, sample, job)
+        limit = parse_bytes(args.memory, "--memory") if args.memory else None
+        if job.pp.size > 1:
+            staged, given = plan_inputs.planner_with_inputs(
+                lambda sample: PipelinePlanner(model, sample, job), model, source, args
+            )
+            return _report_stages(args, staged, given, limit, start)
+
+        def plan_with(sample: Any, job: Job = job) -> Planner:
+            return Planner(model, sample, job)
 
         planner, given = plan_inputs.planner_with_inputs(plan_with, model, source, args)
-        limit = parse_bytes(args.memory) if args.memory else None
-        if isinstance(planner, PipelinePlanner):
-            return _report_stages(args, planner, given, limit, start)
         ids = given.tensors.get("input_ids", given.tensors.get("labels"))
         # What a smaller number of ranks would hold is not looked for where they share sequences.
         alone = args.no_search or job.cp.size > 1
@@ -221,7 +222,9 @@ def _check(args: argparse.Namespace) -> None:
         if args.grad_accum == 1:
             refuse_unread(args, ["sync"], "of one micro-batch there is no other. Give --grad-accum too.")
         if args.world_size == 1:
-            refuse_unread(args, ["reshard_after_forward", "prefetch"], "one rank keeps the model whole. Give --world-size too.")
+            refuse_unread(
+                args, ["reshard_after_forward", "prefetch"], "one rank keeps the model whole. Give --world-size too."
+            )
     if not (args.host or args.cpu_offload) and args.offload == "none":
         refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
     if args.input_shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,10 +17,12 @@ from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quie
 from nemo_like.planning.plan_search import MOST_SEQUENCES, MOST_TOKENS, Reach, full_peak, largest_batch, least_gpus
 from nemo_like.planning.planner import Planner
 
+_Planner = TypeVar("_Planner")
+
 
 def planner_with_inputs(
-    make: Callable[[Any], Planner], model: nn.Module, source: ModelSource, args: argparse.Namespace
-) -> tuple[Planner, ModelInput]:
+    make: Callable[[Any], _Planner], model: nn.Module, source: ModelSource, args: argparse.Namespace
+) -> tuple[_Planner, ModelInput]:
     """``make(sample)`` for all that the model takes; where it refuses pictures and sound as they are made up here, for
     text alone, with the reason in `ModelInput.missing`.
 

@@ -119,9 +119,7 @@ class PipelineParallel:
                 "'interleaved_1f1b'."
             )
         if (problem := self.facts.check(self.size, microbatches)) is not None:
-            raise ValueError(
-                f"microbatches is {microbatches} for {self.schedule!r} on {self.size} ranks; {problem}"
-            )
+            raise ValueError(f"microbatches is {microbatches} for {self.schedule!r} on {self.size} ranks; {problem}")
 
     def _check_counts(self) -> None:
         counts = self.balance

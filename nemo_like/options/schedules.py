@@ -19,7 +19,9 @@ def _equal_rounds(ranks: int, microbatches: int) -> str | None:
 
 def _one_for_each_rank(ranks: int, microbatches: int) -> str | None:
     if microbatches < ranks:
-        return f"with fewer microbatches than stages, stages stand idle all along: use at least {ranks}, or a smaller pp."
+        return (
+            f"with fewer microbatches than stages, stages stand idle all along: use at least {ranks}, or a smaller pp."
+        )
     return None
 
 

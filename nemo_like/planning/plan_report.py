@@ -89,6 +89,7 @@ class PlanReport:
     """Bytes of parameters, gradients and optimizer state on a rank that are padding: the ranks do not divide a weight."""
     tight: Tight | None = None
     """The recommended row would reserve more than the device has; None: it would not."""
+
     def tokens_per_second(self, row: PlanRow) -> float | None:
         """Of one GPU, predicted; None where no text goes in."""
         if self.tokens is None or not row.plan.step_seconds:
@@ -103,8 +104,8 @@ class PlanReport:
 def planned_call(job: Job, ac: str, sample: str) -> str:
     """Return the line of Python that runs `job` with `ac`: a mode, which needs no sample and no more of the loop, or a budget."""
     if ac in MODES and job.pp.size == 1:
-        return replace(job, ac=ac, step=StepSpec(), search=PlanSearch()).as_call()
-    return replace(job, ac=ac).as_call(sample=sample)
+        return job.change(ac=ac, step=StepSpec(), search=PlanSearch()).as_call()
+    return job.change(ac=ac).as_call(sample=sample)
 
 
 def make_report(

@@ -96,9 +96,7 @@ class Planner:
         self.experts: tuple[Experts, ...] = ()
         # A stage of a pipeline may be one without experts.
         if job.ep.size > 1 and not (hasattr(model, STAGE_MARK) and not has_experts(model, job.ep.plan)):
-            self.model, self.experts = expert_twin(
-                model, job.ep.size, planned_imbalance(job), job.ep.plan, job.tp.size
-            )
+            self.model, self.experts = expert_twin(model, job.ep.size, planned_imbalance(job), job.ep.plan, job.tp.size)
         names = [experts.fqn for experts in self.experts]
         self.model = rank_twin(
             self.model, job.tp.size, job.tp.plan, names,
@@ -628,7 +626,9 @@ def asked_job(job: Job | None, asked: Mapping[str, Any], sample_input: Any) -> J
         ValueError, TypeError: as `plan_for`, for its arguments.
     """
     if job is not None and not isinstance(job, Job):
-        raise TypeError(f"job is {job!r}; it must be a Job. A budget is given as ac=: plan_for(model, ac='40GiB', ...).")
+        raise TypeError(
+            f"job is {job!r}; it must be a Job. A budget is given as ac=: plan_for(model, ac='40GiB', ...)."
+        )
     made = Job.of(**asked) if job is None else Job.of(job, **asked)
     if made.world_size is None:
         made = replace(made, world_size=world_size())

@@ -307,9 +307,7 @@ def layer_runs(planner: Planner, choices: Sequence[Choice]) -> list[LayerRun]:
         block = planner.blocks[kind]
         replay = block.replay(choice, planner.problems[kind].reachable)
         copies = exposed_seconds(moves, block.forward, planner.device)
-        made.append(
-            LayerRun(count, block, replay, choice.label == "full", unit, experts, copies, moves, kind, choice)
-        )
+        made.append(LayerRun(count, block, replay, choice.label == "full", unit, experts, copies, moves, kind, choice))
     planner.runs[key] = choices, made  # told apart by id, so the choices must live
     return made
 

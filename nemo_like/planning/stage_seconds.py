@@ -92,7 +92,9 @@ def parts_of_stages(planner: PipelinePlanner, choices: Choices) -> list[dict[str
     links, made = Links.of(planner.job, planner.device), []
     for stage, own in zip(planner.stages, choices):
         one = stage.planner
-        calls = ((one.blocks[call.kind], one.problems[call.kind], choice) for call, choice in zip(one.traced.calls, own))
+        calls = (
+            (one.blocks[call.kind], one.problems[call.kind], choice) for call, choice in zip(one.traced.calls, own)
+        )
         made.append(layer_parts(calls, links) | {"head and embedding": one.outer().seconds})
     return made
 

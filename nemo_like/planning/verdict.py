@@ -47,8 +47,10 @@ def verdict(planner: Planner | PipelinePlanner, choices: Any, peak: Peak, limit:
     inputs = planner.input_bytes
     if planner.device.cuda is None:
         return Need(peak.total + inputs, ALLOCATED, inputs=inputs)
-    most = _on_ranks if isinstance(planner, PipelinePlanner) else _on_one
-    reserved = most(planner, choices, limit - inputs)
+    if isinstance(planner, PipelinePlanner):
+        reserved = _on_ranks(planner, choices, limit - inputs)
+    else:
+        reserved = _on_one(planner, choices, limit - inputs)
     if reserved is None:
         return Need(int(peak.total * (1 + OVERHEAD)) + inputs, WITH_OVERHEAD, inputs=inputs)
     return Need(reserved + inputs, RESERVED, reserved, inputs)
@@ -58,7 +60,9 @@ def most_allocated(planner: Planner | PipelinePlanner, limit: int) -> int:
     """The highest peak that could fit in `limit` bytes."""
     left, job = max(0, limit - planner.input_bytes), planner.job
     staged = isinstance(planner, PipelinePlanner)
-    predicted = is_replayed(job.pp) if staged else job.offload.mode == "none" and not (job.fsdp and job.fsdp.cpu_offload)
+    predicted = (
+        is_replayed(job.pp) if staged else job.offload.mode == "none" and not (job.fsdp and job.fsdp.cpu_offload)
+    )
     return left if predicted or planner.device.cuda is None else int(left / (1 + OVERHEAD))
 
 

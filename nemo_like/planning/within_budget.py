@@ -64,7 +64,9 @@ def _too_small(planner: Planner, budget: MemoryBudget, limit: int, asked: str) -
     stack = planner.stack
     if budget.fraction is not None:
         least, none = _held_of(planner, stack, stack.mixes[0]), planner.held(planner.uniform("none"))
-        kept = "the layers' inputs" + (" and what says which rows go to which expert" if planner.job.ep.size > 1 else "")
+        kept = "the layers' inputs" + (
+            " and what says which rows go to which expert" if planner.job.ep.size > 1 else ""
+        )
         return BudgetError(
             f"Budget {asked!r} allows {gib(limit)} of activations, and {kept} alone take {gib(least)} "
             f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nemo_like.console import flag
-from nemo_like.options import FLOAT8, Precision, parse_dtype
+from nemo_like.options import FLOAT8, parse_dtype
 from nemo_like.recipes.option_sources import parse_command_line
-from nemo_like.recipes.run_options import RunOptions, option
+from nemo_like.recipes.run_options import RunOptions, job_option, option
 
 HELP = "fine-tune a Hugging Face model on samples: on one device, or on many with torchrun"
 EXAMPLES = (
@@ -73,14 +73,8 @@ class FinetuneOptions(RunOptions):
 
     # Other defaults than pretraining's.
     steps: int = option(0, "steps of the whole run, those before a resume included; 0: as many as --epochs take", int)
-    precision: str = option(
-        "bfloat16",
-        "dtype to compute in, and of frozen weights: float32 | bfloat16; or fp8 | fp8-rowwise | fp8-gather: bfloat16, and "
-        "the layers' matmuls in float8 (torchao), scaled by tensor or by row, or weights gathered in float8, too; what "
-        "trains, and gradient sums, stay float32",
-        alias="--dtype",
-    )
-    loss: str = option("chunked", "model | chunked: head and loss of a few tokens at a time, never the whole logits")
+    precision: str = job_option("precision", "bfloat16", alias="--dtype")
+    loss: str = job_option("loss", "chunked")
     seq_len: int = option(1024, "longest sample, in tokens; what is longer is cut at its end", int)
     lr: float = option(2e-4, "peak learning rate of AdamW; a tenth of it is usual without --lora", float)
     warmup_steps: int | None = option(None, "steps of linear warm-up (default: 10, or all of fewer --steps)", int)
@@ -161,10 +155,6 @@ class FinetuneOptions(RunOptions):
     def _check_precision(self) -> None:
         if not self.float8:
             super()._check_precision()
-
-    @property
-    def mixed_precision(self) -> Precision:
-        return Precision(self.compute, matmuls=self.precision if self.float8 else None)
 
     @property
     def float8(self) -> bool:

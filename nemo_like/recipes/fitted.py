@@ -18,14 +18,15 @@ from torch import nn
 from nemo_like.activation_checkpointing.plan import FORMAT, Plan, gib, layer_signature
 from nemo_like.console import flag
 from nemo_like.distributed.launch import local_world_size
+from nemo_like.flags import RESHARD, reshard_word
 from nemo_like.json_file import write_json
 from nemo_like.log import say_once
-from nemo_like.options import MemoryBudget, normalise, parse_ac, parse_bytes
+from nemo_like.options import FSDP2, MemoryBudget, normalise, parse_ac, parse_bytes
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.fit import Candidate, FitReport, fit
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.host_memory import host_bytes
-from nemo_like.recipes.run_options import RESHARD, RunOptions
+from nemo_like.recipes.run_options import RunOptions
 
 FILE = "fit.json"
 """In the folder of checkpoints."""
@@ -187,10 +188,10 @@ def _best(
                 raise
             continue  # this model has no such loss
         made = partial(replace(options, loss=loss, grad_accum=1).planned_input, width=width)
-        step = replace(options, loss=loss, grad_accum=1).step_spec
+        job = replace(options, loss=loss, grad_accum=1).job()
         found = fit(
             model, gpus=ranks.world_size, gpu=device, seq_len=width, global_batch=options.batch_size, memory=memory,
-            host_memory=host, precision=options.mixed_precision, step=step, count=1, loss=loss, sample=made, **pins,
+            host_memory=host, precision=job.precision, step=job.step, count=1, loss=loss, sample=made, **pins,
         )  # fmt: skip
         reports.append(found)
     fitting = [report for report in reports if report.candidates]
@@ -222,12 +223,12 @@ def _pins(options: RunOptions, ranks: Ranks) -> tuple[dict[str, Any], int | str 
 def _fitted(
     options: RunOptions, asked: Mapping[str, Any], best: Candidate, report: FitReport, device: Device
 ) -> Fitted:
-    layout = best.layout
-    words = {value: word for word, value in RESHARD.items()}
+    layout, job = best.layout, best.job
+    sharded = job.strategy if isinstance(job.strategy, FSDP2) else FSDP2()
     values = {
-        "dp_replicate": layout.dp_replicate, "grad_accum": layout.grad_accum, "ac": best.ac, "loss": best.loss,
-        "offload": best.offload, "reshard_after_forward": words[best.reshard_after_forward],
-        "cpu_offload": best.cpu_offload, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp_schedule": layout.schedule,
+        "dp_replicate": layout.dp_replicate, "grad_accum": layout.grad_accum, "ac": best.ac, "loss": "model" if job.loss is None else "chunked",
+        "offload": job.offload.mode, "reshard_after_forward": reshard_word(sharded.reshard_after_forward),
+        "cpu_offload": sharded.cpu_offload, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp_schedule": layout.schedule,
     }  # fmt: skip
     chosen = {name: values[name] for name in options.searched if name in options.free and values[name] is not None}
     return Fitted(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,7 +143,7 @@ class TrainingJob:
         check_positions(getattr(model, "config", None), "--seq-len", width)
         self.width = width
         device = device_at_hand(self.ranks.device.type)
-        self.utilisation = Utilisation.of(model, device, self.options.mixed_precision)
+        self.utilisation = Utilisation.of(model, device, self.options.job().precision)
         if self.options.free:
             self.options, self.ranks, self.fitted = choose(self.options, self.ranks, model, width)
             _check_ranks(self.options, self.ranks)
@@ -151,15 +152,15 @@ class TrainingJob:
         """Where memory runs out inside, raise `MemoryRanOutError` with what would lower the peak."""
         return advice_on_memory(PlannedStep(self._bare, self.options, self.ranks, self.width))
 
-    def _parallelized(self, model: nn.Module, rows: int, width: int, **more: Any) -> Any:
+    def _parallelized(self, model: nn.Module, rows: int, width: int, mesh: DeviceMesh | None = None) -> Any:
         """What `parallelize` makes of `model`, for microbatches of up to `rows` x `width` tokens."""
-        said = self.options.parallel_options(self.ranks.device) | more
+        fields: dict[str, Any] = {"device": self.ranks.device}
         if self.fitted is not None and (plan := self.fitted.planned) is not None:
-            said["ac"] = plan
+            fields["ac"] = plan
         sample = self.options.planned_input(rows, width)
         if self.fitted is not None:
-            said["planned_tokens"] = most_elements(tensors_in(sample))
-        return parallelize(model, sample_input=sample, **said)
+            fields["planned_tokens"] = most_elements(tensors_in(sample))
+        return parallelize(model, self.options.job(**fields), sample_input=sample, mesh=mesh)
 
     def _begin(self) -> None:
         """With everything built: go on from a checkpoint where that was asked for. A collective.

@@ -10,9 +10,8 @@ import torch
 
 from nemo_like.console import check_new_folder, flag
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
-from nemo_like.options import PipelineParallel
 from nemo_like.recipes.option_sources import parse_command_line
-from nemo_like.recipes.run_options import RunOptions, option
+from nemo_like.recipes.run_options import RunOptions, job_option, option
 
 HELP = "train a decoder on text, byte by byte: on one device, or on many with torchrun"
 EXAMPLES = (
@@ -45,13 +44,11 @@ class Options(RunOptions):
     init: str = option(
         "host", "host: each rank builds all weights on the CPU | sharded: each rank makes only its shard (large models)"
     )
-    tp: int = option(1, "ranks that share a layer's matmuls (tensor parallel); must divide the number of ranks", int)
-    cp: int = option(1, "ranks that share each sequence (context parallel); must divide the number of ranks", int)
-    ep: int = option(1, "ranks that share a layer's experts (expert parallel); must divide the number of experts", int)
-    pp: int = option(
-        1, "ranks that the layers are dealt out to (pipeline); its microbatches: --grad-accum, else twice as many", int
-    )
-    pp_schedule: str = option("1f1b", f"order of the pipeline's microbatches: {' | '.join(PIPELINE_SCHEDULES)}")
+    tp: int = job_option("tp")
+    cp: int = job_option("cp")
+    ep: int = job_option("ep")
+    pp: int = job_option("pp")
+    pp_schedule: str = job_option("pp_schedule")
     pack: bool = option(
         False,
         "the files of the text are documents: packed into samples, apart from each other in attention and loss",
@@ -81,17 +78,13 @@ class Options(RunOptions):
         ids = torch.zeros(rows, width, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids}  # the last stage computes the loss
 
-    def parallel_options(self, device: torch.device) -> dict[str, Any]:
-        axes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pipeline if self.pp > 1 else 1}
-        return super().parallel_options(device) | axes
-
     @property
     def choices(self) -> Mapping[str, Sequence[str]]:
         return {**super().choices, "init": INITS, "tokenizer": TOKENIZERS, "pp_schedule": PIPELINE_SCHEDULES}
 
     @property
     def least(self) -> Mapping[str, float]:
-        return {**super().least, **dict.fromkeys(("tp", "cp", "ep", "pp", "vocab_size"), 1)}
+        return {**super().least, "vocab_size": 1}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,15 +104,9 @@ class Options(RunOptions):
                 f"--strategy is {self.strategy!r} beside --pp {self.pp}; a pipeline's stages take 'fsdp2'."
             )
         try:
-            self.pipeline  # noqa: B018 - it checks itself
+            self.job()
         except ValueError as error:
             raise ValueError(f"--pp, --pp-schedule and --grad-accum: {error}") from error
-
-    @property
-    def pipeline(self) -> PipelineParallel:
-        """What ``pp=`` of `parallelize` is given."""
-        microbatches = self.grad_accum if self.grad_accum > 1 else None
-        return PipelineParallel(self.pp, self.pp_schedule, microbatches)
 
     @property
     def passes(self) -> int:

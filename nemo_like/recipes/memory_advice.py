@@ -11,17 +11,9 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.plan import BudgetError, gib
-from nemo_like.options import (
-    FSDP2,
-    ChunkedLoss,
-    ContextParallel,
-    MemoryBudget,
-    OffloadConfig,
-    parse_ac,
-    parse_dtype,
-)
+from nemo_like.options import MemoryBudget, parse_ac, parse_dtype
 from nemo_like.planning.devices import Device, device_at_hand
-from nemo_like.planning.planner import Planner, Setup
+from nemo_like.planning.planner import Planner
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.run_options import RunOptions
 
@@ -98,23 +90,11 @@ class PlannedStep:
         ranks = self._ranks
         if ranks.pp > 1:
             raise NotImplementedError("peaks of a pipeline's stages are what nemo-like plan --pp predicts")
-        sharded = options.strategy == "fsdp2" and ranks.world_size > 1
-        setup = Setup(
-            shard_ranks=ranks.data_ranks * ranks.cp // options.dp_replicate if sharded else 1,
-            replicas=options.dp_replicate if sharded else 1,
-            step=options.step_spec,
-            precision=options.mixed_precision,
-            fsdp=FSDP2(cpu_offload=options.cpu_offload) if sharded else None,
-            ddp=options.strategy == "ddp" and ranks.world_size > 1,
-            tp=ranks.tp, ep=getattr(options, "ep", 1), cp=ContextParallel(ranks.cp),
-            offload=OffloadConfig.of(None if options.offload == "none" else options.offload),
-            loss=ChunkedLoss.of(options.loss),
-        )  # fmt: skip
+        job = options.job(world_size=ranks.world_size, gpu=self._device)
         sample = options.planned_input(options.rows(ranks.data_ranks), self._width)
-        with Planner(self._build(options), sample, device=self._device, setup=setup) as planner:
-            budget = parse_ac(options.ac)
-            if isinstance(budget, MemoryBudget):
-                choices, _ = planner.choose(budget, options.ac)
+        with Planner(self._build(options), sample, job) as planner:
+            if isinstance(job.ac, MemoryBudget):
+                choices, _ = planner.choose(job.ac, options.ac)
             else:
                 choices = planner.uniform(options.ac if options.ac in ("full", "selective") else "none")
             return int(planner.peak(choices).total)

@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,28 +15,14 @@ from torch import nn
 
 from nemo_like.console import check_writable, flag
 from nemo_like.distributed.launch import BACKENDS
-from nemo_like.options import (
-    COMPILE_BACKENDS,
-    FSDP2,
-    LOSSES,
-    STRATEGIES,
-    MemoryBudget,
-    Precision,
-    StepSpec,
-    did_you_mean,
-    normalise,
-    parse_ac,
-    parse_bytes,
-    parse_dtype,
-)
+from nemo_like.flags import FLAGS, check_flag, job_of
+from nemo_like.job import Job
+from nemo_like.options import MemoryBudget, did_you_mean, normalise, parse_ac, parse_bytes, parse_dtype
 from nemo_like.recipes.loss import check_own_loss, planned_loss
 from nemo_like.recipes.schedule import SCHEDULES
 
-COMPILERS = ("none", *COMPILE_BACKENDS)
 RESUME = ("no", "must", "auto")
-OFFLOADS = ("none", "boundary", "saved", "all")
 DEVICES = ("auto", *reversed(BACKENDS))
-RESHARD = {"default": None, "yes": True, "no": False}
 SEARCHED = ("dp_replicate", "grad_accum", "ac", "loss", "offload", "reshard_after_forward", "cpu_offload")
 """Options that ``--fit`` can choose in every job."""
 
@@ -44,6 +30,12 @@ SEARCHED = ("dp_replicate", "grad_accum", "ac", "loss", "offload", "reshard_afte
 def option(default: Any, help: str, kind: Callable[[str], Any] = str, **argument: Any) -> Any:
     """A field of an options class that is a command-line option, too; `argument`: more for argparse."""
     return dataclasses.field(default=default, metadata={"help": help, "kind": kind, "argument": argument})
+
+
+def job_option(name: str, default: Any = None, **argument: Any) -> Any:
+    """An `option` that is a field of the job: what `FLAGS` says of it; `default`: another one than there."""
+    flag = FLAGS[name]
+    return option(flag.default if default is None else default, flag.help.replace("%%", "%"), flag.kind, **argument)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,30 +46,16 @@ class RunOptions:
         ValueError: a value is wrong; the message has the option, the value, the reason and what is accepted.
     """
 
-    strategy: str = option("fsdp2", f"{' | '.join(STRATEGIES)}; on one rank all of them are 'single'")
-    ac: str = option(
-        "selective",
-        "activation checkpointing: none | full | selective | submodule | sequential, or a budget like 40GiB",
-    )
-    scope: str = option("all", "layers to checkpoint: all | language | vision | audio; several with commas")
-    loss: str = option(
-        "model", f"{' | '.join(LOSSES)}: head and loss of a few tokens at a time, never the whole logits"
-    )
-    compile: str = option("none", f"compile each layer: {' | '.join(COMPILERS)}")
-    precision: str = option(
-        "float32",
-        "dtype to compute in: float32 | bfloat16; what trains, and gradient sums, stay float32",
-        alias="--dtype",
-    )
+    strategy: str = job_option("strategy")
+    ac: str = job_option("ac")
+    scope: str = job_option("scope")
+    loss: str = job_option("loss")
+    compile: str = job_option("compile")
+    precision: str = job_option("precision", alias="--dtype")
     device: str = option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one")
-    offload: str = option("none", f"activations that wait in host memory: {' | '.join(OFFLOADS)}")
-    cpu_offload: bool = option(
-        False, "keep weights, gradients and optimizer state in host memory (fsdp2)", bool,
-        action=argparse.BooleanOptionalAction,  # without it --fit chooses
-    )  # fmt: skip
-    reshard_after_forward: str = option(
-        "default", f"free gathered layers after forward (fsdp2): {' | '.join(RESHARD)}; default: all but the last"
-    )
+    offload: str = job_option("offload")
+    cpu_offload: bool = job_option("cpu_offload", action=argparse.BooleanOptionalAction)  # without it --fit chooses
+    reshard_after_forward: str = job_option("reshard_after_forward")
     fit: str = option(
         "no",
         "at the start, choose the fastest configuration that fits this device, by prediction, under --batch-size: all that "
@@ -89,10 +67,10 @@ class RunOptions:
     fit_host_memory: str | None = option(
         None, "bytes of host memory that --fit may use for each rank (default: an equal share of all but a tenth)"
     )
-    dp_replicate: int = option(1, "replicas of the sharded model (HSDP); must divide the number of ranks", int)
+    dp_replicate: int = job_option("dp_replicate")
     seq_len: int = option(256, "tokens per sample", int)
     batch_size: int = option(8, "samples per step over all ranks and microbatches", int)
-    grad_accum: int = option(1, "microbatches per step; gradients are summed over ranks once, in the last", int)
+    grad_accum: int = job_option("grad_accum")
     steps: int = option(200, "steps of the whole run, those before a resume included", int)
     lr: float = option(3e-3, "peak learning rate of AdamW", float)
     schedule: str = option("cosine", f"learning rate after the warm-up: {' | '.join(SCHEDULES)}")
@@ -122,21 +100,18 @@ class RunOptions:
     @property
     def choices(self) -> Mapping[str, Sequence[str]]:
         """The words that an option may be, by its name."""
-        return {
-            "strategy": STRATEGIES,
-            "loss": LOSSES,
-            "compile": COMPILERS,
-            "device": DEVICES,
-            "schedule": SCHEDULES,
-            "resume": RESUME,
-            "offload": OFFLOADS,
-            "reshard_after_forward": tuple(RESHARD),
-        }
+        of_job = {name: FLAGS[name].choices for name in self.of_job if FLAGS[name].choices}
+        return {**of_job, "device": DEVICES, "schedule": SCHEDULES, "resume": RESUME}
+
+    @property
+    def of_job(self) -> tuple[str, ...]:
+        """The options that are the job's, by name."""
+        return tuple(name for name in FLAGS if hasattr(self, name) and name != "schedule")
 
     @property
     def least(self) -> Mapping[str, float]:
         """The smallest number that an option may be, by its name."""
-        at_least_1 = ("dp_replicate", "seq_len", "batch_size", "grad_accum", "steps", "log_every", "save_every", "keep")
+        at_least_1 = ("seq_len", "batch_size", "steps", "log_every", "save_every", "keep")
         at_least_0 = ("warmup_steps", "eval_every", "eval_samples", "seed", "lr", "lr_floor", "weight_decay")
         return dict.fromkeys(at_least_1, 1) | dict.fromkeys((*at_least_0, "beta1", "beta2", "clip"), 0)
 
@@ -149,6 +124,8 @@ class RunOptions:
                 continue
             if isinstance(value, bool) or not math.isfinite(value) or value < least:
                 raise ValueError(f"{flag(name)} is {value!r}; it must be a finite number >= {least}.")
+        for name in self.of_job:
+            check_flag(name, getattr(self, name))
         for name, limit in (("beta1", 1.0), ("beta2", 1.0)):
             if getattr(self, name) >= limit:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)!r}; it must be less than {limit}.")
@@ -245,20 +222,12 @@ class RunOptions:
             return self.searched if self.fit == "all" else ()
         return tuple(word.strip().replace("-", "_") for word in self.fit.split(",") if word.strip())
 
-    @property
-    def mixed_precision(self) -> Precision:
-        """``precision=`` of `parallelize`."""
-        return Precision(parse_dtype("--precision", self.precision))
-
-    @property
-    def step_spec(self) -> StepSpec:
-        """How the job's loop goes through a step."""
-        return StepSpec(
-            microbatches=self.grad_accum,
-            sync="last",
-            keeps_output=False,
-            loss_fn=planned_loss if self.loss == "model" else None,
+    def job(self, **fields: Any) -> Job:
+        """The job that `parallelize`, the planner and the search are asked; `fields`: more of it."""
+        made = job_of(
+            {**{name: getattr(self, name) for name in self.of_job}, "sync": "last", "drop_output": True}, **fields
         )
+        return replace(made, step=replace(made.step, loss_fn=planned_loss if self.loss == "model" else None))
 
     def check_model_loss(self, model: nn.Module, loss: str) -> None:
         """Raise ValueError where this job cannot train `model` with that ``--loss``."""
@@ -275,22 +244,6 @@ class RunOptions:
         """`planned_input` for rows of two documents each: the mask that keeps them apart is held as well."""
         positions = (torch.arange(width) % -(-width // 2)).expand(rows, width).contiguous()
         return ({"input_ids": made} if isinstance(made, torch.Tensor) else made) | {"position_ids": positions}
-
-    def parallel_options(self, device: torch.device) -> dict[str, Any]:
-        """What `parallelize` is called with on `device`, beside the model and its input."""
-        sharded = FSDP2(cpu_offload=self.cpu_offload, reshard_after_forward=RESHARD[self.reshard_after_forward])
-        return {
-            "strategy": sharded if self.strategy == "fsdp2" else self.strategy,
-            "ac": self.ac,
-            "ac_scope": self.scopes,
-            "loss": self.loss,
-            "compile": False if self.compile == "none" else self.compile,
-            "precision": self.mixed_precision,
-            "dp_replicate": self.dp_replicate,
-            "offload": None if self.offload == "none" else self.offload,
-            "step": self.step_spec,
-            "device": device,
-        }
 
     usual_warmup: ClassVar[int] = 20
     """Steps of warm-up where nobody says."""
@@ -337,11 +290,6 @@ class RunOptions:
     def elsewhere(self) -> str:
         """The option that gives a run other checkpoints."""
         return "--checkpoint-dir"
-
-    @property
-    def scopes(self) -> str | list[str]:
-        """`scope` as `parallelize` takes it."""
-        return self.scope.split(",") if "," in self.scope else self.scope
 
     def _normalise_choice(self, name: str, known: Sequence[str]) -> None:
         value = getattr(self, name)

@@ -102,7 +102,7 @@ class Trainer(TrainingJob):
         options, ranks = self.options, self.ranks
         samples = options.rows(ranks.data_ranks)
         if options.pp > 1:  # which cuts its batch by itself
-            samples = -(-samples // (options.pipeline.microbatches or 1))
+            samples = -(-samples // (options.job().pp.microbatches or 1))
         options.check_model_loss(model, options.loss)
         if options.pp > 1:
             check_piped(model)

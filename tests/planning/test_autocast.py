@@ -89,7 +89,15 @@ def test_the_command_plans_one_rank_as_it_will_run(capsys: pytest.CaptureFixture
     source = resolve_model("llama-tiny")
     model, sample = source.build("meta"), source.sample_input(2, 32)
     whole, sharded = (
-        plan_for(model, ac="100%", sample_input=sample, gpu="cpu", precision=Precision("bf16"), search=PlanSearch(skip=False), **more)
+        plan_for(
+            model,
+            ac="100%",
+            sample_input=sample,
+            gpu="cpu",
+            precision=Precision("bf16"),
+            search=PlanSearch(skip=False),
+            **more,
+        )
         for more in (dict(fsdp=None), {})
     )
     assert rows["none"] == whole.none_bytes != sharded.none_bytes

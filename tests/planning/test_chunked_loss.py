@@ -67,7 +67,9 @@ def test_a_budget_that_only_chunks_meet() -> None:
 
 
 def test_plan_for_takes_what_parallelize_takes() -> None:
-    plans = {loss: plan_for(wide(), ac="1TiB", sample_input=BATCH, gpu="cpu", loss=loss) for loss in ("model", "chunked")}
+    plans = {
+        loss: plan_for(wide(), ac="1TiB", sample_input=BATCH, gpu="cpu", loss=loss) for loss in ("model", "chunked")
+    }
     assert plans["chunked"].peak_bytes < plans["model"].peak_bytes
     asleep = plan_for(wide().eval(), ac="1TiB", sample_input=BATCH, gpu="cpu", loss="chunked")
     assert asleep.peak_bytes == plans["chunked"].peak_bytes  # a loaded model is in evaluation mode, and will train

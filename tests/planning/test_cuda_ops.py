@@ -264,7 +264,11 @@ def test_deepseek_v3_holds_a_quarter_of_what_unfused_attention_would() -> None:
     setup = Job.of(world_size=2048, precision=Precision("bf16"))
     held = {}
     for device in ("h100-80gb", "cpu"):
-        planner = Planner(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device(device), search=PlanSearch(skip=False)))
+        planner = Planner(
+            model,
+            {"input_ids": ids, "labels": ids},
+            setup.change(gpu=resolve_device(device), search=PlanSearch(skip=False)),
+        )
         held[device] = planner.held(planner.uniform("none")) / 2**30
     assert held["h100-80gb"] == pytest.approx(176.19, abs=0.01)
     assert held["cpu"] == pytest.approx(679.32, abs=0.01)

@@ -23,7 +23,7 @@ def test_a_gather_costs_what_a_rank_receives(ranks: int) -> None:
     ids = tokens(ROWS, LENGTH) % 48
     setup = Job.of(world_size=ranks, cp=ContextParallel(ranks))
     device = resolve_device("h100")
-    with Planner(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, setup.change(gpu=device)) as planner:  # fmt: skip
+    with Planner(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, setup.change(gpu=device)) as planner:
         problem = planner.problems[0]
         gathers = [
             (record, seconds)

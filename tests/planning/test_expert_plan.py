@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import TensorParallel, Job
+from nemo_like import Job, TensorParallel
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision

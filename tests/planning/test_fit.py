@@ -156,7 +156,14 @@ def test_what_its_worst_rank_reserves_decides_over_a_pipeline_and_the_search_fin
         "dp_replicate": 1,
     }
     pins |= {"ac": ["none", "full"], "schedule": schedules, "cpu_offload": False}
-    question = Question(Job.of(gpu=device, precision=Precision("bf16")), gpus=4, seq_len=1024, limit=limit, global_batch=16, pins=read_pins(pins))  # fmt: skip
+    question = Question(
+        Job.of(gpu=device, precision=Precision("bf16")),
+        gpus=4,
+        seq_len=1024,
+        limit=limit,
+        global_batch=16,
+        pins=read_pins(pins),
+    )
     everything, found = (
         make_search(_half_a_gib(), question)[0].brute_force(100),
         make_search(_half_a_gib(), question)[0],
@@ -305,7 +312,14 @@ def test_what_binds_is_said_by_what_takes_most():
 def test_no_step_of_a_shape_is_faster_than_its_bound():
     """The bound of a shape that was not traced, by one that was, against its steps once it is."""
     pins = read_pins({"micro_batch": [1, 4], "cp": [1, 2], "ac": "none", "loss": "model", "offload": "none", "tp": 1})
-    question = Question(Job.of(gpu=resolve_device("h100-80gb"), precision=Precision("bf16")), gpus=2, seq_len=64, limit=1 << 40, global_batch=8, pins=pins)  # fmt: skip
+    question = Question(
+        Job.of(gpu=resolve_device("h100-80gb"), precision=Precision("bf16")),
+        gpus=2,
+        seq_len=64,
+        limit=1 << 40,
+        global_batch=8,
+        pins=pins,
+    )
     search = make_search(llama(2), question)[0]
     keys = list(search.by_shape)
     assert len(keys) == 4 and search._bound(keys[0]) == 0.0
@@ -321,7 +335,14 @@ def test_no_split_of_experts_is_faster_than_its_bound():
         {"ep": [1, 2, 4], "cp": 1, "micro_batch": 1, "ac": "none", "loss": "model", "offload": "none", "tp": 1}
     )
     device = replace(resolve_device("h100-80gb"), gpus_per_host=2)
-    question = Question(Job.of(gpu=device, precision=Precision("bf16")), gpus=8, seq_len=64, limit=1 << 40, global_batch=8, pins=pins | {"pp": (1,)})
+    question = Question(
+        Job.of(gpu=device, precision=Precision("bf16")),
+        gpus=8,
+        seq_len=64,
+        limit=1 << 40,
+        global_batch=8,
+        pins=pins | {"pp": (1,)},
+    )
     search = make_search(mixture(), question)[0]
     bounds = []
     for key in sorted(search.by_shape, key=lambda key: key.ep):
@@ -333,7 +354,14 @@ def test_no_split_of_experts_is_faster_than_its_bound():
 
 def test_the_search_finds_what_looking_at_everything_finds_where_experts_are_split_beside_tp():
     pins = {"tp": [1, 2], "ep": [1, 2, 4], "cp": 1, "micro_batch": 2, "ac": ["none", "full"], "loss": "model"}
-    question = Question(Job.of(gpu=resolve_device("cpu")), gpus=4, seq_len=64, limit=1 << 40, global_batch=8, pins=read_pins(pins | {"offload": "none"}))  # fmt: skip
+    question = Question(
+        Job.of(gpu=resolve_device("cpu")),
+        gpus=4,
+        seq_len=64,
+        limit=1 << 40,
+        global_batch=8,
+        pins=read_pins(pins | {"offload": "none"}),
+    )
     everything = make_search(mixture(), question)[0].brute_force(100).best
     assert {(c.layout.tp, c.layout.ep) for c in everything} >= {(1, 2), (1, 4), (2, 2), (2, 4)}
     found = make_search(mixture(), question)[0].run(1).best
@@ -357,7 +385,14 @@ def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
     schedules = ["gpipe", "1f1b", "interleaved_1f1b", "zbv"]
     # Of a small model, launches and weights that are read would take almost all of the time.
     device = replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0, processors=0, bandwidth=1e20)
-    question = Question(Job.of(gpu=device, precision=Precision("bf16")), gpus=4, seq_len=64, limit=1 << 40, global_batch=16, pins=read_pins(pins | {"schedule": schedules}))  # fmt: skip
+    question = Question(
+        Job.of(gpu=device, precision=Precision("bf16")),
+        gpus=4,
+        seq_len=64,
+        limit=1 << 40,
+        global_batch=16,
+        pins=read_pins(pins | {"schedule": schedules}),
+    )
     search = make_search(llama(5), question)[0]
     assert [key.cp for key in search.by_shape] == [1, 2]  # one traced model is enough for the bounds of both
     for key in search.by_shape:
@@ -375,7 +410,14 @@ def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
 
 def test_no_step_of_a_shape_takes_less_than_its_bound():
     pins = read_pins({"micro_batch": [1, 4], "cp": [1, 2], "loss": ["model", "chunked"], "offload": "none", "tp": 1})
-    question = Question(Job.of(gpu=resolve_device("h100-80gb"), precision=Precision("bf16")), gpus=2, seq_len=64, limit=1 << 40, global_batch=8, pins=pins)  # fmt: skip
+    question = Question(
+        Job.of(gpu=resolve_device("h100-80gb"), precision=Precision("bf16")),
+        gpus=2,
+        seq_len=64,
+        limit=1 << 40,
+        global_batch=8,
+        pins=pins,
+    )
     search = make_search(llama(2), question)[0]
     shapes = {key: search._traced(key) for key in search.by_shape}
     assert len(shapes) == 4

@@ -64,7 +64,16 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
     asked = _STAGES | _AXES | {"gpu": "h100-80gb", "seq_len": 1500, "micro_batch": 2, "global_batch": 8}
     report = fit(model, memory="875MiB", **asked)
     ids = torch.zeros(2, 1500, dtype=torch.long)
-    planner = PipelinePlanner(model, {"input_ids": ids, "labels": ids}, Job.of(world_size=2, precision=Precision("bf16"), gpu=resolve_device("h100-80gb"), pp=PipelineParallel(2, "1f1b", 4)))  # fmt: skip
+    planner = PipelinePlanner(
+        model,
+        {"input_ids": ids, "labels": ids},
+        Job.of(
+            world_size=2,
+            precision=Precision("bf16"),
+            gpu=resolve_device("h100-80gb"),
+            pp=PipelineParallel(2, "1f1b", 4),
+        ),
+    )
     whole, growing = (
         max(replay_rank(planner, rank, planner.uniform("full"), config).reserved for rank in range(2))
         for config in (AllocatorConfig(), AllocatorConfig(expandable_segments=True))

@@ -30,7 +30,13 @@ def _search(limit, **pins):
     always = {"tp": 1, "cp": 1, "grad_accum": [1, 3], "micro_batch": [2, 8]}
     return make_search(
         llama(2),
-        Question(Job.of(gpu=device, precision=Precision("bf16")), gpus=2, seq_len=64, limit=limit, pins=read_pins(always | pins)),
+        Question(
+            Job.of(gpu=device, precision=Precision("bf16")),
+            gpus=2,
+            seq_len=64,
+            limit=limit,
+            pins=read_pins(always | pins),
+        ),
     )[0]
 
 
@@ -48,7 +54,9 @@ def test_the_search_finds_what_looking_at_everything_finds(limit, wins, pins):
     assert found[0].layout == everything[0].layout and found[0].step_seconds <= everything[0].step_seconds
     assert found[0].conf.cpu_offload is everything[0].conf.cpu_offload is wins
     same = {(c.layout, c.ac, *c.conf.way[1:]): c for c in everything}
-    twins = [(c, same[*key[:-1], True]) for key, c in same.items() if not c.conf.cpu_offload and (*key[:-1], True) in same]
+    twins = [
+        (c, same[*key[:-1], True]) for key, c in same.items() if not c.conf.cpu_offload and (*key[:-1], True) in same
+    ]
     assert bool(twins) is not wins
     for here, there in twins:
         assert here.step_seconds < there.step_seconds and here.peak_bytes > there.peak_bytes
@@ -97,7 +105,17 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     best = report.best
     model = resolve_model("llama3-70b").build("meta")
     ids = best.sample["input_ids"]
-    planner = Planner(model, {"input_ids": ids, "labels": ids}, Job.of(strategy=FSDP2(True, cpu_offload=True), world_size=8, precision=Precision("bf16"), loss=ChunkedLoss(), gpu=resolve_device("h100-80gb")))  # fmt: skip
+    planner = Planner(
+        model,
+        {"input_ids": ids, "labels": ids},
+        Job.of(
+            strategy=FSDP2(True, cpu_offload=True),
+            world_size=8,
+            precision=Precision("bf16"),
+            loss=ChunkedLoss(),
+            gpu=resolve_device("h100-80gb"),
+        ),
+    )
     assert best.conf.cpu_offload and best.peak_bytes == planner.peak(planner.uniform("full")).total
     assert best.host_bytes == planner.state_on_host and best.reserved is None
     assert best.need.bytes == int(1.21 * best.peak_bytes) + 8192 * 16  # token ids and labels

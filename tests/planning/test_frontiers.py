@@ -41,7 +41,17 @@ def _planner(name: str, **setup: Any) -> Planner:
     with torch.device("meta"):
         model = FAMILIES[name]().train()
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
-    return Planner(model, {"input_ids": ids}, Job.of(step=StepSpec(loss_fn=lambda out: out[0].float().sum()), precision=Precision("bf16"), world_size=2, **setup, gpu=resolve_device("h100-80gb")))  # fmt: skip
+    return Planner(
+        model,
+        {"input_ids": ids},
+        Job.of(
+            step=StepSpec(loss_fn=lambda out: out[0].float().sum()),
+            precision=Precision("bf16"),
+            world_size=2,
+            **setup,
+            gpu=resolve_device("h100-80gb"),
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

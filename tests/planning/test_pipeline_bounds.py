@@ -45,7 +45,14 @@ def _experts():
 def _search(model, precision="bf16", **pins):
     device = replace(resolve_device("h100-80gb"), gpus_per_host=2)
     free = {"micro_batch": 1, "offload": "none", "tp": 1, "cp": 1, "ac": "none", "loss": "model"}
-    question = Question(Job.of(gpu=device, precision=Precision.of(precision)), gpus=4, seq_len=64, limit=1 << 40, global_batch=16, pins=read_pins(free | pins))  # fmt: skip
+    question = Question(
+        Job.of(gpu=device, precision=Precision.of(precision)),
+        gpus=4,
+        seq_len=64,
+        limit=1 << 40,
+        global_batch=16,
+        pins=read_pins(free | pins),
+    )
     return make_search(model, question)[0]
 
 

@@ -39,7 +39,9 @@ SAMPLE = {"input_ids": torch.zeros(2, 64, dtype=torch.long), "labels": torch.zer
 
 
 def _planner(pp: PipelineParallel, layers: int = 4) -> PipelinePlanner:
-    return PipelinePlanner(_model(layers), SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
+    return PipelinePlanner(
+        _model(layers), SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
+    )
 
 
 def _equal_seconds(stages: int, forward: float, backward: float) -> dict[tuple[str, int], float]:
@@ -180,7 +182,9 @@ def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -
     for layer in model.model.layers[:4]:
         layer.requires_grad_(False)
     pp = PipelineParallel(4, microbatches=4, balance=(2, 2, 2, 2))
-    planner = PipelinePlanner(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
+    planner = PipelinePlanner(
+        model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
+    )
     layer = sum(p.numel() * 4 for p in model.model.layers[7].parameters())
     none = planner.uniform("none")
     trained = [planner.stages[index].planner.optimizer_bytes()[0] for index in (1, 2)]
@@ -199,7 +203,9 @@ def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     pp = PipelineParallel(2, schedule="zbv", microbatches=4)
-    planner = PipelinePlanner(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
+    planner = PipelinePlanner(
+        model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
+    )
     assert planner.of_rank(0) == [0, 3]
     return dict(planner.rank_peak(0, planner.uniform("none")).parts)
 
@@ -217,7 +223,9 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
     model = _model()
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    planner = PipelinePlanner(model, SAMPLE, Job.of(world_size=2, gpu=resolve_device("cpu"), pp=PipelineParallel(2, schedule, microbatches=2)))  # fmt: skip
+    planner = PipelinePlanner(
+        model, SAMPLE, Job.of(world_size=2, gpu=resolve_device("cpu"), pp=PipelineParallel(2, schedule, microbatches=2))
+    )
     head = model.lm_head.weight.numel() * 4
     for mode in ("none", "full"):
         peaks = [planner.rank_peak(rank, planner.uniform(mode)).parts for rank in (0, 1)]

@@ -65,7 +65,9 @@ def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
         parts[mode] = seconds.parts
         again = planned_seconds(four, four.uniform(mode)).total
         assert again - last == pytest.approx(4 * (seconds.total - last))
-        assert one.describe(one.uniform(mode), mode).step_seconds == one.step_seconds(one.uniform(mode)) == seconds.total
+        assert (
+            one.describe(one.uniform(mode), mode).step_seconds == one.step_seconds(one.uniform(mode)) == seconds.total
+        )
     replay = one.describe(one.uniform("full"), "full").replay_seconds
     assert parts["full"]["replay"] == pytest.approx(replay) and "replay" not in parts["none"]
     layers = sum(one.problems[call.kind].forward_seconds for call in one.traced.calls)

@@ -380,7 +380,9 @@ def test_layers_out_of_scope_are_left_alone_and_still_count():
 def test_measured_times_replace_the_roofline():
     source = resolve_model("llama-tiny")
     model = source.build("meta")
-    planner = Planner(model, source.sample_input(1, 16), Job.of(gpu=resolve_device("cpu"), search=PlanSearch(measure=True)))
+    planner = Planner(
+        model, source.sample_input(1, 16), Job.of(gpu=resolve_device("cpu"), search=PlanSearch(measure=True))
+    )
     problem = planner.problems[0]
     assert len(problem.seconds) == len(problem.records) and all(t > 0 for t in problem.seconds)
     kind = planner.traced.kinds[0]

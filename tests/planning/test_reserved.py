@@ -52,7 +52,11 @@ def _model(layers: int = 3) -> nn.Module:
 
 def _planner(job: Job, device: str = "h100-80gb", model: nn.Module | None = None) -> Planner:
     ids = torch.zeros(2, 128, dtype=torch.long)
-    return Planner(_model() if model is None else model, {"input_ids": ids, "labels": ids}, job.change(gpu=resolve_device(device), search=PlanSearch(skip=False)))  # fmt: skip
+    return Planner(
+        _model() if model is None else model,
+        {"input_ids": ids, "labels": ids},
+        job.change(gpu=resolve_device(device), search=PlanSearch(skip=False)),
+    )
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -86,7 +90,11 @@ def test_experts_in_a_unit_of_their_own():
 def test_a_step_of_one_layer_to_the_byte():
     """Without a layer's activations: a linear layer of 1024 x 1024 weights in float32, SGD, one row."""
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
-    planner = Planner(model, torch.zeros(1, 1024), Job.of(step=StepSpec(optimizer="sgd", keeps_output=False), gpu=resolve_device("a100-80gb"), layers=["0"]))  # fmt: skip
+    planner = Planner(
+        model,
+        torch.zeros(1, 1024),
+        Job.of(step=StepSpec(optimizer="sgd", keeps_output=False), gpu=resolve_device("a100-80gb"), layers=["0"]),
+    )
     found = planner.reserved(planner.uniform("none"))
     # cuBLAS for two threads: 8.125 MiB each, of one segment of 20 MiB. The weight and its gradient (4 MiB each) share
     # another, since what is left of the first is less than 4 MiB. The rest is a few KiB of one small segment.
@@ -133,7 +141,9 @@ def test_the_command_says_so(capsys, monkeypatch):
     growing = json.loads(capsys.readouterr().out)
     assert main([*args, "--json", "-", "--alloc-conf", ""]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert growing["job"]["allocator"] == "AllocatorConfig(expandable_segments=True)" and "allocator" not in plain["job"]
+    assert (
+        growing["job"]["allocator"] == "AllocatorConfig(expandable_segments=True)" and "allocator" not in plain["job"]
+    )
     assert plain["reserved_compared_with_gpu"] is False
     assert all(row["reserved_bytes"] >= row["peak_bytes"] for row in plain["rows"])
 

@@ -17,7 +17,9 @@ from nemo_like.planning.stages import PipelinePlanner
 transformers = pytest.importorskip("transformers")
 
 
-def _planner(schedule: str, stages: int = 2, microbatches: int = 4, tokens: int = 128, ranks: int = 2, **setup: Any) -> PipelinePlanner:
+def _planner(
+    schedule: str, stages: int = 2, microbatches: int = 4, tokens: int = 128, ranks: int = 2, **setup: Any
+) -> PipelinePlanner:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=384, use_cache=False,

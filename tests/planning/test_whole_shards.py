@@ -38,7 +38,9 @@ def test_replicas_reduce_also_where_nothing_is_sharded() -> None:
     assert not alone.sharding.on and replicas.sharding.on
     none = [planner.peak(planner.uniform("full")).parts for planner in (alone, replicas)]
     assert "reduce buffers" not in none[0] and none[1]["reduce buffers"] > 0
-    assert not _planner(dp_replicate=2, world_size=2, strategy="ddp").sharding.on  # nobody shards: a single device, or DDP
+    assert not _planner(
+        dp_replicate=2, world_size=2, strategy="ddp"
+    ).sharding.on  # nobody shards: a single device, or DDP
 
 
 def test_one_rank_gathers_into_no_buffer() -> None:

@@ -35,5 +35,6 @@ def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Cal
     given = list(stages) if facts.several else stages[0]
     rest: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
     if facts.torch_class is None:
+        assert options.microbatches is not None  # the file says how many
         return schedule_from_file(options.schedule, given, options.microbatches, **rest)
     return getattr(pipelining, facts.torch_class)(given, options.microbatches, **rest)

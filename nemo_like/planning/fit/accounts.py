@@ -37,9 +37,7 @@ _NOTHING = 1e-12
 """A share of a step that rounding may leave over."""
 
 
-def account_of(
-    shape: TracedShape | StagedShape, conf: Configuration, choices: Any, seconds: StepSeconds
-) -> Account:
+def account_of(shape: TracedShape | StagedShape, conf: Configuration, choices: Any, seconds: StepSeconds) -> Account:
     """Where the bytes of the peak and the `seconds` of a configuration come from."""
     if isinstance(shape, StagedShape):
         return _of_stages(shape, conf, choices, seconds)
@@ -95,9 +93,7 @@ def _staged_second_rows(
     handed = handing_on(planner)
     late = seconds.parts.get("pipeline sends", 0.0)
     sent = handed * turns * _sends(planner, busiest)
-    finer["pipeline sends"] = [
-        Row("pipeline sends", f"hand-overs (pp, {conf.pp} ranks)", late, max(0.0, sent - late))
-    ]
+    finer["pipeline sends"] = [Row("pipeline sends", f"hand-overs (pp, {conf.pp} ranks)", late, max(0.0, sent - late))]
     finer["pipeline bubble"] = [
         Row("pipeline bubble", f"rank {busiest} waits", seconds.parts.get("pipeline bubble", 0.0))
     ]

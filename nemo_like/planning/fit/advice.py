@@ -118,13 +118,13 @@ def _variants(shape: TracedShape | StagedShape, conf: Configuration) -> list[tup
     if conf.job.offload.mode == "none" and isinstance(shape, TracedShape):
         made.append(("layer inputs on the host (offload='boundary')", conf.change(offload="boundary")))
     if conf.reshard is False:
-        made.append(("free layers after forward (reshard_after_forward)", conf.with_strategy(reshard_after_forward=None)))
+        made.append(
+            ("free layers after forward (reshard_after_forward)", conf.with_strategy(reshard_after_forward=None))
+        )
     return made
 
 
-def _on_the_host(
-    shape: TracedShape | StagedShape, conf: Configuration, question: Question
-) -> tuple[str, int] | None:
+def _on_the_host(shape: TracedShape | StagedShape, conf: Configuration, question: Question) -> tuple[str, int] | None:
     """Parameters, gradients and optimizer state in host memory, and the bytes that it then needs; None: it cannot be."""
     device = question.device
     known = isinstance(shape, TracedShape) and question.gpus > 1 and device.kind != "cpu" and device.host_bandwidth
@@ -170,9 +170,7 @@ def _with_more_gpus(
     if gpus is None and isinstance(shape, StagedShape):
         gpus = _more_gpus(shape, limit, _in_more_stages(conf))
         if gpus is not None:
-            said.append(
-                f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // conf.gpus} times as many stages"
-            )
+            said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // conf.gpus} times as many stages")
     return said
 
 

@@ -295,10 +295,9 @@ def _counts_of_experts(model: nn.Module) -> list[int]:
 def _room(model: nn.Module, question: Question) -> Room:
     layers = find_layers(model)
     experts = _counts_of_experts(model)
-    if question.imbalance is not None and not experts:
+    if (imbalance := question.job.ep.imbalance) is not None and not experts:
         raise ValueError(
-            f"imbalance is {question.imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it "
-            "out."
+            f"imbalance is {imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it out."
         )
     host = question.device.gpus_per_host
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]

@@ -64,9 +64,8 @@ class Question:
             raise ValueError(
                 f"step has microbatches={self.job.step.microbatches}, which fit looks for itself; pin grad_accum instead."
             )
-        if self.imbalance is not None:
-            most = max(self.pins["ep"]) if "ep" in self.pins else None
-            check_imbalance("imbalance", self.imbalance, most)
+        if (imbalance := self.job.ep.imbalance) is not None:
+            check_imbalance("imbalance", imbalance, max(self.pins["ep"]) if "ep" in self.pins else None)
         self._check_sizes()
         self._check_host()
 
@@ -142,7 +141,9 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
     for name in rest:
         if name not in KEYWORDS:
             known = sorted({*PINS, *KEYWORDS, "imbalance", "host_memory"})
-            raise ValueError(f"{name!r} is no argument of fit; these are: {', '.join(known)}." + did_you_mean(name, known))
+            raise ValueError(
+                f"{name!r} is no argument of fit; these are: {', '.join(known)}." + did_you_mean(name, known)
+            )
     asked = Job.of(**rest) if job is None else job.change(**rest) if rest else job
     read = read_pins({**_pinned_by(asked), **{name: value for name, value in pins.items() if value is not None}})
     base = replace(asked, **{name: getattr(_plain_job(), name) for name in _SEARCHED}, world_size=None)
@@ -168,7 +169,7 @@ _SEARCHED = ("strategy", "ac", "loss", "offload", "dp_replicate", "pp", "planned
 
 @functools.cache
 def _plain_job() -> Job:
-    return Job(ac="none")
+    return Job.of(ac="none")
 
 
 def _several(name: str, given: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from nemo_like.activation_checkpointing.plan import gib
+from nemo_like.flags import reshard_word
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
@@ -61,7 +62,7 @@ def _line(number: int, candidate: Candidate) -> tuple[str, ...]:
     conf = candidate.conf
     stages = str(conf.pp) if conf.pp == 1 else f"{conf.pp} {conf.schedule}"
     reserved = "" if candidate.reserved is None else f"{candidate.reserved / 2**30:.2f}"
-    reshard = {None: "default", True: "yes", False: "no"}[conf.reshard]
+    reshard = reshard_word(conf.reshard)
     return (
         str(number), f"{conf.dp_replicate} x {conf.dp_shard}", str(conf.tp), str(conf.cp), str(conf.ep), stages,
         f"{conf.micro_batch} x {conf.grad_accum}", precision_word(conf.job.precision), conf.job.step.optimizer,

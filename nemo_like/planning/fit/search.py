@@ -36,6 +36,8 @@ Shape = TracedShape | StagedShape
 Tracer = Callable[[ShapeKey], Shape]
 Planning = Callable[[Configuration, int], tuple[Any, Peak] | None]
 """A plan's choices and its peak, for the highest peak that it may have."""
+
+
 @dataclass(frozen=True)
 class StateOnHost:
     """All ways to run a layout with parameters, gradients and optimizer state in host memory."""
@@ -82,9 +84,7 @@ class Search:
         """The traced ones; why the model cannot have the others."""
         self.by_shape: dict[ShapeKey, list[Configuration]] = {}
         # Shapes that others are bounded by come first.
-        for conf in sorted(
-            layouts, key=lambda conf: (conf.pp > 1, conf.cp, conf.micro_batch, conf.tp, conf.ep)
-        ):
+        for conf in sorted(layouts, key=lambda conf: (conf.pp > 1, conf.cp, conf.micro_batch, conf.tp, conf.ep)):
             self.by_shape.setdefault(ShapeKey.of(conf), []).append(conf)
         self.hopeless: dict[Any, bool] = {}
         self.bounds: dict[ShapeKey, StagedBounds] = {}
@@ -220,9 +220,7 @@ class Search:
         # What runs nothing again is the fastest, where it is allowed.
         modes = self.question.pins.get("ac", ("none",))
         mode = "none" if {"none", "plan"} & set(modes) else modes[0] if len(modes) == 1 else "none"
-        return self._least_per_token(
-            key, lambda conf: bounds.seconds(conf, mode, exchanges=ep > 1, once=ep == key.ep)
-        )
+        return self._least_per_token(key, lambda conf: bounds.seconds(conf, mode, exchanges=ep > 1, once=ep == key.ep))
 
     def _known_bounds(self, key: ShapeKey) -> list[StagedBounds]:
         """Of the stages of `key`, by whole models that were traced with the same weights, or all experts."""
@@ -265,9 +263,7 @@ class Search:
             every = self._variants(shape, conf)
             ways = dict.fromkeys(way.change(ac="full") for way in every)
             # What takes least comes last.
-            return bool(ways) and all(
-                shape.least_peak(way) > shape.most_allocated(way) for way in reversed(ways)
-            )
+            return bool(ways) and all(shape.least_peak(way) > shape.most_allocated(way) for way in reversed(ways))
 
     def _entries(self, key: ShapeKey) -> Iterator[tuple[float, Entry]]:
         """All configurations of a traced shape by the least seconds per token that they take."""
@@ -345,7 +341,9 @@ class Search:
         """Whether what takes at least so many bytes could need less than anything yet: worth a look if nothing fits."""
         return self.least is None or least < self.least[2].peak.total
 
-    def _variants(self, shape: Shape, conf: Configuration, states: Collection[bool] | None = None) -> Iterator[Configuration]:
+    def _variants(
+        self, shape: Shape, conf: Configuration, states: Collection[bool] | None = None
+    ) -> Iterator[Configuration]:
         """`states`: values of ``cpu_offload``, by default all that are looked at; none with more than host memory has."""
         states = self.question.host_state if states is None else states
         pins = self.question.pins
