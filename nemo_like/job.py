@@ -90,11 +90,11 @@ class Job:
     device: torch.device | None = None
     """Where the model goes; None: this rank's accelerator if there is one, else the CPU."""
     gpu: Any = None
-    """The device to predict for: a name of `nemo_like.planning.devices.known_devices`, a file or a `Device`; None: the one at
-    hand."""
+    """The device to predict for: a name of `nemo_like.planning.devices.known_devices`, a file or a `Device`; None: the one
+    at hand."""
     world_size: int | None = None
     """Ranks of the job; None: the process group's, else the launcher's, else 1."""
-    allocator: AllocatorConfig = AllocatorConfig()
+    allocator: AllocatorConfig = AllocatorConfig()  # noqa: RUF009 - frozen
     """The settings of CUDA's caching allocator, which decide how much it reserves; only predictions read them."""
     search: PlanSearch = PlanSearch()
     """What a plan may use to stay within a budget."""
@@ -235,8 +235,8 @@ class Job:
         return f"{made} = parallelize({', '.join([model, *words])})"
 
     def words(self, plan: str = "plan.json", *, machine: bool = False) -> dict[str, str]:
-        """Return `strategy`, `ac` and what differs from the defaults, as code by keyword; `machine`: also what only predictions
-        read."""
+        """Return `strategy`, `ac` and what differs from the defaults, as code by keyword; `machine`: also what only
+        predictions read."""
         found: dict[str, str] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)

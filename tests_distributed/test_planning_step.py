@@ -133,11 +133,10 @@ def _case(rank, world_size, strategy, ac, name, layers, shape):
     ids = torch.randint(VOCAB, shape)
     batch = {"input_ids": ids, "labels": ids}
     model = _model(layers)
-    fsdp = isinstance(strategy, FSDP2) and world_size > 1
     planner = Planner(
         model,
         {"input_ids": ids} if outside else batch,
-        Job.of(strategy="ddp", world_size=2, step=spec, gpu=resolve_device("cpu")),
+        Job.of(strategy=strategy, world_size=world_size, step=spec, gpu=resolve_device("cpu")),
     )
     plan = planner.describe(planner.uniform(ac), ac)
     model = parallelize(model, strategy, ac, device="cpu")

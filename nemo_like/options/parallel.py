@@ -98,7 +98,7 @@ def _check_timeout(seconds: Any) -> None:
 
 
 def parse_strategy(strategy: Any) -> FSDP2 | DDP | Single:
-    """Return what ``strategy=`` means: the object, or the defaults that the word ``fsdp2``, ``ddp`` or ``single`` stands for.
+    """Return what ``strategy=`` means: the object, or the defaults of the word ``fsdp2``, ``ddp`` or ``single``.
 
     Raises:
         ValueError: an unknown word. TypeError: neither a word nor an `FSDP2`, `DDP` or `Single`.

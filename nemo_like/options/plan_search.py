@@ -21,8 +21,8 @@ class PlanSearch:
     skip: bool | None = None
     """Leave out of the recomputation what nothing reads; needs scipy. None: where scipy is installed (else logged once)."""
     host: bool = False
-    """Also consider keeping outputs in host memory, over the device's link. What computing does not hide of the copies counts
-    as time."""
+    """Also consider keeping outputs in host memory, over the device's link. What computing does not hide of the copies
+    counts as time."""
     host_memory: int | str = 64 << 30
     """Host bytes of one rank for that, for `offload` and for ``cpu_offload``, shared evenly by the layers. The default is a
     quarter of a node's 2 TiB for eight GPUs."""

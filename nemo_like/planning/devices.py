@@ -143,7 +143,7 @@ def device_at_hand(kind: str | None = None) -> Device:
 
 
 def device_of(job: Job) -> Device:
-    """Return the device that `job` is predicted for: its `Job.gpu`, with what was calibrated for it, else the one at hand."""
+    """Return the device that `job` is predicted for: its `Job.gpu`, as it was calibrated, else the one at hand."""
     if job.gpu is None:
         return device_at_hand(None if job.device is None else job.device.type)
     return job.gpu if isinstance(job.gpu, Device) else calibrated(resolve_device(job.gpu))

@@ -109,7 +109,7 @@ class OuterMemory:
 
 
 def outer_memory(
-    model: nn.Module, layers: Sequence[Any], traced: ModelTrace, step: StepSpec = StepSpec(),  # noqa: B008 - frozen
+    model: nn.Module, layers: Sequence[Any], traced: ModelTrace, step: StepSpec = StepSpec(),
     chunks: ChunkedLoss | None = None, *, accumulate: bool = False, device: Device | None = None, halves: bool = False,
     regions: bool = True, split_loss: bool = False,
 ) -> OuterMemory:  # fmt: skip

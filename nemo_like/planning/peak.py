@@ -66,7 +66,7 @@ _STAYING = ("parameters", "averaged weights", "remembered tables", "optimizer st
 def step_peak(
     layers: Sequence[LayerMemory], outer: OuterMemory, sharding: Sharding, *, optimizer: tuple[int, int],
     tail_grads: int, root_grads: int, micro: Microbatch = Microbatch(),  # noqa: B008 - frozen
-    offload: OffloadConfig = OffloadConfig("none"),  # noqa: B008 - frozen
+    offload: OffloadConfig = OffloadConfig("none"),
     averaged: int = 0, remembered: int = 0, copies_at_once: bool = False, log: list[StepPoint] | None = None,
 ) -> Peak:  # fmt: skip
     """Walk through forward and backward of one microbatch and the optimizer step, and return the highest point.

@@ -102,7 +102,7 @@ class PlanReport:
 
 
 def planned_call(job: Job, ac: str, sample: str) -> str:
-    """Return the line of Python that runs `job` with `ac`: a mode, which needs no sample and no more of the loop, or a budget."""
+    """Return the line of Python that runs `job` with `ac`: a mode, which needs no sample, or a budget."""
     if ac in MODES and job.pp.size == 1:
         return job.change(ac=ac, step=StepSpec(), search=PlanSearch()).as_call()
     return job.change(ac=ac).as_call(sample=sample)

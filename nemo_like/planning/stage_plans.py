@@ -180,7 +180,8 @@ def describe(planner: PipelinePlanner, choices: Choices, asked: str, reserved: S
         "balance": list(planner.counts),
     }  # fmt: skip
     return replace(
-        plans[0], model=type(planner.whole).__name__, layers=tuple(layers), step_seconds=pipeline_seconds(planner, choices).total,
+        plans[0], model=type(planner.whole).__name__, layers=tuple(layers),
+        step_seconds=pipeline_seconds(planner, choices).total,
         peak=peaks[rank].parts, peak_at=f"{peaks[rank].at}, on rank {rank}", step=dict(plans[0].step) | pipeline,
         reserved_bytes=None if reserved is None else max(reserved), **sums,
     )  # fmt: skip

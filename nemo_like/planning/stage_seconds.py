@@ -51,8 +51,8 @@ def action_seconds_of(stages: Sequence[Mapping[str, float]], pp: PipelineParalle
 
 
 def pipeline_seconds(planner: PipelinePlanner, choices: Choices) -> StepSeconds:
-    """Return the seconds of a step: what the busiest rank of the pipeline computes and sends, what it waits for, and what its
-    stages gather and reduce, which is once in a step."""
+    """Return the seconds of a step: what the busiest rank of the pipeline computes and sends, what it waits for, and what
+    its stages gather and reduce, which is once in a step."""
     job, device = planner.job, planner.device
     links = Links.of(job, device)
     parts = parts_of_stages(planner, choices)

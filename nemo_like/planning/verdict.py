@@ -76,8 +76,8 @@ def plan_within(
     """Return the plan with which what decides is within `limit`, with its peak, its need and the peak that it was made for;
     None: there is none.
 
-    A plan is made for a peak. Where more is reserved than there is, the next one is made for a peak that is lower in the same
-    proportion.
+    A plan is made for a peak. Where more is reserved than there is, the next one is made for a peak that is lower in the
+    same proportion.
 
     Args:
         make: makes the fastest plan within so many bytes of peak; None: none fits.

@@ -226,9 +226,11 @@ def _fitted(
     layout, job = best.layout, best.job
     sharded = job.strategy if isinstance(job.strategy, FSDP2) else FSDP2()
     values = {
-        "dp_replicate": layout.dp_replicate, "grad_accum": layout.grad_accum, "ac": best.ac, "loss": "model" if job.loss is None else "chunked",
+        "dp_replicate": layout.dp_replicate, "grad_accum": layout.grad_accum, "ac": best.ac,
+        "loss": "model" if job.loss is None else "chunked",
         "offload": job.offload.mode, "reshard_after_forward": reshard_word(sharded.reshard_after_forward),
-        "cpu_offload": sharded.cpu_offload, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp_schedule": layout.schedule,
+        "cpu_offload": sharded.cpu_offload,
+        "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp_schedule": layout.schedule,
     }  # fmt: skip
     chosen = {name: values[name] for name in options.searched if name in options.free and values[name] is not None}
     return Fitted(

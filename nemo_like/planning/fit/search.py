@@ -3,9 +3,9 @@
 Everything not looked at yet stands in a queue by the least time that it could take: a local shape that is not traced by
 a bound, a traced configuration by its time. The bytes of a configuration are only asked for when no other could be faster,
 and no shape is traced that could not win. A configuration with a plan stands there, till the plan is made, by the time of
-one that may hold all the memory but parameters and optimizer state. All ways to run a layout with its state in host memory share one
-entry, keyed by the fastest; it is expanded when popped. So nothing that is left out can beat what was found; `brute_force` looks at
-everything, and tests compare the two.
+one that may hold all the memory but parameters and optimizer state. All ways to run a layout with its state in host memory
+share one entry, keyed by the fastest; it is expanded when popped. So nothing that is left out can beat what was found;
+`brute_force` looks at everything, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -197,9 +197,9 @@ class Search:
         return self.shapes[key]
 
     def _bound(self, key: ShapeKey) -> float:
-        """Seconds of one GPU for a token that no configuration of the shape is faster than, by the shapes that were traced; 0 where
-        none of them has such weights. Without split experts no rank has more rows than with them, and with them as many
-        on any number of ranks."""
+        """Seconds of one GPU for a token that no configuration of the shape is faster than, by the shapes that were
+        traced; 0 where none of them has such weights. Without split experts no rank has more rows than with them, and with
+        them as many on any number of ranks."""
         if key.staged:
             return max((self._least_staged(key, of_stages) for of_stages in self._known_bounds(key)), default=0.0)
         like = [
@@ -244,8 +244,8 @@ class Search:
         return self._bounds_of(whole, shape) if isinstance(shape, TracedShape) else None
 
     def _is_too_large(self, key: ShapeKey) -> bool:
-        """Whether no configuration of a shape that is not traced fits, by those that were traced with the same weights: fewer rows
-        take their share at least, and more take more."""
+        """Whether no configuration of a shape that is not traced fits, by those that were traced with the same weights:
+        fewer rows take their share at least, and more take more."""
         if key.staged:
             return False
         alike = [
