@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.agreement import compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
@@ -31,7 +32,7 @@ from nemo_like.integrations.activation_offloading import ActivationOffloadingMix
 from nemo_like.integrations.trl import takes_log_probs_in_chunks
 from nemo_like.log import say_once
 from nemo_like.losses.model_loss import chunk_model_loss
-from nemo_like.options import ChunkedLoss, ContextParallel
+from nemo_like.options import CheckpointConfig, ChunkedLoss, ContextParallel, MemoryBudget, parse_ac
 from nemo_like.options.words import a_or_an
 from nemo_like.parallelizer import apply_activation_checkpointing
 
@@ -138,7 +139,8 @@ def checkpoint_for_trainer(
                 "loss='chunked' was asked for; TRL's trainer takes log-probabilities in chunks already: left to it."
             )
             in_chunks, loss = None, "model"
-    if ac is None or ac is False or (isinstance(ac, str) and ac.strip().lower() == "none"):
+    asked = ac if isinstance(ac, Plan) else parse_ac(ac)
+    if isinstance(asked, CheckpointConfig) and asked.mode == "none":
         return model if in_chunks is None else chunk_model_loss(model, in_chunks)
     refuse_two_kinds_of_checkpointing(args)
     told = accelerate_settings()
@@ -318,9 +320,7 @@ def _refuse_unread(args: Any, name: str, off: Any, reader: str) -> None:
 
 def _needs_sample(ac: Any) -> bool:
     """Whether `ac` is a plan to be made: a budget."""
-    if isinstance(ac, str):
-        return ac.strip().lower() == "auto" or ac.strip()[:1].isdigit() or ac.strip().startswith(".")
-    return hasattr(ac, "peak_bytes")
+    return not isinstance(ac, Plan) and isinstance(parse_ac(ac), MemoryBudget)
 
 
 def first_batch(trainer: Any) -> dict[str, Any]:

@@ -284,7 +284,8 @@ def _CROSS_ENTROPY(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     recipe.call.losses += 1
     head, shape = _shaped_head(recipe)
     ignore_index, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
-    rows = CrossEntropyRows(labels, ignore_index, smoothing, 0.0, shape, recipe.call.options.compile)
+    options = recipe.call.options
+    rows = CrossEntropyRows(labels, ignore_index, smoothing, options.z_loss, shape, options.compile)
     with answering_calls(recipe.call.head, None):
         return _loss(recipe, head, rows, given.get("reduction", "mean"))
 

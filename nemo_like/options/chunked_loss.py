@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,8 @@ class ChunkedLoss:
     grads_in_float32: bool = True
     """Sum the head's gradients over the chunks in float32. False: in the parameters' dtype, which for a bfloat16 head
     saves 2 bytes per weight between forward and backward, and loses low bits of the sum with every chunk."""
+    z_loss: float = 0.0
+    """Weight of ``logsumexp(logits) ** 2``, added for each token (PaLM's z-loss, Chowdhery et al. 2022, section 5)."""
     compile: str | None = None
     """Compile what is done with the logits of a chunk, once for all chunks: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
     None: as the layers are compiled in `parallelize`; elsewhere not."""
@@ -62,6 +65,8 @@ class ChunkedLoss:
         if self.bytes < 1:
             raise ValueError(f"chunk_bytes is {size!r}; a chunk must hold at least one byte.")
         check_bool("grads_in_float32", self.grads_in_float32)
+        if isinstance(self.z_loss, bool) or not isinstance(self.z_loss, int | float) or not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss is {self.z_loss!r}; it must be a weight >= 0.")
         if self.compile is not None and self.compile not in COMPILE_BACKENDS:
             raise ValueError(f"compile is {self.compile!r}; it must be None or one of {', '.join(COMPILE_BACKENDS)}.")
 

@@ -283,3 +283,23 @@ def test_logits_never_exist():
     logits = 2 * 256 * 4096 * 4
     assert peaks[0] > 2 * logits
     assert peaks[1] < logits / 2
+
+
+def test_a_z_loss_comes_with_the_option():
+    family = FAMILIES["llama"]
+    plain, model, batch = family.build(), family.build(), family.inputs()
+    torch.manual_seed(1)
+    logits = plain(**{name: value for name, value in batch.items() if name != "labels"}).logits[:, :-1].flatten(0, 1)
+    labels = batch["labels"][:, 1:].flatten()
+    z_loss = logits.logsumexp(-1)[labels != -100].square().mean()
+    (F.cross_entropy(logits, labels) + 1e-2 * z_loss).backward()
+    chunk_model_loss(model, ChunkedLoss(TOKENS, z_loss=1e-2))
+    torch.manual_seed(1)
+    model(**batch).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm(), name
+
+
+def test_a_z_loss_is_a_weight():
+    with pytest.raises(ValueError, match=r"z_loss is -1; it must be a weight >= 0\."):
+        ChunkedLoss(z_loss=-1)
