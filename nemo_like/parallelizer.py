@@ -98,7 +98,7 @@ def checkpoint(model: nn.Module, job: Job, sample_input: Any = None) -> nn.Modul
     if job.loss is not None:
         check_head(model)
     job = with_plan(model, job, chosen, sample_input)
-    specs = resolve(model, replace(job, offload=OffloadConfig()), found, chosen, sample_input)
+    specs = resolve(model, replace(job, offload=OffloadConfig("none")), found, chosen, sample_input)
     apply_specs(model, specs, compile=job.compile is not None)
     return model if job.loss is None else chunk_model_loss(model, job.loss)
 
@@ -165,6 +165,10 @@ def parallelize(
         planned_tokens: tokens of the largest microbatch of one rank that memory was planned for, as `nemo-like fit` says it
             where there is no plan to know it: a larger batch is trained on, and a warning says so once.
         device: where the model goes; default: this rank's accelerator if there is one, else the CPU.
+        gpu: the device that a budget is planned for, by name, file or `Device`; default: the one at hand.
+        world_size: ranks of the job; must be as many as there are. For predictions where no process group is.
+        allocator: the settings of CUDA's caching allocator that a budget counts with (`AllocatorConfig`); default: its own.
+        search: what a plan may use to stay within a budget (`PlanSearch`).
 
     Raises:
         ValueError, TypeError: any bad argument, with the value, the reason and the way out; a model without repeated

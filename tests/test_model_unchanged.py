@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_like import CheckpointConfig, MemoryProfiler, parallelize, plan_for
 from nemo_like.options import PipelineParallel
-from nemo_like.planning.stage_plans import plan_pipeline
 from nemo_like.torch_compat import is_fake
 
 WIDTH = 8
@@ -106,7 +105,7 @@ def _batch() -> dict[str, Tensor]:
 
 
 def _budget(model: nn.Module) -> None:
-    plan_for(model, "60%", _batch(), device="h100-80gb")
+    plan_for(model, ac="60%", sample_input=_batch(), gpu="h100-80gb")
 
 
 def _profiled(model: nn.Module) -> None:
@@ -118,7 +117,9 @@ def _applied(model: nn.Module) -> None:
 
 
 def _stages(model: nn.Module) -> None:
-    plan_pipeline(model, "60%", _batch(), pp=PipelineParallel(2, microbatches=2), device="h100-80gb")
+    plan_for(
+        model, ac="60%", sample_input=_batch(), world_size=2, pp=PipelineParallel(2, microbatches=2), gpu="h100-80gb"
+    )
 
 
 def _state(value: Any, seen: dict[int, Any]) -> Any:
@@ -310,5 +311,5 @@ class _ReversibleLayer(_Layer):
 
 
 def test_a_layer_that_uses_its_own_parameters_in_backward_is_planned() -> None:
-    plan = plan_for(Model([_ReversibleLayer(), _ReversibleLayer()]), "100%", _batch(), device="h100-80gb")
+    plan = plan_for(Model([_ReversibleLayer(), _ReversibleLayer()]), ac="100%", sample_input=_batch(), gpu="h100-80gb")
     assert plan.peak_bytes

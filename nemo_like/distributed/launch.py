@@ -109,8 +109,8 @@ def checked_device(device: str | torch.device) -> torch.device:
         count = _device_count(place.type)
         if (place.index or 0) >= count:
             raise ValueError(
-                f"device is {device!r}, and torch sees {count} {place.type.upper()} device(s) here. Leave device out to "
-                f"take what there is, or install a build of torch for {place.type.upper()}."
+                f"device is {str(device)!r}, and torch sees {count} {place.type.upper()} device(s) here. Leave device out "
+                f"to take what there is, or install a build of torch for {place.type.upper()}."
             )
     return place
 

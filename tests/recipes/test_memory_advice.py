@@ -44,7 +44,7 @@ def _peak(options: Options, budget: str) -> int:
     """What `parallelize` would plan for one rank."""
     sample = options.planned_input(options.rows(1), options.seq_len)
     bare = resolve_model(options.model).build("meta", torch.float32)
-    step, loss = options.step_spec, options.loss
+    step, loss = options.job().step, options.loss
     return plan_for(bare, ac=budget, sample_input=sample, gpu=CPU, step=step, precision="bf16", loss=loss).peak_bytes
 
 

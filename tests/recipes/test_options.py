@@ -62,5 +62,5 @@ def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]):
 
 
 def test_scope_may_be_several():
-    assert Options(scope="vision,audio").scopes == ["vision", "audio"]
-    assert Options(scope="all").scopes == "all"
+    assert Options(scope="vision,audio").job().ac_scope == ("vision", "audio")
+    assert Options(scope="all").job().ac_scope == "all"
