@@ -23,12 +23,14 @@ FORMS = ("positions", "numbers", "cu_seqlens")
 NAMES = ("llama", "gemma3_text", "gpt_oss", "bert")
 OWN_NAMES = ("gptj", "codegen", "gpt_neo")
 """Whose layers compute attention themselves, under the mask that their model makes."""
+INDEXED_NAMES = ("deepseek_v32", "glm_moe_dsa")
+"""Whose tokens see the best few of the keys that their mask shows."""
 MORE_NAMES = ("qwen3", "deepseek_v3", "mixtral", "gemma2", "phi3", "stablelm", "olmoe", "modernbert")
 PICTURE_NAMES = ("qwen3_vl", "llava")
 LONG_NAMES = (*NAMES[1:], "qwen3", "deepseek_v3", "mixtral")
 
 
-@pytest.mark.parametrize("name", [*NAMES, "gpt2", *OWN_NAMES])
+@pytest.mark.parametrize("name", [*NAMES, "gpt2", *OWN_NAMES, *INDEXED_NAMES])
 def test_on_one_rank(name: str) -> None:
     assert wrong_forms(name, 1, ("none", "selective")) == []
 
@@ -142,6 +144,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     [
         ("qwen3_next", "GatedDeltaNet, passes a state"),
         ("jamba", "passes a state"),
+        ("deepseek_v4", "Compressor, combines neighbours"),
         ("bloom", "takes no position_ids"),
         ("rwkv", "passes a state"),
         ("openai-gpt", "none of its masks is made by transformers"),

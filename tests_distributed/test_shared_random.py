@@ -225,6 +225,19 @@ def test_a_model_that_begins_to_draw_later() -> None:
     run_ranks(2, _later_apart)
 
 
+def _some_in_evaluation(rank: int, world_size: int) -> None:
+    """The first call of a model in training draws nothing, since what is inside of it evaluates."""
+    expected, model = _steps(_phi(), [100])[0], parallelize(_phi(), ac="none", tp=2, device="cpu")
+    model.model.eval()
+    _steps(model, [50 + rank])
+    loss, _ = _steps(model.train(), [100 + rank])[0]
+    torch.testing.assert_close(loss, expected[0], rtol=1e-5, atol=0)
+
+
+def test_a_model_whose_modules_begin_to_train_later() -> None:
+    run_ranks(2, _some_in_evaluation)
+
+
 def test_a_job_seeds_the_groups_of_tp_apart() -> None:
     drawn = []
     for rank in range(8):

@@ -260,11 +260,11 @@ def _text_and_streams(positions: Any) -> tuple[Tensor | None, Tensor | None]:
 
 def _tell_masks_of_documents() -> None:
     """Have transformers' masks look at `running`, but those of flash attention; once in a process."""
-    module: Any = sys.modules["transformers.masking_utils"]
+    # Not by `register`: what cp exchanges here and puts back would hide it.
+    mapping: Any = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
     for name in ("sdpa", "eager", "flex_attention"):
-        own = module.ALL_MASK_ATTENTION_FUNCTIONS[name]
-        if not isinstance(own, _MaskOfDocuments):
-            module.AttentionMaskInterface.register(name, _MaskOfDocuments(own))
+        if not isinstance(mapping[name], _MaskOfDocuments):
+            mapping[name] = _MaskOfDocuments(mapping[name])
 
 
 class _MaskOfDocuments:

@@ -15,6 +15,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ from nemo_like.torch_compat import is_fake, unseen
 class SharedRandom:
     """Forward hooks of a tensor-parallel model, which have its ranks draw from the states of the group's first one.
 
-    A call that draws is compared in each later call of its mode (training or not), since a program may seed generators, or
-    draw from them, in between. torch's generators are compared in the first call of a mode whether it draws or not.
+    A call that draws is compared in each later call of its mode (which modules train), since a program may seed generators,
+    or draw from them, in between. torch's generators are compared in the first call of a mode whether it draws or not.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -40,9 +41,10 @@ class SharedRandom:
         self._mesh = mesh
         self._generators = _generators(mesh.device_type)
         self._torch = [name for name in self._generators if name not in ("Python", "NumPy")]
-        self._drawn: dict[bool, set[str]] = {}
+        self._modules: list[nn.Module] = []
+        self._drawn: dict[bytes, set[str]] = {}
         """Generators that calls of a mode were seen to draw from, the same on every rank."""
-        self._began: dict[bool, dict[str, Any]] = {}
+        self._began: dict[bytes, dict[str, Any]] = {}
         """The states with which a call began, and `_lent` those that a first call took from another rank, as they were."""
         self._lent: dict[str, Any] = {}
 
@@ -54,7 +56,8 @@ class SharedRandom:
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if any(map(is_fake, tensors_in((args, kwargs)))):
             return
-        drawn = self._drawn.get(model.training)
+        mode = self._mode(model)
+        drawn = self._drawn.get(mode)
         with unseen():
             compared = self._now(self._generators if drawn is None else drawn)
             differ = self._differing(compared)
@@ -65,10 +68,11 @@ class SharedRandom:
                 if drawn is None:
                     self._lent = {name: compared[name] for name in differ if name not in self._torch}
                 self._say(model, [name for name in differ if name not in self._lent])
-            self._began[model.training] = self._now(self._torch if drawn is not None else self._generators)
+            self._began[mode] = self._now(self._torch if drawn is not None else self._generators)
 
     def _after(self, model: nn.Module, _args: Any, _output: Any) -> None:
-        began, known = self._began.pop(model.training, None), self._drawn.get(model.training)
+        mode = self._mode(model)
+        began, known = self._began.pop(mode, None), self._drawn.get(mode)
         if began is None:
             return
         with unseen():
@@ -77,7 +81,7 @@ class SharedRandom:
             if known is None:  # the first call: ranks tell each other
                 rows = gather(torch.tensor([int(name in drew) for name in now]), mesh_groups(self._mesh))
                 drew = [name for name, used in zip(now, rows.any(0).tolist()) if used]
-                self._drawn[model.training] = set(drew)
+                self._drawn[mode] = set(drew)
                 self._put({name: state for name, state in self._lent.items() if name not in drew})
                 self._say(model, [name for name in self._lent if name in drew])
                 self._lent = {}
@@ -87,6 +91,10 @@ class SharedRandom:
             elif new := [name for name in drew if name not in known]:
                 self._check(model, {name: began[name] for name in new}, "drew different")
                 known.update(new)
+
+    def _mode(self, model: nn.Module) -> bytes:
+        self._modules = self._modules or list(model.modules())
+        return bytes(map(attrgetter("training"), self._modules))
 
     def _check(self, model: nn.Module, states: Mapping[str, Any], problem: str) -> None:
         if self._differing(states):

@@ -139,7 +139,7 @@ class FakeRun(TorchDispatchMode):
         """PyTorch's rule for the shape of a grouped product refuses all but bfloat16, though kernels take more types."""
         if a.dtype == torch.bfloat16:
             return _GROUPED_MM(a, b, *args, **kwargs)
-        twins = (torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16) for t in (a, b))
+        twins = (torch.empty_strided(t.shape, _strides_in_bfloat16(t), dtype=torch.bfloat16) for t in (a, b))
         out = _GROUPED_MM(*twins, *args, **kwargs)
         pad = 16 // a.element_size()  # rows of the result are aligned to 16 bytes
         width = -(-out.shape[-1] // pad) * pad
@@ -268,6 +268,11 @@ def _places(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
 def _allocates(func: Any) -> bool:
     """Makes a tensor without values."""
     return packet_name(func).startswith(("aten.empty", "aten.new_empty"))
+
+
+def _strides_in_bfloat16(tensor: torch.Tensor) -> list[int]:
+    """As many bytes as those of `tensor`, between rows: kernels want multiples of 16."""
+    return [stride if stride == 1 else stride * tensor.element_size() // 2 for stride in tensor.stride()]
 
 
 def _integer(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.distributed.context_parallel.parts import Parts
+from nemo_like.torch_compat import unseen
 
 Mod = Callable[..., Any]
 """A ``mask_mod(b, h, q, kv)``, or a ``score_mod(score, b, h, q, kv)``."""
@@ -82,7 +83,8 @@ def of_part(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: i
     kept = parts.masks.blocks.get((id(mask), *shape, length))
     if kept is not None:
         return kept[1]
-    made = _make(parts, mask, shape, length, device)
+    with unseen():  # by what records a region: running it again finds the mask here
+        made = _make(parts, mask, shape, length, device)
     while len(parts.masks.blocks) >= _KEPT:
         parts.masks.blocks.pop(next(iter(parts.masks.blocks)))
     parts.masks.blocks[(id(mask), *shape, length)] = (mask, made)  # which keeps the mask, and so its id, alive

@@ -65,7 +65,7 @@ def sequence_mixers(
         elif "Indexer" in cls:
             if not (masked and takes_a_mask(module)):
                 yield name, module, "chooses among the keys of the whole sequence"
-        elif getattr(module, "trigram_input", False):
+        elif getattr(module, "trigram_input", False) or cls.endswith("Compressor"):
             yield name, module, "combines neighbours along the sequence"
         elif found := [state for state in _STATES if hasattr(module, state)]:
             yield name, module, f"passes a state along the sequence ({found[0]})"

@@ -230,17 +230,24 @@ def as_it_was(*models: nn.Module) -> Iterator[None]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within it, `model` is in evaluation mode; its buffers and plain attributes are put back after."""
     plain = [(own, {k: v for k, v in own.items() if isinstance(v, _PLAIN)}) for own in map(vars, model.modules())]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    slots = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if _may_change(buffer)]
     model.eval()
     try:
         yield
     finally:
         for own, values in plain:
             own.update(values)  # `training`, too
+        for own_buffers, before in slots:
+            own_buffers.update(before)
         with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            for buffer, version, copy in buffers:
+                if buffer._version != version:
+                    buffer.copy_(copy)
+
+
+def _may_change(buffer: Tensor) -> bool:
+    return not buffer.is_meta and not buffer.is_inference()
 
 
 _PLAIN = int | float | str | None

@@ -9,8 +9,7 @@ in each step, and where they differ the last stage is asked again.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld
 from nemo_like.distributed.agreement import gather, gather_objects
-from nemo_like.distributed.context_parallel.verify_cut import evaluating
 from nemo_like.distributed.pipeline.batches import (
     Counted,
     counts_of_all,
@@ -31,12 +28,10 @@ from nemo_like.distributed.pipeline.batches import (
     size_of,
     targets_of,
 )
+from nemo_like.distributed.pipeline.last_stage import LastStage
 from nemo_like.distributed.pipeline.loss_shares import MEAN, SUM, BatchShares, LossShares, Share
-from nemo_like.distributed.pipeline.verify_stages import sequence_parts
 from nemo_like.losses.batch_means import LossCall, LossCalls
 from nemo_like.losses.model_loss import LABELS
-from nemo_like.module_tree import bare_modules
-from nemo_like.torch_compat import answering_calls
 
 if TYPE_CHECKING:
     from nemo_like.distributed.pipeline.pipeline import Pipeline, Stage
@@ -158,26 +153,11 @@ class _Answer:
     """By which part of its norm the gradient is off under the best share."""
 
 
-@dataclass
-class _Alone:
-    """`BatchShares` of one microbatch, whose loss is not part of another's."""
-
-    context: LossCalls
-    shares: Sequence[float] = (1.0,)
-    autocast: bool = False
-    """Whether the loss was computed under autocast."""
-
-    def calls(self, number: int) -> LossCalls:
-        self.autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        return self.context
-
-
 class _Probe:
-    """The last stage of one rank, which is called with hidden states that are drawn."""
+    """What the last stage of one rank shows."""
 
     def __init__(self, pipeline: Pipeline, stage: Stage, among: LossShares | None) -> None:
-        self._pipeline, self._stage, self._among = pipeline, stage, among
-        self._drawn = torch.Generator().manual_seed(0)
+        self._pipeline, self._stage, self._among = pipeline, LastStage(pipeline, stage), among
         self._seen: list[LossCall] = []
         self.class_weights: list[Tensor | None] = []
         """For each mean cross entropy."""
@@ -188,12 +168,10 @@ class _Probe:
         self._fills: dict[str, int] | None = None
         self._fills_sums = False
         """Whether `_fills` is for a sum only."""
-        exact = torch.get_float32_matmul_precision() == "highest"
-        self._tolerance = _TOLERANCE if exact and not any(map(_is_low, stage.module.parameters())) else _LOWER
 
     def answer(self, batch: Mapping[str, Any]) -> _Answer | None:
         """Compare microbatches in one call with each alone; None where nothing counts in any."""
-        with self._undisturbed():
+        with self._stage.undisturbed():
             batch = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in batch.items()}
             rows, _ = size_of(batch)
             count = min(self._pipeline.options.microbatches or 1, rows)
@@ -207,9 +185,9 @@ class _Probe:
                 self._compare(parts[0], parts[numbers[turn % len(numbers)]], others, size, tokens)
         if not self._shares:
             return None
-        least = min(self._shares.values())
+        least, tolerance = min(self._shares.values()), _LOWER if self._stage.fewer_bits else _TOLERANCE
         # Those that give the same numbers are off by the same.
-        best = [share for share, off in self._shares.items() if off == least <= self._tolerance]
+        best = [share for share, off in self._shares.items() if off == least <= tolerance]
         fill = self._fills if best == [SUM] or not self._fills_sums else None
         return _Answer(self._means(), best, fill, least)
 
@@ -218,15 +196,15 @@ class _Probe:
     ) -> None:
         """Note by how much each share is off for two microbatches."""
         both = joined(first, second)
-        states, places = self._states(first, both, rows, tokens)
+        states, places = self._stage.states(first, both, rows, tokens)
         context = LossCalls()
-        whole = self._gradients(both, states, context)
+        whole = self._stage.gradients(both, states, context)
         norm = _norm(whole)
         self.class_weights = [call.weight for call in context.seen if call.reduction == "mean"]
         tells = 0 < norm < float("inf")
         if tells:
             self._look_up(context.seen, both)
-        without = [_norm(self._gradients(both, states, LossCalls(left_out=kinds))) for kinds in _LEFT_OUT]
+        without = [_norm(self._stage.gradients(both, states, LossCalls(left_out=kinds))) for kinds in _LEFT_OUT]
         if tells and not self._shares:
             self._shares = dict.fromkeys(self._candidates(without, others), 0.0)
         known = LossShares(self._means(), list(self._shares) if tells else (), None, self.class_weights)
@@ -238,7 +216,7 @@ class _Probe:
             batch = BatchShares(known, [first, second], numbers)
             halves = zip(*(_halves(tensor, place) for tensor, place in zip(states, places)))
             own = [
-                [_times(gradient, numbers[at]) for gradient in self._gradients(part, half, batch.calls(at))]
+                [_times(gradient, numbers[at]) for gradient in self._stage.gradients(part, half, batch.calls(at))]
                 for at, (part, half) in enumerate(zip((first, second), halves))
             ]
             measured[numbers] = max(
@@ -288,65 +266,6 @@ class _Probe:
         known = {one.name for one in every}
         return [MEAN, SUM, *every, *(one for one in others if one.name not in known)]
 
-    def _states(
-        self, first: Mapping[str, Any], both: Mapping[str, Any], rows: int, tokens: int
-    ) -> tuple[list[Tensor], list[int | None]]:
-        """Draw what the stage before might send for `both`; and the dimension along which two microbatches have it."""
-        pipeline, index = self._pipeline, self._stage.slice.index - 1
-        states, places = [], []
-        sent = zip(pipeline.parts.sent(index, both, 2 * rows, tokens), pipeline.parts.sent(index, first, rows, tokens))
-        for form, half in sent:
-            drawn = torch.randn(form.shape, generator=self._drawn).to(pipeline.device, form.dtype)
-            states.append(drawn)
-            places.append(next((dim for dim, (a, b) in enumerate(zip(form.shape, half.shape)) if a != b), None))
-        return states, places
-
-    def _gradients(self, microbatch: Mapping[str, Any], states: Sequence[Tensor], context: LossCalls) -> list[Tensor]:
-        """Compute the gradients of the loss of `microbatch` with respect to the hidden states."""
-        forward, alone = self._stage.forward, _Alone(context)
-        before = forward.microbatches, forward.shares
-        forward.microbatches, forward.shares = [microbatch], alone
-        leaves = [state.detach().requires_grad_() for state in states]
-        scale = 2.0 ** min(14, leaves[0][..., 0].numel().bit_length())  # or float16 has no gradients of a mean
-        try:
-            loss = self._stage.module(*leaves, microbatch=torch.tensor([0])).sum()
-            given = torch.autograd.grad(loss * scale, leaves, allow_unused=True) if loss.requires_grad else leaves
-        finally:
-            forward.microbatches, forward.shares = before
-        if alone.autocast or any(map(_is_low, (*leaves, loss))):
-            self._tolerance = _LOWER
-        if not loss.requires_grad:
-            return [torch.zeros_like(leaf) for leaf in leaves]
-        found = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, given))
-        return [(grad.float() if _is_low(grad) else grad) / scale for grad in found]
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Within it, the last stage is called without its layers and without dropout; afterwards it is as it was."""
-        pipeline, stage = self._pipeline, self._stage
-        modules = dict(bare_modules(stage.module))
-        training = stage.module.training
-        devices = [pipeline.device] if pipeline.device.type == "cuda" else []
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.random.fork_rng(devices))
-            ModuleWorld(stage.module).restore(stack)
-            for module in stage.module.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and not buffer.is_inference():
-                        stack.callback(_put_back, module._buffers, name, buffer, buffer._version, buffer.clone())
-            stack.enter_context(evaluating(stage.module))
-            stage.module.training = training  # a model may return a loss in training alone
-            for index in stage.slice.layers:
-                passing = pipeline.parts.passing(index)
-                if passing is not None:
-                    stack.enter_context(answering_calls(modules[pipeline.parts.layers[index]], passing))
-            for parts in sequence_parts(pipeline):
-                stack.callback(setattr, parts, "verifying", parts.verifying)
-                parts.verifying = "whole"
-            yield
-
 
 def _halves(tensor: Tensor, place: int | None) -> Sequence[Tensor]:
     """What each of two microbatches has of `tensor`."""
@@ -358,16 +277,6 @@ def _pairs(parts: Sequence[Tensor], whole: Tensor, place: int | None) -> list[tu
     if place is None:
         return [(parts[0] + parts[1], whole)]
     return list(zip(parts, whole.chunk(2, place)))
-
-
-def _put_back(buffers: dict[str, Tensor | None], name: str, buffer: Tensor, version: int, copy: Tensor) -> None:
-    buffers[name] = buffer
-    if buffer._version != version:
-        buffer.copy_(copy)
-
-
-def _is_low(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.element_size() < 4
 
 
 def _norm(tensors: Collection[Tensor]) -> float:

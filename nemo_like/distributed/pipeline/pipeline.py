@@ -87,7 +87,7 @@ class Pipeline:
             self.sees(batch, self.options.microbatches or 1)
         self._shares.check_last_step()
         self._verify(batch)
-        schedule = self._schedule(*self._cut(batch))
+        schedule = self._schedule(*self.cut(batch))
         numbers = torch.arange(self.options.microbatches or 1)
         args = (numbers,) if self.stages[0].slice.is_first else ()
         losses: list[Tensor] = []
@@ -114,7 +114,7 @@ class Pipeline:
         if not self._verified:
             self._verified = True
             check_same_batch(batch, self._sharing)
-            self._cut(batch)  # first what calls the last stage by itself, whose outputs are none of those compared
+            self.cut(batch)
             verify_stages(self, batch)
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ class Pipeline:
 
         seen: gets the hidden states, (rows, tokens, width), that this rank's other stages give for each microbatch.
         """
-        sizes = self._cut(batch)
+        sizes = self.cut(batch)
         count = range(self.options.microbatches or 1)
         rank_of = {index: rank for rank in range(self.options.size) for index in stages_of(self.options, rank)}
         mine = dist.get_rank(self.group)
@@ -153,7 +153,7 @@ class Pipeline:
             work.wait()
         return [loss for (loss,) in handed] if self.stages[-1].slice.is_last else ()
 
-    def _cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
+    def cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Give the stages the batch's microbatches; returns rows and tokens of each, those of one rank of ``cp``."""
         batch = self.stages[0].forward.whole_batch(batch)
         microbatches, rows, tokens, shares = self._shares.cut(batch)
