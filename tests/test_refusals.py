@@ -510,7 +510,7 @@ _JOBS = {
     "pretrain --strategy ddp --reshard-after-forward yes": "--reshard-after-forward is 'yes', and without --strategy fsdp2",
     "pretrain --fit-memory 1GiB": "--fit-memory is '1GiB', and without --fit nothing reads it",
     "pretrain --fit --fit-memory much": "--fit-memory is 'much', which is not a number of bytes",
-    "pretrain --export /proc/nowhere/x": "--export is '/proc/nowhere/x', and in '/proc' this user can make no folder",
+    "pretrain --export /dev/null/x": "--export is '/dev/null/x', and in '/dev/null' this user can make no folder",
     "pretrain --json {folder}": "--json is '{folder}', which is a folder",
     "finetune --lora-rank 8": "--lora-rank is 8, and without --lora nothing reads it",
     "finetune --lora-alpha 8": "--lora-alpha is 8.0, and without --lora",
