@@ -363,7 +363,7 @@ _ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "num_items": (
         lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items=0),
-        "num_items is 0; it must be > 0, since the sum of the losses is divided by it",
+        "num_items is 0; it must be finite and > 0, since the sum of the losses is divided by it",
     ),
     "num_items of KL": (
         lambda _: chunked_kl(_HIDDEN, _head(), _HIDDEN, teacher_head=_head(), num_items=-2.0), r"num_items is -2\.0"
@@ -431,7 +431,8 @@ _COMMANDS = {
     f"profile {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens",
     f"trace {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens",
     f"bench {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens",
-    f"fit {_TINY} --gpus 1 --seq-len 200000": "seq_len asks for sequences of 200000 tokens",
+    f"fit {_TINY} --gpus 1 --seq-len 200000": "The search asks for sequences of 200000 tokens",
+    f"fit {_TINY} --gpus 1 --max-seq-len 200000": "The search asks for sequences of 200000 tokens",
     f"fit {_TINY} --gpus 1 --max-seq-len 32 --seq-len 64": "seq_len is 64, and max_seq_len says",
     f"fit {_TINY} --gpus 2 --imbalance 0.5": "imbalance is 0.5; it must be a number from 1",
     f"fit {_TINY} --gpus 2 --imbalance 1.5 --ep 1": "share the experts, 1",

@@ -232,7 +232,7 @@ def test_bad_input_is_a_clear_error_on_every_rank(base: list[str], tmp_path: Pat
     (tmp_path / "done" / "config.json").write_text("{}")
     (tmp_path / "file").write_text("")
     cases = {
-        "which is no folder": ["--model", str(tmp_path / "nowhere")],
+        "which is not a folder": ["--model", str(tmp_path / "nowhere")],
         "without any safetensors file": ["--model", str(tmp_path / "done")],
         "truncated cannot be read": ["--model", str(truncated)],
         "model-00002-of-00005.safetensors": ["--model", str(parts)],

@@ -358,7 +358,7 @@ def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
             f"{type(model).__name__} has no config, so its input is unknown. Give sample=, a function of the number of "
             "sequences that returns what the model is called with."
         )
-    check_positions(config, "seq_len", seq_len)
+    check_positions(config, "The search", seq_len)
 
     def make(batch: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(batch, seq_len, dtype=torch.long)
