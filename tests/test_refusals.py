@@ -505,7 +505,6 @@ _JOBS = {
     "pretrain --keep 3": "--keep is 3, and without --checkpoint-dir nothing reads it. Add that, or leave --keep out",
     "pretrain --sync-save": "--sync-save is True, and without --checkpoint-dir",
     "pretrain --save-every 3": "--save-every is 3, and without --checkpoint-dir",
-    "pretrain --eval-every 3 --eval-samples 0": "--eval-every is 3, and without --eval-samples above 0",
     "pretrain --schedule constant --lr-floor 0.5": "--lr-floor is 0.5, and without another --schedule",
     "pretrain --strategy ddp --cpu-offload": "--cpu-offload is True, and without --strategy fsdp2",
     "pretrain --strategy ddp --reshard-after-forward yes": "--reshard-after-forward is 'yes', and without --strategy fsdp2",
