@@ -239,6 +239,7 @@ def test_fine_tuning_fits_weights_of_four_bits_and_packed_rows(tmp_path: Path) -
 
 def test_pretraining_counts_the_mask_of_packed_documents(tmp_path: Path) -> None:
     said = _job(tmp_path) | {"data": str(tmp_path / "texts"), "pack": True, "seq_len": 128} | UNSAVED
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 128}))
     (tmp_path / "texts").mkdir()
     for number in range(40):
         (tmp_path / "texts" / f"{number}.txt").write_text("a text that is learned, " * 5)
