@@ -363,7 +363,7 @@ _ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "num_items": (
         lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items=0),
-        "num_items is 0; it must be finite and > 0, since the sum of the losses is divided by it",
+        "num_items is 0; it must be finite and > 0: the sum of the losses is divided by it",
     ),
     "num_items of KL": (
         lambda _: chunked_kl(_HIDDEN, _head(), _HIDDEN, teacher_head=_head(), num_items=-2.0), r"num_items is -2\.0"

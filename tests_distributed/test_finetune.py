@@ -248,7 +248,12 @@ def test_bad_input_is_a_clear_error_on_every_rank(base: list[str], tmp_path: Pat
         "--lora-targets is 'nothing'": ["--lora", "--lora-targets", "nothing"],
         "--train 'nothing' matches no parameter": ["--train", "nothing"],
         "A held-out sample asks for sequences of 150 tokens, and the model has positions for 128": [
-            "--eval-data", str(long), "--eval-samples", "1", "--seq-len", "200",
+            "--eval-data",
+            str(long),
+            "--eval-samples",
+            "1",
+            "--seq-len",
+            "200",
         ],
         "fewer than --batch-size 64": ["--batch-size", "64"],
         "--resume finds no checkpoint": ["--resume"],
