@@ -88,7 +88,7 @@ class DeepState:
 
     def _keep(self, value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
         """What to remember of `value`; `_UNKNOWN` where that could hold the graph of an earlier step."""
-        kind = type(value)
+        kind: Any = type(value)
         if is_plain(kind) or issubclass(kind, nn.Module):
             return value
         if id(value) in known:
@@ -115,8 +115,8 @@ class DeepState:
         kept = [self._keep(item, known) for item in items]
         if any(item is _UNKNOWN for item in kept):
             return _Entry(container, way, None, False)
-        if isinstance(contents, set):
-            return _Entry(container, way, contents if all(map(is_plain, map(type, kept))) else None, True)
+        if isinstance(contents, set):  # its items are found by what they are
+            return _Entry(container, way, contents if all(map(is_, kept, items)) else None, True)
         following = iter(kept)
         return _Entry(container, way, _mapped(lambda _: next(following), contents), False)
 
@@ -131,7 +131,8 @@ class WholeState:
         waiting: list[Any] = [model]
         while waiting:
             value = waiting.pop()
-            if is_plain(type(value)) or id(value) in seen:
+            kind: Any = type(value)
+            if is_plain(kind) or id(value) in seen:
                 continue
             seen[id(value)] = value
             if is_generator(value):
@@ -139,7 +140,7 @@ class WholeState:
                 continue
             if isinstance(value, tuple):
                 waiting += value
-            for way in _whole_ways_of(type(value)):
+            for way in _whole_ways_of(kind):
                 contents = way.read(value)
                 self._found.append((value, way, contents))
                 waiting += _items(contents)
@@ -178,19 +179,19 @@ _UNKNOWN = _Unknown()
 
 
 @functools.cache
-def is_plain(kind: type) -> bool:
+def is_plain(kind: Any) -> bool:
     """Whether values of this type can be compared, and put back, as they are."""
     return kind in PLAIN or issubclass(kind, enum.Enum | numbers.Number | Decimal)  # NumPy's scalars among them
 
 
 @functools.cache
-def is_array(kind: type) -> bool:
+def is_array(kind: Any) -> bool:
     """Whether it is NumPy's class of arrays; nothing is imported to find out."""
     return any(base.__name__ == "ndarray" and base.__module__ == "numpy" for base in kind.__mro__)
 
 
 @functools.cache
-def has_state(kind: type) -> bool:
+def has_state(kind: Any) -> bool:
     """Whether `DeepState` looks into values of this type, which is neither a tensor nor a module."""
     return bool(_ways_of(kind)) or is_array(kind) or (issubclass(kind, tuple) and not is_plain(kind))
 
@@ -228,11 +229,12 @@ def _without_graph(value: Any) -> Any:
 
 def _again(kept: Any, copies: dict[int, Any]) -> Any:
     """`kept` for one recompute, which may change it."""
-    if type(kept) in _MOST:
+    kind: Any = type(kept)
+    if kind in _MOST:
         return kept
     if isinstance(kept, tuple):
         return _tuple_of(kept, [_again(item, copies) for item in kept])
-    if not (isinstance(kept, Tensor) or is_array(type(kept))):
+    if not (issubclass(kind, Tensor) or is_array(kind)):
         return kept
     if id(kept) not in copies:
         copies[id(kept)] = _copy(kept)

@@ -143,8 +143,13 @@ def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
         return
     for name, value in zip(part.watched, state.values):
         now = own.get(name, _ABSENT)
-        if now is not value and (type(now) is not type(value) or not is_plain(type(value)) or now != value):
+        if now is not value and not (type(now) is type(value) and _is_plain(value) and now == value):
             own[name] = value
+
+
+def _is_plain(value: Any) -> bool:
+    kind: Any = type(value)
+    return is_plain(kind)
 
 
 def _revert(own: dict[str, Any], before: dict[str, Any]) -> None:
