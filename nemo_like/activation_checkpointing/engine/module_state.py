@@ -75,11 +75,13 @@ class BufferSnapshot:
             known_buffers = None
         self._first = _buffers_of(module) if known_buffers is None else None
         self._before: list[tuple[_Known, Tensor, int, Tensor | None]] = []
+        copies: dict[int, Tensor] = {}  # of a buffer that has two names, one
         for known in known_buffers or self._first or ():
             buffer = known.owner.get(known.name)
             if isinstance(buffer, Tensor):
-                copied = self._first or known.changes or _bytes(buffer) <= _SMALL
-                self._before.append((known, buffer, _version(buffer), buffer.detach().clone() if copied else None))
+                if id(buffer) not in copies and (self._first or known.changes or _bytes(buffer) <= _SMALL):
+                    copies[id(buffer)] = buffer.detach().clone()
+                self._before.append((known, buffer, _version(buffer), copies.get(id(buffer))))
         self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self._same: list[tuple[dict[str, Any], str, Tensor]] = []
         """Plain attributes that forward left alone, for a later call may exchange them: a table that grows with a sequence.
@@ -124,9 +126,10 @@ class BufferSnapshot:
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Give the module copies of its earlier buffers to change; when `stack` ends, the present ones are back."""
+        clones = {id(copy): copy.clone() for _, _, copy in self._copies}
         for owner, name, copy in self._copies:
             stack.callback(owner.__setitem__, name, owner.get(name))
-            owner[name] = copy.clone()
+            owner[name] = clones[id(copy)]
         for owner, name, tensor in self._same:
             now = owner.get(name)
             if now is not tensor:
