@@ -92,6 +92,20 @@ _pop_hooks: Callable[[], None] | None = _private(torch._C, "_autograd._pop_saved
 _push_hooks: Callable[..., None] | None = _private(torch._C, "_autograd._push_saved_tensors_default_hooks")
 
 
+_node: Callable[[], Any] | None = _private(torch._C, "_current_autograd_node")
+_number: Callable[[], int] | None = _private(torch.autograd, "_get_sequence_nr")
+
+
+def autograd_node() -> Any:
+    """The node whose backward runs on this thread; None: none does, or torch does not tell."""
+    return None if _node is None or _number is None else _node()
+
+
+def next_sequence_number() -> int:
+    """The number that autograd's next node on this thread gets (``node._sequence_nr()``); 0 where torch does not tell."""
+    return 0 if _number is None else _number()
+
+
 class _SaveInput(torch.autograd.Function):
     """A node that does nothing but keep a tensor the way autograd keeps one."""
 

@@ -316,10 +316,11 @@ def axis(mesh: Any, name: str) -> int:
 
 
 def same_on_all_ranks(make: Callable[[], T]) -> T:
-    """Rank 0 calls `make`; its result, or its error, is everybody's."""
+    """Rank 0 calls `make`; its result, or its error, is everybody's. Of ranks that are not there (torch's back end ``fake``),
+    each calls it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return make()
-    if torch.distributed.get_world_size() == 1:
+    if torch.distributed.get_world_size() == 1 or torch.distributed.get_backend() == "fake":
         return make()
     box: list[Any] = [None]
     if torch.distributed.get_rank() == 0:

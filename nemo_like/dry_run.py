@@ -1,0 +1,314 @@
+"""`dry_run`: a training job's step on one of its ranks, run as it is, on fake tensors and ranks that are not there.
+
+One process stands for one rank of any number: torch's ``fake`` back end sends nothing, fake tensors have no memory, and all
+else is real: `parallelize` with `fully_shard`, DTensor and the engine, torch's optimizer, autograd. A `StorageLedger` counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from nemo_like.distributed.accumulate import set_gradient_sync
+from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.layers import find_layers
+from nemo_like.log import unsaid
+from nemo_like.module_tree import bare
+from nemo_like.options import (
+    ChunkedLoss,
+    ContextParallel,
+    ExpertParallel,
+    MemoryBudget,
+    OffloadConfig,
+    PipelineParallel,
+    Precision,
+    StepSpec,
+    TensorParallel,
+    parse_strategy,
+)
+from nemo_like.parallelizer import parallelize
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.expert_twin import planned_group, planned_imbalance
+from nemo_like.planning.fake import FakeRun
+from nemo_like.planning.gradient_sums import SumsInPlace
+from nemo_like.planning.peak import Peak
+from nemo_like.planning.plan import Plan
+from nemo_like.planning.planned_setup import Setup
+from nemo_like.planning.planner import Planner
+from nemo_like.planning.reasons import without_values
+from nemo_like.planning.step_loss import loss_of
+from nemo_like.planning.storage_ledger import PARAMETERS, StorageLedger
+from nemo_like.resolve import read_ac
+from nemo_like.tensors import split_sample
+from nemo_like.torch_compat import fake_store
+
+_UNCHECKED = {"NEMO_LIKE_VERIFY": "0", "NEMO_LIKE_COMPARE_PEAK": "0"}
+"""What the first step of a real job compares, by values."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a step of one rank takes."""
+
+    peak_bytes: int
+    """The most bytes alive in a step: parameters, gradients, optimizer state, activations, and what FSDP2 gathers and
+    reduces. Buffers and the batch, which are there before the first step, are not among them."""
+    at: str
+    """Where in the step."""
+    parts: dict[str, int]
+    """`peak_bytes` by what they are (`nemo_like.planning.storage_ledger.PARTS`)."""
+    against: Peak | None
+    """What the planner predicts of the same step; None: it plans no such `ac`."""
+
+    @property
+    def error(self) -> float | None:
+        """Of the planner's prediction, as a share of `peak_bytes`."""
+        return None if self.against is None else self.against.total / self.peak_bytes - 1
+
+
+def dry_run(
+    model: nn.Module, sample_input: Any, *, world_size: int, rank: int = 0, step: StepSpec | None = None,
+    steps: int = 2, **job: Any,
+) -> DryRun:  # fmt: skip
+    """Run `parallelize` and whole training steps as one rank would, without its weights, its GPU and the other ranks.
+
+    Args:
+        model: bare, on any device, `meta` included. A copy of it runs; it is not changed.
+        sample_input: what one step of one rank gives to the model.
+        world_size: ranks of the job.
+        rank: which of them this process stands for.
+        step: how the loop goes through a step.
+        steps: steps to run; the last one is counted.
+        job: `parallelize`'s other arguments. With ``ep``, this rank's experts are those that most rows come to, by
+            ``ExpertParallel.imbalance``.
+
+    Raises:
+        ValueError, TypeError: as `parallelize`; a rank that the job has not; a model whose step depends on values; a process
+            group that is up.
+        NotImplementedError: what cannot be run so: pipelines, ``cp`` by ring, DDP, compilation, offloading, other dispatches
+            of experts than all-to-all, a step with optimizers that torch does not bring, averaged weights.
+    """
+    loop = StepSpec.of(step, job.pop("optimizer", None))
+    _refuse(job, loop)
+    _check_ranks(rank, world_size)
+    if sample_input is None:
+        raise ValueError("sample_input is None; give what one step of one rank gives to the model.")
+    against, plan = _predicted(model, sample_input, world_size, loop, job)
+    if plan is not None:
+        job = job | {"ac": plan}
+    with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), _fake_ranks(rank, world_size):
+        ledger = _run(model, sample_input, loop, steps, job)
+    return DryRun(*ledger.peak(), against)
+
+
+def _run(model: nn.Module, sample_input: Any, loop: StepSpec, steps: int, job: Mapping[str, Any]) -> StorageLedger:
+    mine = parallelize(_on_meta(model), **job, device="cpu", sample_input=sample_input, step=loop)
+    run = FakeRun(model=model)
+    run.routed_by = _routing(model, ExpertParallel.of(job.get("ep", 1)))
+    _give_memory(mine, run)
+    args, kwargs = run.sample(split_sample(sample_input))
+    optimizer = _optimizer(mine, loop.optimizer)
+    layers = {layer.fqn: bare(layer.module) for layer in find_layers(mine, _names(model, job))}
+    ledger = StorageLedger(gloo=True)
+    ledger.own(map(_local, mine.parameters()), PARAMETERS)
+    parallel_loss = TensorParallel.of(job.get("tp", 1)).loss_parallel and ChunkedLoss.of(job.get("loss", "model")) is None
+    step = _loop(mine, optimizer, args, kwargs, loop, ledger, loss_parallel if parallel_loss else nullcontext)
+    told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
+    with told, run, ledger, SumsInPlace(), ledger.watching(layers), _no_collector():
+        for _ in range(steps):
+            gc.collect()
+            ledger.own(map(_local, mine.parameters()), PARAMETERS)
+            ledger.begin()
+            step()
+    return ledger
+
+
+def _loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any], loop: StepSpec,
+    ledger: StorageLedger, around: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], None]:  # fmt: skip
+    """The step that `loop` says. `around`: what forward and backward run in."""
+    kept: list[Any] = []
+
+    def step() -> None:
+        for number in range(loop.microbatches):
+            if loop.sync == "last":
+                set_gradient_sync(model, number == loop.microbatches - 1)
+            with around():
+                ledger.phase = "forward"
+                output = model(*args, **kwargs)
+                kept[:] = [output] if loop.keeps_output else []
+                loss = loss_of(output, loop.loss_fn)
+                del output
+                ledger.phase = "backward"
+                loss.backward()
+                del loss
+        ledger.phase = "optimizer step"
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=loop.zero_grad == "free")
+
+    return step
+
+
+def _optimizer(model: nn.Module, word: str) -> torch.optim.Optimizer:
+    if word.startswith("sgd"):
+        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9 if word == "sgd-momentum" else 0.0, foreach=False)
+    foreach, fused = word == "adamw-foreach", word == "adamw-fused"
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=None if fused else foreach, fused=fused or None)
+
+
+_OPTIMIZERS = ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "sgd", "sgd-momentum")
+
+
+def _refuse(job: Mapping[str, Any], loop: StepSpec) -> None:
+    """Raise where `job` has what cannot be run in one process on fake tensors."""
+    ep, cp = ExpertParallel.of(job.get("ep", 1)), ContextParallel.of(job.get("cp", 1))
+    refused = {
+        f"pp={job.get('pp')}": PipelineParallel.of(job.get("pp", 1)).size > 1,
+        "strategy='ddp'": parse_strategy(job.get("strategy", "fsdp2"))[0] == "ddp",
+        "ContextParallel.method='ring'": cp.size > 1 and cp.method == "ring",
+        f"ExpertParallel.dispatch={ep.dispatch!r}": ep.size > 1 and ep.dispatch != ExpertParallel().dispatch,
+        f"compile={job.get('compile')!r}": bool(job.get("compile")),
+        f"offload={job.get('offload')!r}": OffloadConfig.of(job.get("offload")).mode != "none",
+        f"StepSpec.optimizer={loop.optimizer!r}": loop.optimizer not in _OPTIMIZERS,
+        "StepSpec.ema=True": loop.ema,
+        "mesh=": job.get("mesh") is not None,
+    }
+    for name, is_there in refused.items():
+        if is_there:
+            raise NotImplementedError(
+                f"{name} is not run without ranks and memory yet. Leave it out, or ask the planner alone "
+                "(nemo_like.planning.plan_for, nemo-like plan)."
+            )
+    for name in ("device", "sample_input"):
+        if name in job:
+            raise TypeError(f"{name} is dry_run's own to give to parallelize; leave it out.")
+
+
+def _check_ranks(rank: int, world_size: int) -> None:
+    for name, value, least in (("world_size", world_size, 1), ("rank", rank, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number >= {least}.")
+    if rank >= world_size:
+        raise ValueError(f"rank is {rank}, and the job has {world_size}: 0 to {world_size - 1}.")
+    if dist.is_available() and dist.is_initialized():
+        raise ValueError(
+            f"A process group of {dist.get_world_size()} rank(s) is up (back end {dist.get_backend()!r}), and a dry run makes "
+            "one of its own: call dry_run before init_process_group, or in a process of its own."
+        )
+
+
+@contextmanager
+def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """This process is `rank` of `world_size` inside, and nobody else is there."""
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """What hangs in cycles stays, instead of going when Python happens to look."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of `model` without weights; buffers with their values."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def _give_memory(model: nn.Module, run: FakeRun) -> None:
+    """Put fake tensors in the place of those on the meta device, and of buffers."""
+    made: dict[int, torch.Tensor] = {}
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            with run.fake, torch.no_grad():
+                made[id(tensor)] = torch.empty_like(tensor, device="cpu")
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = run.sample(buffer)
+    model._apply(lambda tensor: one(tensor) if tensor.is_meta else tensor)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _routing(model: nn.Module, expert: ExpertParallel) -> str:
+    if expert.size == 1:
+        return ""
+    setup = Setup(ep=expert.size, imbalance=expert.imbalance)
+    return planned_group(model, find_experts(model, expert.plan)[0], expert.size, planned_imbalance(setup))
+
+
+def _names(model: nn.Module, job: Mapping[str, Any]) -> list[str] | None:
+    return [layer.fqn for layer in find_layers(model, job.get("layers"))]
+
+
+def _predicted(
+    model: nn.Module, sample_input: Any, world_size: int, loop: StepSpec, job: Mapping[str, Any]
+) -> tuple[Peak | None, Plan | None]:
+    """The planner's peak of the job's step, and the plan where a budget was asked for."""
+    word, fsdp, _ = parse_strategy(job.get("strategy", "fsdp2"))
+    tensor, expert = TensorParallel.of(job.get("tp", 1)), ExpertParallel.of(job.get("ep", 1))
+    replicas = job.get("dp_replicate", 1)
+    sharded = word == "fsdp2" and world_size > 1
+    setup = Setup(
+        shard_ranks=world_size // (tensor.size * replicas) if sharded else 1, replicas=replicas, step=loop,
+        precision=Precision.of(job.get("precision")), fsdp=fsdp if sharded else None, tp=tensor.size, tp_plan=tensor.plan,
+        sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel, ep=expert.size,
+        expert_plan=expert.plan, imbalance=expert.imbalance, cp=ContextParallel.of(job.get("cp", 1)),
+        loss=ChunkedLoss.of(job.get("loss", "model")),
+    )  # fmt: skip
+    asked = read_ac(job.get("ac", "selective"))
+    mode = next((word for word in ("none", "full", "selective") if asked == read_ac(word)), None)
+    if mode is None and not isinstance(asked, MemoryBudget):
+        return None, None
+    planner = Planner(
+        model, sample_input, device=resolve_device("cpu"), setup=setup, layers=job.get("layers"),
+    )  # fmt: skip
+    with planner:
+        if isinstance(asked, MemoryBudget):
+            choices, _ = planner.choose(asked, str(asked))
+            return planner.peak(choices), planner.describe(choices, str(asked))
+        return planner.peak(planner.uniform(mode or '')), None

@@ -1,0 +1,246 @@
+"""Which storages are alive while real code runs on fake tensors, and what each of them is: one rank's allocator, on paper."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.planning.scratch import scratch_bytes
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import TorchDispatchMode, autograd_node, next_sequence_number
+
+PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
+ACTIVATIONS, AROUND, OTHER = "activations", "outside of layers", "other"
+PARTS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, AROUND, OTHER)
+"""``gathered``: what FSDP2 makes in order to gather parameters. ``gradients``: also what it makes to reduce them.
+``optimizer``: state, and temporaries of its step. ``outside of layers``: embedding, masks, norm, head and loss."""
+_FSDP = "torch.distributed.fsdp"
+_ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+"""These return what they are given; torch's rules for fake tensors make another one."""
+_LIFT = torch.ops.aten.lift_fresh.default
+
+
+@dataclass(eq=False)
+class Storage:
+    """One of those that were made."""
+
+    size: int
+    part: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of the bytes that are alive."""
+
+    storage: Storage
+    size: int
+    where: str
+    op: str
+
+
+class StorageLedger(TorchDispatchMode):
+    """Counts the bytes of all storages that are made inside it, from the op that makes one to its end.
+
+    What FSDP2 frees and allocates again through `UntypedStorage.resize_` is followed. Memory that a kernel takes and gives
+    back within one op is counted where `scratch_bytes` knows it.
+
+    Enter it around everything that runs, outside of the fake mode, so that it sees operators first. Storages that come
+    in from outside count nothing, but for those that `own` was called with.
+
+    Args:
+        gloo: collectives are gloo's, which copies what it gathers into and what it reduces.
+    """
+
+    def __init__(self, *, gloo: bool) -> None:
+        super().__init__()
+        self.live = 0
+        self.events: list[Event] = []
+        """Since `begin`."""
+        self.phase = OTHER
+        """``forward`` | ``backward`` | ``optimizer step``: where the loop is."""
+        self._gloo = gloo
+        self._before: dict[Storage, int] = {}
+        self._seen: weakref.WeakKeyDictionary[Any, Storage] = weakref.WeakKeyDictionary()
+        self._layers: list[str] = []
+        """The layers whose forward runs, the innermost last."""
+        self._layer = ""
+        """The one that ran last, in forward or backward; empty: what is around them."""
+        self._marks: tuple[list[int], list[str]] = ([], [])
+        """From which number on autograd's nodes belong to which layer; ``""``: to none."""
+        self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Any:
+        resize, ledger = self._resize, self
+
+        def followed(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            known = ledger._seen.get(storage)
+            if known is not None and known.part:
+                ledger._changed(known, size - known.size, "resize_")
+                known.size = size
+            return found
+
+        torch.UntypedStorage.resize_ = followed  # type: ignore[method-assign,assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def own(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Count the storages of `tensors`, whatever made them, as this part."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            known = self._seen.get(storage)
+            if known is None or not known.part:
+                self._made(storage, part, "")
+            else:
+                known.part = part
+
+    def begin(self) -> None:
+        """Forget what happened so far, but for what is alive."""
+        alive = {storage: storage.size for storage in self._seen.values() if storage.part}
+        self._before, self.events = alive, []
+        self._marks = ([], [])
+
+    def peak(self) -> tuple[int, str, dict[str, int]]:
+        """The most bytes alive since `begin`, where that was, and by part."""
+        live = best = sum(self._before.values())
+        at, last = "start of the step", -1
+        for number, event in enumerate(self.events):
+            live += event.size
+            if live > best:
+                best, at, last = live, f"{event.where}, in {event.op}" if event.op else event.where, number
+        alive = dict(self._before)
+        for event in self.events[: last + 1]:
+            alive[event.storage] = alive.get(event.storage, 0) + event.size
+        parts = dict.fromkeys(PARTS, 0)
+        for storage, size in alive.items():
+            parts[storage.part] += size
+        return best, at, {part: size for part, size in parts.items() if size}
+
+    @contextmanager
+    def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Within it, know when a layer runs; by their names."""
+
+        def enter(name: str) -> Callable[..., None]:
+            def before(*_: Any) -> None:
+                self._layers.append(name)
+                self._mark(name)
+
+            return before
+
+        def leave(*_: Any) -> None:
+            self._layers.pop()
+            self._mark(self._layers[-1] if self._layers else "")
+
+        handles = []
+        for name, layer in layers.items():
+            handles.append(layer.register_forward_pre_hook(enter(name), prepend=True))
+            # A region that is recomputed ends by an exception where nothing more is needed.
+            handles.append(layer.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _mark(self, layer: str) -> None:
+        numbers, names = self._marks
+        numbers.append(next_sequence_number())
+        names.append(layer)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of others (DTensor): what its op runs inside comes here
+        if func._schema.name in _ALIASES:
+            return args[0]
+        if func is not _LIFT:  # which is given what torch.tensor() has just made
+            for tensor in tensors_in((args, kwargs)):
+                if not tensor.is_meta:
+                    self._seen.setdefault(tensor.untyped_storage(), Storage(0, ""))
+        where, part = self._place()
+        if part is GRADIENTS:
+            self._become_gradients((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            storage = tensor.untyped_storage()
+            if not tensor.is_meta and storage not in self._seen:
+                made = _part_of_fsdp() or part
+                self._made(storage, made, str(func), where)
+        scratch = scratch_bytes(func, args, kwargs or {}, out) + (_copied_by_gloo(func, args, out) if self._gloo else 0)
+        if scratch:
+            self._changed(held := Storage(scratch, part), scratch, str(func), where)
+            self._changed(held, -scratch, "", where)
+        return out
+
+    def _become_gradients(self, value: Any) -> None:
+        for tensor in tensors_in(value):
+            known = None if tensor.is_meta else self._seen.get(tensor.untyped_storage())
+            if known is not None and known.part in (ACTIVATIONS, AROUND):
+                known.part = GRADIENTS
+
+    def _place(self) -> tuple[str, str]:
+        """Where the step is, and what is made there."""
+        if self.phase == "optimizer step":
+            return self.phase, OPTIMIZER
+        node, accumulates = autograd_node(), False
+        if self._layers or self.phase != "backward":
+            self._layer = self._layers[-1] if self._layers else ""
+        elif node is not None:
+            accumulates = node.name().endswith("AccumulateGrad")  # its number is none of a forward
+            if not accumulates:
+                numbers, names = self._marks
+                at = bisect_right(numbers, node._sequence_nr()) - 1
+                self._layer = names[at] if at >= 0 else ""
+        where = f"{self.phase} of {self._layer}" if self._layer else f"{self.phase} outside of layers"
+        return where, GRADIENTS if accumulates else ACTIVATIONS if self._layer else AROUND
+
+    def _made(self, storage: Any, part: str, op: str, where: str = "") -> None:
+        made = self._seen[storage] = Storage(storage.nbytes(), part)
+        if made.size:
+            self._changed(made, made.size, op, where)
+        weakref.finalize(storage, self._freed, made).atexit = False
+
+    def _freed(self, storage: Storage) -> None:
+        if storage.size:
+            self._changed(storage, -storage.size, "")
+
+    def _changed(self, storage: Storage, size: int, op: str, where: str | None = None) -> None:
+        self.live += size
+        self.events.append(Event(storage, size, self._place()[0] if where is None else where, op))
+
+
+def _part_of_fsdp() -> str:
+    """What FSDP2 makes, where it is its own code that runs; empty: it is not."""
+    frame = sys._getframe(2)
+    inside = False
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_FSDP):
+            inside = True
+            if "reduce" in frame.f_code.co_name:
+                return GRADIENTS
+        elif inside:
+            return GATHERED
+        frame = frame.f_back  # type: ignore[assignment]
+    return GATHERED if inside else ""
+
+
+def _copied_by_gloo(func: Any, args: tuple, out: Any) -> int:
+    """Bytes of gloo's own copies within a collective."""
+    name = func._schema.name
+    if name == "c10d::_allgather_base_":
+        return args[0].nbytes
+    if name == "c10d::_reduce_scatter_base_":
+        return args[1].nbytes
+    return 0
