@@ -1,7 +1,8 @@
 """`dry_run`: a training job's step on one of its ranks, run as it is, on fake tensors and ranks that are not there.
 
-One process stands for one rank of any number: torch's ``fake`` back end sends nothing, fake tensors have no memory, and all
-else is real: `parallelize` with `fully_shard`, DTensor and the engine, torch's optimizer, autograd. A `StorageLedger` counts.
+One process stands for one rank of any number: torch's ``fake`` back end sends nothing, fake tensors have no memory, and
+all else is real: `parallelize` with `fully_shard`, DTensor and the engine, torch's optimizer, autograd. A `StorageLedger`
+counts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,8 +205,8 @@ def _check_ranks(rank: int, world_size: int) -> None:
         raise ValueError(f"rank is {rank}, and the job has {world_size}: 0 to {world_size - 1}.")
     if dist.is_available() and dist.is_initialized():
         raise ValueError(
-            f"A process group of {dist.get_world_size()} rank(s) is up (back end {dist.get_backend()!r}), and a dry run makes "
-            "one of its own: call dry_run before init_process_group, or in a process of its own."
+            f"A process group of {dist.get_world_size()} rank(s) is up (back end {dist.get_backend()!r}), and a dry run "
+            "makes one of its own: call dry_run before init_process_group, or in a process of its own."
         )
 
 

@@ -30,6 +30,11 @@ class Unit:
     modules: tuple[nn.Module, ...]
     params: list[nn.Parameter] = field(default_factory=list)
 
+    @property
+    def stack(self) -> str:
+        """Of a layer: the name of the module that it is one of many in."""
+        return self.name.rpartition(".")[0] if self.kind == "layer" else ""
+
 
 @dataclass
 class UnitPlan:

@@ -51,7 +51,7 @@ from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
-from nemo_like.planning.optimizers import optimizer_memory
+from nemo_like.planning.optimizers import OptimizerMemory, optimizer_memory
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan import BudgetError, Plan
@@ -169,7 +169,7 @@ class Planner:
         self.outers: dict[tuple[bool, bool], OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
         self._known_forms: dict[tuple[bool, int], ParameterForms] = {}
-        self._optimizers: dict[tuple[int, str], tuple[Sharding, int, int]] = {}
+        self._optimizers: dict[tuple[int, str], tuple[Sharding, OptimizerMemory]] = {}
 
     @property
     def takes_budget(self) -> bool:
@@ -470,11 +470,6 @@ class Planner:
         elsewhere |= bool(self.sharding.trained_on_host)
         return None if self.device.cuda is None or elsewhere else replay(self, choices, self.setup.allocator)
 
-    @property
-    def foreach(self) -> bool:
-        """Whether torch's optimizers step all parameters together where nobody says."""
-        return self.device.kind == "cuda"  # for sharded parameters, too: DTensor is among the types that it takes
-
     def staying(self, received: bool) -> list[bool]:
         """Of each layer call, whether the gradient of what it returns comes into a buffer that stays; `received`: as for
         `layer_memories`."""
@@ -500,8 +495,8 @@ class Planner:
         root, tail = self.outer_grads(micro)
         return step_peak(
             self.layer_memories(choices, micro), self.outer(micro.accumulates, choices), sharding,
-            optimizer=self.optimizer_bytes(), tail_grads=tail, root_grads=root, micro=micro, offload=setup.offload,
-            averaged=self.sharding.params if setup.step.ema else 0,
+            optimizer=(self.optimizer.state, self.optimizer.step), tail_grads=tail, root_grads=root, micro=micro,
+            offload=setup.offload, averaged=self.sharding.params if setup.step.ema else 0,
             remembered=self.traced.run.tables.bytes, copies_at_once=self.device.kind == "cpu", log=log,
         )  # fmt: skip
 
@@ -557,16 +552,17 @@ class Planner:
         """Bytes of parameters, gradients, optimizer state and averaged weights that one rank has in host memory."""
         sharding, step = self.sharding, self.setup.step
         shards = sum(unit.host_shard for unit in sharding.all)
-        state = optimizer_memory(sharding.trained_on_host, step.optimizer, foreach=False).state
+        state = optimizer_memory(sharding.trained_on_host, step.optimizer, device="cpu").state
         return shards * (2 if step.ema else 1) + sum(unit.host_grad for unit in sharding.all) + state
 
-    def optimizer_bytes(self) -> tuple[int, int]:
-        """Of the optimizer's state, and of its step's temporaries."""
+    @property
+    def optimizer(self) -> OptimizerMemory:
+        """What the optimizer holds on this rank's device."""
         key = (id(self.sharding), self.setup.step.optimizer)
         if key not in self._optimizers:
-            memory = optimizer_memory(self.sharding.trained, self.setup.step.optimizer, foreach=self.foreach)
-            self._optimizers[key] = self.sharding, memory.state, memory.step  # told apart by id, so it must live
-        return self._optimizers[key][1:]
+            memory = optimizer_memory(self.sharding.trained, self.setup.step.optimizer, device=self.device.kind)
+            self._optimizers[key] = self.sharding, memory  # told apart by id, so it must live
+        return self._optimizers[key][1]
 
     # --- plans ----------------------------------------------------------------------------------------------------
 

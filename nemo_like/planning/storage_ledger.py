@@ -1,4 +1,4 @@
-"""Which storages are alive while real code runs on fake tensors, and what each of them is: one rank's allocator, on paper."""
+"""Which storages are alive while real code runs on fake tensors, and what each is: one rank's allocator, on paper."""
 
 from __future__ import annotations
 
