@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.storage_ledger import PARAMETERS, StorageLedger
 from nemo_like.resolve import read_ac
 from nemo_like.tensors import split_sample
-from nemo_like.torch_compat import fake_store
+from nemo_like.torch_compat import fake_store, forget_meshes
 
 _UNCHECKED = {"NEMO_LIKE_VERIFY": "0", "NEMO_LIKE_COMPARE_PEAK": "0"}
 """What the first step of a real job compares, by values."""
@@ -121,7 +122,7 @@ def _run(model: nn.Module, sample_input: Any, loop: StepSpec, steps: int, job: M
     args, kwargs = run.sample(split_sample(sample_input))
     optimizer = _optimizer(mine, loop.optimizer)
     layers = {layer.fqn: bare(layer.module) for layer in find_layers(mine, _names(model, job))}
-    ledger = StorageLedger(gloo=True)
+    ledger = StorageLedger(on_cpu=True)
     ledger.own(map(_local, mine.parameters()), PARAMETERS)
     parallel_loss = TensorParallel.of(job.get("tp", 1)).loss_parallel and ChunkedLoss.of(job.get("loss", "model")) is None
     step = _loop(mine, optimizer, args, kwargs, loop, ledger, loss_parallel if parallel_loss else nullcontext)
@@ -213,11 +214,15 @@ def _check_ranks(rank: int, world_size: int) -> None:
 @contextmanager
 def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     """This process is `rank` of `world_size` inside, and nobody else is there."""
+    forget_meshes()
+    hook = sys.excepthook
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
+        sys.excepthook = hook  # torch puts one around it that names the rank
 
 
 @contextmanager
@@ -256,19 +261,23 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 def _give_memory(model: nn.Module, run: FakeRun) -> None:
     """Put fake tensors in the place of those on the meta device, and of buffers."""
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, Any] = {}
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def one(tensor: torch.Tensor) -> Any:
         if id(tensor) not in made:
             with run.fake, torch.no_grad():
-                made[id(tensor)] = torch.empty_like(tensor, device="cpu")
+                own = torch.empty_like(tensor, device="cpu")
+            made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
         return made[id(tensor)]
 
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = run.sample(buffer)
-    model._apply(lambda tensor: one(tensor) if tensor.is_meta else tensor)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                module._parameters[name] = one(parameter)
+    model._apply(lambda tensor: one(tensor) if tensor.is_meta else tensor)  # of FSDP2, which pads
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

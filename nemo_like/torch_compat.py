@@ -757,6 +757,17 @@ def accumulate_zeros(fsdp_param: Any, dtype: torch.dtype) -> None:
         fsdp_param.unsharded_accumulated_grad = zeros
 
 
+def forget_meshes() -> None:
+    """Empty what DTensor remembers of operators by mesh: of one that is made anew it would take the process groups of the old
+    one. Where torch remembers nothing, or has other names for it, nothing happens. Seen in 2.13."""
+    for where, name in (("debug", "_clear_sharding_prop_cache"), ("_redistribute", "_gen_transform_infos.cache_clear")):
+        clear = None
+        with contextlib.suppress(ImportError):
+            clear = _private(importlib.import_module(f"torch.distributed.tensor.{where}"), name)
+        if clear is not None:
+            clear()
+
+
 def fake_store() -> Any:
     """The store of the process-group back end ``"fake"``, which sends nothing, from PyTorch's testing package.
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.activation_checkpointing.ops import draws
 from nemo_like.planning.scratch import scratch_bytes
 from nemo_like.tensors import tensors_in
-from nemo_like.torch_compat import TorchDispatchMode, autograd_node, next_sequence_number
+from nemo_like.torch_compat import TorchDispatchMode, autograd_node, next_sequence_number, unseen
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
 ACTIVATIONS, AROUND, OTHER = "activations", "outside of layers", "other"
@@ -56,17 +57,17 @@ class StorageLedger(TorchDispatchMode):
     in from outside count nothing, but for those that `own` was called with.
 
     Args:
-        gloo: collectives are gloo's, which copies what it gathers into and what it reduces.
+        on_cpu: the device is the CPU, whose collectives are gloo's, and which has the states of its generator.
     """
 
-    def __init__(self, *, gloo: bool) -> None:
+    def __init__(self, *, on_cpu: bool) -> None:
         super().__init__()
         self.live = 0
         self.events: list[Event] = []
         """Since `begin`."""
         self.phase = OTHER
         """``forward`` | ``backward`` | ``optimizer step``: where the loop is."""
-        self._gloo = gloo
+        self._on_cpu = on_cpu
         self._before: dict[Storage, int] = {}
         self._seen: weakref.WeakKeyDictionary[Any, Storage] = weakref.WeakKeyDictionary()
         self._layers: list[str] = []
@@ -75,12 +76,13 @@ class StorageLedger(TorchDispatchMode):
         """The one that ran last, in forward or backward; empty: what is around them."""
         self._marks: tuple[list[int], list[str]] = ([], [])
         """From which number on autograd's nodes belong to which layer; ``""``: to none."""
-        self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
+        self._originals: tuple[Callable[..., Any], Callable[..., Any]] = torch.UntypedStorage.resize_, torch.get_rng_state
 
     def __enter__(self) -> Any:
-        resize, ledger = self._resize, self
+        resize, state = self._originals
+        ledger = self
 
-        def followed(storage: torch.UntypedStorage, size: int) -> Any:
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
             found = resize(storage, size)
             known = ledger._seen.get(storage)
             if known is not None and known.part:
@@ -88,11 +90,19 @@ class StorageLedger(TorchDispatchMode):
                 known.size = size
             return found
 
-        torch.UntypedStorage.resize_ = followed  # type: ignore[method-assign,assignment]
+        def told_state() -> torch.Tensor:
+            found: torch.Tensor = state()
+            if ledger._on_cpu:
+                where, part = ledger._place()
+                ledger._made(found.untyped_storage(), part, "get_rng_state", where)
+            return found
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        torch.get_rng_state = told_state
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_, torch.get_rng_state = self._originals  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def own(self, tensors: Iterable[torch.Tensor], part: str) -> None:
@@ -172,13 +182,16 @@ class StorageLedger(TorchDispatchMode):
         where, part = self._place()
         if part is GRADIENTS:
             self._become_gradients((args, kwargs))
+        if draws(func, args, kwargs or {}):
+            with unseen():
+                torch.rand(())  # so that states of the generator differ where they would
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if not tensor.is_meta and storage not in self._seen:
                 made = _part_of_fsdp() or part
                 self._made(storage, made, str(func), where)
-        scratch = scratch_bytes(func, args, kwargs or {}, out) + (_copied_by_gloo(func, args, out) if self._gloo else 0)
+        scratch = scratch_bytes(func, args, kwargs or {}, out) + (_copied_by_gloo(func, args) if self._on_cpu else 0)
         if scratch:
             self._changed(held := Storage(scratch, part), scratch, str(func), where)
             self._changed(held, -scratch, "", where)
@@ -236,7 +249,7 @@ def _part_of_fsdp() -> str:
     return GATHERED if inside else ""
 
 
-def _copied_by_gloo(func: Any, args: tuple, out: Any) -> int:
+def _copied_by_gloo(func: Any, args: tuple) -> int:
     """Bytes of gloo's own copies within a collective."""
     name = func._schema.name
     if name == "c10d::_allgather_base_":
