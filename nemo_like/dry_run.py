@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.layers import find_layers
-from nemo_like.log import unsaid
+from nemo_like.log import say_once, unsaid, warn_once
 from nemo_like.module_tree import bare
 from nemo_like.options import (
     ChunkedLoss,
@@ -43,14 +43,16 @@ from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.expert_twin import planned_group, planned_imbalance
 from nemo_like.planning.fake import FakeRun
+from nemo_like.planning.fewer_layers import grown, leave_out, longest_repeats
 from nemo_like.planning.gradient_sums import SumsInPlace
+from nemo_like.planning.kinds import Kind
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planned_setup import Setup
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.step_loss import loss_of
-from nemo_like.planning.storage_ledger import PARAMETERS, StorageLedger
+from nemo_like.planning.storage_ledger import PARAMETERS, Level, Place, StorageLedger
 from nemo_like.resolve import read_ac
 from nemo_like.tensors import split_sample
 from nemo_like.torch_compat import fake_store, forget_meshes
@@ -81,9 +83,9 @@ class DryRun:
 
 def dry_run(
     model: nn.Module, sample_input: Any, *, world_size: int, rank: int = 0, step: StepSpec | None = None,
-    steps: int = 2, **job: Any,
+    depth: int | None = None, **job: Any,
 ) -> DryRun:  # fmt: skip
-    """Run `parallelize` and whole training steps as one rank would, without its weights, its GPU and the other ranks.
+    """Run `parallelize` and two training steps as one rank would, without its weights, its GPU and the other ranks.
 
     Args:
         model: bare, on any device, `meta` included. A copy of it runs; it is not changed.
@@ -91,49 +93,81 @@ def dry_run(
         world_size: ranks of the job.
         rank: which of them this process stands for.
         step: how the loop goes through a step.
-        steps: steps to run; the last one is counted.
+        depth: run with so many (4 or more) of the layers that repeat, and with one and two more; where each adds the same
+            bytes at every place of a step, the rest is extrapolated, else all run. None: all run.
         job: `parallelize`'s other arguments. With ``ep``, this rank's experts are those that most rows come to, by
             ``ExpertParallel.imbalance``.
 
     Raises:
-        ValueError, TypeError: as `parallelize`; a rank that the job has not; a model whose step depends on values; a process
-            group that is up.
+        ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values; a
+            process group that is up.
         NotImplementedError: what cannot be run so: pipelines, ``cp`` by ring, DDP, compilation, offloading, other dispatches
-            of experts than all-to-all, a step with optimizers that torch does not bring, averaged weights.
+            of experts than all-to-all, a step with an optimizer that torch does not bring, averaged weights.
     """
     loop = StepSpec.of(step, job.pop("optimizer", None))
     _refuse(job, loop)
-    _check_ranks(rank, world_size)
+    _check_numbers(rank, world_size, depth)
     if sample_input is None:
         raise ValueError("sample_input is None; give what one step of one rank gives to the model.")
-    against, plan = _predicted(model, sample_input, world_size, loop, job)
-    if plan is not None:
-        job = job | {"ac": plan}
-    with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), _fake_ranks(rank, world_size):
-        ledger = _run(model, sample_input, loop, steps, job)
-    return DryRun(*ledger.peak(), against)
+    planned = _planned(model, sample_input, world_size, loop, job)
+
+    def run(skipped: Mapping[str, Kind]) -> dict[Place, Level]:
+        with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), _fake_ranks(rank, world_size):
+            return _run(model, sample_input, loop, job | planned.ac, skipped)
+
+    levels = None if depth is None else _extrapolated(run, planned, depth)
+    levels = run({}) if levels is None else levels
+    place, level = max(levels.items(), key=lambda pair: pair[1].total)
+    at = f"{place.where}, in {level.op}" if level.op else place.where
+    return DryRun(level.total, at, {part: size for part, size in level.parts.items() if size}, planned.peak)
 
 
-def _run(model: nn.Module, sample_input: Any, loop: StepSpec, steps: int, job: Mapping[str, Any]) -> StorageLedger:
-    mine = parallelize(_on_meta(model), **job, device="cpu", sample_input=sample_input, step=loop)
+def _extrapolated(
+    run: Callable[[Mapping[str, Kind]], dict[Place, Level]], planned: _Planned, depth: int
+) -> dict[Place, Level] | None:
+    """What each place of a step of the whole model reaches, by three runs of few layers; None: it is not known."""
+    names = list(planned.kinds)
+    repeats = longest_repeats([planned.keys[name] for name in names])
+    if repeats.count <= depth + 2:
+        return None
+    runs = [
+        run({names[at]: planned.kinds[names[at]] for at in repeats.without(kept)}) for kept in range(depth, depth + 3)
+    ]
+    found = grown(runs, repeats.count - depth)
+    if found is None:
+        say_once(f"{depth} to {depth + 2} layers do not grow evenly: all of them run.")
+    return found
+
+
+def _run(
+    model: nn.Module, sample_input: Any, loop: StepSpec, job: Mapping[str, Any], skipped: Mapping[str, Kind]
+) -> dict[Place, Level]:
+    """The levels of a step without the layers in `skipped`."""
+    mine, given = _on_meta(model), dict(job)
+    names = [layer.fqn for layer in find_layers(model, given.get("layers")) if layer.fqn not in skipped]
+    leave_out(mine, skipped)
+    if skipped or given.get("layers") is not None:
+        given["layers"] = names
+    if isinstance(given.get("ac"), Plan):
+        given["ac"] = given["ac"].only([layer.fqn for layer in given["ac"].layers if layer.fqn not in skipped])
+    mine = parallelize(mine, **given, device="cpu", sample_input=sample_input, step=loop)
     run = FakeRun(model=model)
-    run.routed_by = _routing(model, ExpertParallel.of(job.get("ep", 1)))
+    run.routed_by = _routing(model, ExpertParallel.of(given.get("ep", 1)))
     _give_memory(mine, run)
     args, kwargs = run.sample(split_sample(sample_input))
     optimizer = _optimizer(mine, loop.optimizer)
-    layers = {layer.fqn: bare(layer.module) for layer in find_layers(mine, _names(model, job))}
+    layers = {layer.fqn: bare(layer.module) for layer in find_layers(mine, names)}
     ledger = StorageLedger(on_cpu=True)
-    ledger.own(map(_local, mine.parameters()), PARAMETERS)
-    parallel_loss = TensorParallel.of(job.get("tp", 1)).loss_parallel and ChunkedLoss.of(job.get("loss", "model")) is None
-    step = _loop(mine, optimizer, args, kwargs, loop, ledger, loss_parallel if parallel_loss else nullcontext)
+    split_loss = TensorParallel.of(given.get("tp", 1)).loss_parallel and ChunkedLoss.of(given.get("loss", "model")) is None
+    step = _loop(mine, optimizer, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     with told, run, ledger, SumsInPlace(), ledger.watching(layers), _no_collector():
-        for _ in range(steps):
+        for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
             ledger.own(map(_local, mine.parameters()), PARAMETERS)
             ledger.begin()
             step()
-    return ledger
+        return ledger.levels()
 
 
 def _loop(
@@ -198,8 +232,9 @@ def _refuse(job: Mapping[str, Any], loop: StepSpec) -> None:
             raise TypeError(f"{name} is dry_run's own to give to parallelize; leave it out.")
 
 
-def _check_ranks(rank: int, world_size: int) -> None:
-    for name, value, least in (("world_size", world_size, 1), ("rank", rank, 0)):
+def _check_numbers(rank: int, world_size: int, depth: int | None) -> None:
+    numbers = [("world_size", world_size, 1), ("rank", rank, 0), *([] if depth is None else [("depth", depth, 4)])]
+    for name, value, least in numbers:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; it must be a whole number >= {least}.")
     if rank >= world_size:
@@ -291,34 +326,61 @@ def _routing(model: nn.Module, expert: ExpertParallel) -> str:
     return planned_group(model, find_experts(model, expert.plan)[0], expert.size, planned_imbalance(setup))
 
 
-def _names(model: nn.Module, job: Mapping[str, Any]) -> list[str] | None:
-    return [layer.fqn for layer in find_layers(model, job.get("layers"))]
+@dataclass(frozen=True)
+class _Planned:
+    """What the planner says of the job."""
+
+    ac: dict[str, Any]
+    """The plan, as an argument of `parallelize`, where a budget was asked for."""
+    peak: Peak | None
+    kinds: dict[str, Kind]
+    """Of the layers, by their names, in order; empty where one is called several times, or nothing is planned."""
+    keys: dict[str, Any]
+    """Equal for layers of one kind that keep the same."""
 
 
-def _predicted(
+def _planned(
     model: nn.Module, sample_input: Any, world_size: int, loop: StepSpec, job: Mapping[str, Any]
-) -> tuple[Peak | None, Plan | None]:
-    """The planner's peak of the job's step, and the plan where a budget was asked for."""
+) -> _Planned:
+    asked = read_ac(job.get("ac", "selective"))
+    budget = asked if isinstance(asked, MemoryBudget) else None
+    try:
+        planner = Planner(
+            model, sample_input, device=resolve_device("cpu"), setup=_setup(world_size, loop, job),
+            layers=job.get("layers"),
+        )  # fmt: skip
+    except ValueError as error:
+        if budget is not None:
+            raise
+        warn_once(f"The dry run is compared with no prediction: {error}")
+        return _Planned({}, None, {}, {})
+    with planner:
+        plan, peak = asked if isinstance(asked, Plan) else None, None
+        if budget is not None:
+            choices, gap = planner.choose(budget, str(job["ac"]))
+            plan = planner.describe(choices, str(job["ac"]), gap)
+        mode = next((word for word in ("none", "full", "selective") if asked == read_ac(word)), None)
+        if mode is not None:
+            peak = planner.peak(planner.uniform(mode))
+        elif plan is not None and plan.peak:
+            peak = Peak(dict(plan.peak), plan.peak_at, 0)
+        calls = planner.traced.calls
+        once = len({call.fqn for call in calls}) == len(calls)
+        kinds = {call.fqn: planner.traced.kinds[call.kind] for call in calls} if once else {}
+        kept = {} if plan is None else {layer.fqn: repr(layer.decisions) for layer in plan.layers}
+        keys = {call.fqn: (call.kind, kept.get(call.fqn)) for call in calls}
+        return _Planned({"ac": plan} if budget is not None else {}, peak, kinds, keys)
+
+
+def _setup(world_size: int, loop: StepSpec, job: Mapping[str, Any]) -> Setup:
     word, fsdp, _ = parse_strategy(job.get("strategy", "fsdp2"))
     tensor, expert = TensorParallel.of(job.get("tp", 1)), ExpertParallel.of(job.get("ep", 1))
     replicas = job.get("dp_replicate", 1)
     sharded = word == "fsdp2" and world_size > 1
-    setup = Setup(
+    return Setup(
         shard_ranks=world_size // (tensor.size * replicas) if sharded else 1, replicas=replicas, step=loop,
         precision=Precision.of(job.get("precision")), fsdp=fsdp if sharded else None, tp=tensor.size, tp_plan=tensor.plan,
         sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel, ep=expert.size,
         expert_plan=expert.plan, imbalance=expert.imbalance, cp=ContextParallel.of(job.get("cp", 1)),
         loss=ChunkedLoss.of(job.get("loss", "model")),
     )  # fmt: skip
-    asked = read_ac(job.get("ac", "selective"))
-    mode = next((word for word in ("none", "full", "selective") if asked == read_ac(word)), None)
-    if mode is None and not isinstance(asked, MemoryBudget):
-        return None, None
-    planner = Planner(
-        model, sample_input, device=resolve_device("cpu"), setup=setup, layers=job.get("layers"),
-    )  # fmt: skip
-    with planner:
-        if isinstance(asked, MemoryBudget):
-            choices, _ = planner.choose(asked, str(asked))
-            return planner.peak(choices), planner.describe(choices, str(asked))
-        return planner.peak(planner.uniform(mode or '')), None

@@ -758,8 +758,8 @@ def accumulate_zeros(fsdp_param: Any, dtype: torch.dtype) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty what DTensor remembers of operators by mesh: of one that is made anew it would take the process groups of the old
-    one. Where torch remembers nothing, or has other names for it, nothing happens. Seen in 2.13."""
+    """Empty what DTensor remembers of operators by mesh: of one that is made anew it would take the process groups of the
+    old one. Where torch remembers nothing, or has other names for it, nothing happens. Seen in 2.13."""
     for where, name in (("debug", "_clear_sharding_prop_cache"), ("_redistribute", "_gen_transform_infos.cache_clear")):
         clear = None
         with contextlib.suppress(ImportError):

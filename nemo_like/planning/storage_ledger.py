@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,10 +24,38 @@ ACTIVATIONS, AROUND, OTHER = "activations", "outside of layers", "other"
 PARTS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, AROUND, OTHER)
 """``gathered``: what FSDP2 makes in order to gather parameters. ``gradients``: also what it makes to reduce them.
 ``optimizer``: state, and temporaries of its step. ``outside of layers``: embedding, masks, norm, head and loss."""
+_OUTSIDE = " outside of layers"
 _FSDP = "torch.distributed.fsdp"
 _ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 """These return what they are given; torch's rules for fake tensors make another one."""
 _LIFT = torch.ops.aten.lift_fresh.default
+
+
+class Place(NamedTuple):
+    """A stretch of a step."""
+
+    where: str
+    between: tuple[str, str] = ("", "")
+    """Outside of layers: what ran before, and what runs next."""
+    microbatch: int = 0
+
+
+@dataclass(frozen=True)
+class Level:
+    """The most bytes that are alive in a place."""
+
+    total: int
+    op: str
+    """What was made last."""
+    parts: Counter[str]
+
+    def plus(self, other: Level, times: int) -> Level:
+        """`other` added as many times."""
+        parts = {part: self.parts[part] + times * other.parts[part] for part in PARTS}
+        return Level(self.total + times * other.total, self.op, Counter(parts))
+
+    def less(self, other: Level) -> Level:
+        return self.plus(other, -1)
 
 
 @dataclass(eq=False)
@@ -67,7 +96,7 @@ class StorageLedger(TorchDispatchMode):
         """Since `begin`."""
         self.phase = OTHER
         """``forward`` | ``backward`` | ``optimizer step``: where the loop is."""
-        self._on_cpu = on_cpu
+        self._on_cpu, self._steps = on_cpu, 0
         self._before: dict[Storage, int] = {}
         self._seen: weakref.WeakKeyDictionary[Any, Storage] = weakref.WeakKeyDictionary()
         self._layers: list[str] = []
@@ -92,7 +121,7 @@ class StorageLedger(TorchDispatchMode):
 
         def told_state() -> torch.Tensor:
             found: torch.Tensor = state()
-            if ledger._on_cpu:
+            if ledger._on_cpu and ledger._steps > 1:  # of the first step, the engine goes on to know the last one
                 where, part = ledger._place()
                 ledger._made(found.untyped_storage(), part, "get_rng_state", where)
             return found
@@ -119,23 +148,33 @@ class StorageLedger(TorchDispatchMode):
         """Forget what happened so far, but for what is alive."""
         alive = {storage: storage.size for storage in self._seen.values() if storage.part}
         self._before, self.events = alive, []
+        self._steps += 1
         self._marks = ([], [])
 
-    def peak(self) -> tuple[int, str, dict[str, int]]:
-        """The most bytes alive since `begin`, where that was, and by part."""
-        live = best = sum(self._before.values())
-        at, last = "start of the step", -1
-        for number, event in enumerate(self.events):
-            live += event.size
-            if live > best:
-                best, at, last = live, f"{event.where}, in {event.op}" if event.op else event.where, number
-        alive = dict(self._before)
-        for event in self.events[: last + 1]:
-            alive[event.storage] = alive.get(event.storage, 0) + event.size
-        parts = dict.fromkeys(PARTS, 0)
-        for storage, size in alive.items():
-            parts[storage.part] += size
-        return best, at, {part: size for part, size in parts.items() if size}
+    def levels(self) -> dict[Place, Level]:
+        """The most bytes alive in each place of the step, in order."""
+        now: Counter[str] = Counter()
+        for storage, size in self._before.items():
+            now[storage.part] += size
+        total = sum(now.values())
+        stretches = [("start of the step", Level(total, "", Counter(now)))]
+        for event in self.events:
+            now[event.storage.part] += event.size
+            total += event.size
+            if event.where != stretches[-1][0]:
+                stretches.append((event.where, Level(total, event.op, Counter(now))))
+            elif total > stretches[-1][1].total:
+                stretches[-1] = event.where, Level(total, event.op, Counter(now))
+        found: dict[Place, Level] = {}
+        microbatch, before = 0, ""
+        for (where, level), (following, _) in zip(stretches, [*stretches[1:], ("", stretches[0][1])]):
+            microbatch += where.startswith("forward") and before.startswith("backward")
+            outside = where.endswith(_OUTSIDE)
+            place = Place(where, (before, following) if outside else ("", ""), microbatch)
+            if place not in found or level.total > found[place].total:
+                found[place] = level
+            before = where
+        return found
 
     @contextmanager
     def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -182,7 +221,7 @@ class StorageLedger(TorchDispatchMode):
         where, part = self._place()
         if part is GRADIENTS:
             self._become_gradients((args, kwargs))
-        if draws(func, args, kwargs or {}):
+        if draws(func, args, dict(kwargs or {})):
             with unseen():
                 torch.rand(())  # so that states of the generator differ where they would
         out = func(*args, **(kwargs or {}))
@@ -216,7 +255,7 @@ class StorageLedger(TorchDispatchMode):
                 numbers, names = self._marks
                 at = bisect_right(numbers, node._sequence_nr()) - 1
                 self._layer = names[at] if at >= 0 else ""
-        where = f"{self.phase} of {self._layer}" if self._layer else f"{self.phase} outside of layers"
+        where = f"{self.phase} of {self._layer}" if self._layer else self.phase + _OUTSIDE
         return where, GRADIENTS if accumulates else ACTIVATIONS if self._layer else AROUND
 
     def _made(self, storage: Any, part: str, op: str, where: str = "") -> None:
