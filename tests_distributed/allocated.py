@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_like.distributed.context_parallel.parts import MARK
 from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.pipeline.verify_stages import sequence_parts
 from nemo_like.tensors import tensors_in
 
 
@@ -32,7 +34,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Any = ()) -> int:
-    """What is alive between two steps: parameters, optimizer state, gradients, DDP's buckets, and `held`."""
+    """What is alive between two steps: parameters, optimizer state, gradients, DDP's buckets, masks of cp, and `held`."""
     params = list(model.parameters())
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
     grads = [p.grad for p in params if p.grad is not None]
@@ -40,7 +42,13 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: 
         buckets, grads = bytes_of(p for p in params if p.requires_grad), []
     else:
         buckets = 0
-    return bytes_of([*params, *state, *grads, *tensors_in(held)]) + buckets
+    return bytes_of([*params, *state, *grads, *tensors_in(held)]) + buckets + mask_bytes(model)
+
+
+def mask_bytes(model: torch.nn.Module) -> int:
+    """The masks of a cut sequence, which are made in the first step and stay."""
+    parts = [vars(module)[MARK] for module in model.modules() if MARK in vars(module)]
+    return sum({id(each): each.masks.bytes for each in parts}.values())
 
 
 def step_peak_bytes(
@@ -177,7 +185,8 @@ def _pipeline_step(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> tuple[
     def before() -> int:
         gc.collect()
         state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
-        return bytes_of([*pipeline.parameters(), *state, *_received(pipeline)])
+        masks = sum(parts.masks.bytes for parts in sequence_parts(pipeline))
+        return bytes_of([*pipeline.parameters(), *state, *_received(pipeline)]) + masks
 
     step()
     step()

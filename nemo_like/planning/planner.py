@@ -20,6 +20,7 @@ from nemo_like.activation_checkpointing.keep_routing import KeepRouting
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
+from nemo_like.distributed.context_parallel.parts import MasksOfAllLayers
 from nemo_like.distributed.expert_parallel.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
@@ -133,9 +134,11 @@ class Planner:
                 f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
             )
+        self._masks: MasksOfAllLayers | None = None
         with contextlib.ExitStack() as cut:
             if setup.cp.size > 1:
-                cut.enter_context(cut_for_planning(self.model, setup.cp, self.layers, call_of(self.model)))
+                parts = cut.enter_context(cut_for_planning(self.model, setup.cp, self.layers, call_of(self.model)))
+                self._masks = parts.masks
             self._trace(sample_input, dtype, lower, measure)
             self._cut = cut.pop_all()  # the memory of blocks is found later, on the same model
         self.host = host_memory // len(self.traced.calls) if host else 0
@@ -497,7 +500,7 @@ class Planner:
             self.layer_memories(choices, micro), self.outer(micro.accumulates, choices), sharding,
             optimizer=(self.optimizer.state, self.optimizer.step), tail_grads=tail, root_grads=root, micro=micro,
             offload=setup.offload, averaged=self.sharding.params if setup.step.ema else 0,
-            remembered=self.traced.run.tables.bytes, copies_at_once=self.device.kind == "cpu", log=log,
+            remembered=self.remembered, copies_at_once=self.device.kind == "cpu", log=log,
         )  # fmt: skip
 
     def layer_memories(
@@ -534,6 +537,11 @@ class Planner:
         full = self.problems[kind].full()
         routing = full.held_bytes - self.problems[kind].trace.input_bytes
         return self.memory(kind, full).held - routing if full.decisions else 0
+
+    @property
+    def remembered(self) -> int:
+        """Bytes of what stays from step to step and is no state: tables of the model's functions, masks of ``cp``."""
+        return self.traced.run.tables.bytes + (0 if self._masks is None else self._masks.bytes)
 
     @cached_property
     def names_of_parameters(self) -> dict[str, int]:

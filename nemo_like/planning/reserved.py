@@ -171,7 +171,7 @@ def make_state(events: Events, planner: Planner) -> None:
             for size in unit.each_shard:
                 events.make(size)
         events.make(sharding.replicated)
-    events.make(planner.traced.run.tables.bytes)
+    events.make(planner.remembered)
     if planner.setup.ddp:
         for unit in sharding.all:
             events.make(unit.grad)

@@ -283,7 +283,7 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
 
     return StageMemory(
         stage.slice, one(first), one(rest), sharding, hidden, planner.setup.offload,
-        planner.traced.shared_bytes,
+        planner.traced.shared_bytes, planner.remembered,
     )  # fmt: skip
 
 
