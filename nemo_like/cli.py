@@ -1,15 +1,18 @@
-"""``nemo-like COMMAND``: each is a module of `nemo_like.commands`, imported when it is the one asked for."""
+"""``nemo-like COMMAND``: each is a module of `nemo_like.commands`, imported when it is the one asked for.
+
+Such a module has ``HELP``, ``EXAMPLES`` (what to write after the command's name), ``add_arguments`` and ``run``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import pkgutil
 import sys
 from collections.abc import Sequence
 
 from nemo_like import __version__, commands
+from nemo_like.console import examples, start_logging
 
 _SUFFIX = "_command"
 
@@ -17,23 +20,8 @@ _SUFFIX = "_command"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 2 bad input (one line says what), 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    names = command_names()
-    parser = argparse.ArgumentParser(
-        prog="nemo-like", description="Fit a model's training into GPU memory with FSDP2, at the least cost in speed."
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    asked = next((word for word in argv if not word.startswith("-")), None)
-    for name in names:
-        # Only the command that runs, or all of them for the overview, is worth importing.
-        module = importlib.import_module(f"nemo_like.commands.{name}{_SUFFIX}") if asked in (name, None) else None
-        subparser = subparsers.add_parser(name, help=module.HELP if module else None)
-        if module is not None:
-            subparser.description = module.HELP
-            module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
+    start_logging()
+    arguments = make_parser(next((word for word in argv if not word.startswith("-")), None)).parse_args(argv)
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -41,6 +29,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"nemo-like {arguments.command}: {error}", file=sys.stderr)
         return 2
+
+
+def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command `asked`, which alone is imported; None or one that reads others: of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="nemo-like",
+        description="Fit a model's training into GPU memory with FSDP2, at the least cost in speed.",
+        epilog="nemo-like COMMAND --help has the options of a command, and examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in command_names():
+        if asked not in (None, name, "completion"):
+            subparsers.add_parser(name)
+            continue
+        module = importlib.import_module(f"nemo_like.commands.{name}{_SUFFIX}")
+        subparser = subparsers.add_parser(
+            name,
+            help=module.HELP,
+            description=module.HELP,
+            epilog=examples(f"nemo-like {name}", module.EXAMPLES),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run, parser=parser, own=subparser)
+    return parser
 
 
 def command_names() -> list[str]:

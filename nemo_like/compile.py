@@ -48,6 +48,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
     A whole-layer selective wrapper is compiled itself, so that the partitioner reads the recompute tags. Any other
     whole-layer wrapper is compiled inside: its replay runs the compiled layer again. A layer whose sub-modules are
     wrapped is one graph: compiled piece by piece, gradients of the residual stream would be summed in another order.
+    ``"eager"`` has no partitioner, so there every wrapper is compiled inside.
 
     Args:
         model: changed in place.
@@ -62,6 +63,10 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
         return
     chosen = [found.module for found in find_layers(model)] if layers is None else list(layers)
     for layer in chosen:
+        if resolved == "eager":
+            for inside in _inside_of_regions(layer):
+                inside.compile(backend=resolved)
+            continue
         if _writes_shared_states_in_a_traced_region(layer):
             warn_once(
                 f"compile={backend!r} was asked for, but {type(bare(layer)).__name__} hands keys and "
@@ -71,6 +76,12 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
             continue
         # Regions with different inputs (masked or not, several dtypes) recompile instead of giving up on the graph.
         _outermost(layer).compile(backend=resolved)
+
+
+def _inside_of_regions(layer: nn.Module) -> list[nn.Module]:
+    """What regions of a layer recompute; the layer itself where it has none."""
+    regions = [module for module in layer.modules() if isinstance(module, CheckpointWrapper)]
+    return [unwrap_checkpoint_wrapper(region) for region in regions] or [_outermost(layer)]
 
 
 def _outermost(layer: nn.Module) -> nn.Module:

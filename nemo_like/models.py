@@ -7,6 +7,7 @@ shapes of the model families; transformers (extra ``hf``) builds them and is imp
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from torch import nn
 
 from nemo_like.extras import require
 from nemo_like.options import did_you_mean
+from nemo_like.options.words import a_or_an
 
 
 def _llama(
@@ -142,8 +144,7 @@ class ModelSource:
     @property
     def vocab_size(self) -> int | None:
         """How many token ids there are; None where the model does not say."""
-        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
-        return getattr(text, "vocab_size", None)
+        return getattr(_text_config(self.config), "vocab_size", None)
 
     def sample_input(
         self, batch_size: int, seq_len: int, device: str | torch.device = "cpu"
@@ -151,6 +152,7 @@ class ModelSource:
         """Token ids, (batch_size, seq_len) int64, as ``input_ids`` and, shifted by the model itself, as ``labels``."""
         if self.vocab_size is None:
             raise ValueError(f"Model {self.name!r} states no vocab_size, so no token input can be made up for it.")
+        check_positions(self.config, "--seq-len", seq_len)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=generator).to(device)
         return {"input_ids": ids, "labels": ids.clone()}
@@ -176,6 +178,30 @@ def resolve_model(spec: str) -> ModelSource:
         f"Model {spec!r} is not a preset ({', '.join(PRESETS)}), an existing config.json or 'module:function'."
         + did_you_mean(spec, tuple(PRESETS))
     )
+
+
+def check_positions(config: Any, option: str, tokens: int) -> None:
+    """Raise ValueError where sequences of `tokens` tokens, as `option` asks for, are longer than a model of `config` takes.
+
+    Without a word in `config` on its positions, nothing is checked.
+    """
+    text = _text_config(config)
+    said = getattr(text, "max_position_embeddings", None)
+    if isinstance(said, bool) or not isinstance(said, int) or said < 1:
+        return
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # one for each kind of layer
+    # Scaled (YaRN and others): the config says the length before it, the factor, or both.
+    scaled = [(part.get("factor") or 1) * (part.get("original_max_position_embeddings") or said) for part in ropes]
+    if tokens > max(said, *scaled):
+        raise ValueError(
+            f"{option} asks for sequences of {tokens} tokens, and the model has positions for {int(max(said, *scaled))} "
+            "(max_position_embeddings of its config). Give fewer, or a config with more."
+        )
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -234,12 +260,22 @@ def _import_factory(spec: str) -> Callable[[], nn.Module]:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"Model {spec!r} cannot be imported: {error}. Is its module on PYTHONPATH?") from error
     if not callable(factory):
-        raise ValueError(f"Model {spec!r} is a {type(factory).__name__}; it must be a function that returns the model.")
+        raise ValueError(f"Model {spec!r} is {a_or_an(factory)}; it must be a function that returns the model.")
+
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"Model {spec!r} is called without arguments, and it takes some: {error}. Name a function that returns the "
+            "model by itself."
+        ) from error
+    except ValueError:
+        pass  # a builtin, whose arguments nobody knows
 
     def build() -> nn.Module:
         model = factory()
         if not isinstance(model, nn.Module):
-            raise TypeError(f"Model {spec!r} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+            raise TypeError(f"Model {spec!r} returned {a_or_an(model)}; it must return a torch.nn.Module.")
         return model
 
     return build

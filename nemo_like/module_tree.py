@@ -8,13 +8,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
+
+from nemo_like.options.words import a_or_an
 
 # Attribute under which a wrapper registers what it wraps. The two last belong to wrappers whose attribute is the plain
 # word "module", so those are told apart by class name.
 _INNER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 _MODULE_WRAPPERS = ("DistributedDataParallel", "DataParallel")
+
+
+def check_model(model: Any, name: str = "model") -> None:
+    """Raise TypeError where `model`, the argument `name`, is not a module that can be taken apart and changed."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name} is {a_or_an(model)}; it must be a torch.nn.Module.")
+    scripted = [model] if isinstance(model, torch.jit.ScriptModule) else model.modules()
+    if any(isinstance(module, torch.jit.ScriptModule) for module in scripted):
+        raise TypeError(
+            f"{name} {'is' if scripted == [model] else 'has'} a TorchScript module (torch.jit.script or torch.jit.trace), "
+            "which cannot be taken apart. Give the nn.Module that it was made from; torch.compile takes the place of "
+            "TorchScript."
+        )
 
 
 def inner_name(module: nn.Module) -> str | None:

@@ -59,7 +59,8 @@ def resolve_op(name: str | Op, *, field: str = "") -> frozenset[Op]:
         return frozenset((name,))
     if not isinstance(name, str):
         raise TypeError(
-            f"{_in(field)}{name!r} is no operator: give a name such as 'torch.ops.aten.mm.default', or the operator."
+            f"{_in(field)}{name!r}, which is not an operator: give a name such as 'torch.ops.aten.mm.default', or the "
+            "operator."
         )
     parts = _parts(name)
     if len(parts) == 2 and parts[0] != "higher_order":
@@ -69,8 +70,8 @@ def resolve_op(name: str | Op, *, field: str = "") -> frozenset[Op]:
     found = find_op(name)
     if found is None:
         raise ValueError(
-            f"{_in(field)}{name!r} is no operator of this torch ({torch.__version__}) and the packages imported so "
-            f"far.{_hint(parts)} Write it as 'torch.ops.<namespace>.<operator>.<overload>'; if a library brings it, "
+            f"{_in(field)}{name!r}, which is not an operator of this torch ({torch.__version__}) and the packages imported "
+            f"so far.{_hint(parts)} Write it as 'torch.ops.<namespace>.<operator>.<overload>'; if a library brings it, "
             "import that library first."
         )
     return frozenset((found,))
@@ -137,7 +138,7 @@ def _overloads(packet: Any) -> frozenset[Op]:
 
 
 def _in(field: str) -> str:
-    return f"{field} holds " if field else ""
+    return f"{field or 'A list of operators'} has "
 
 
 def _hint(parts: list[str]) -> str:

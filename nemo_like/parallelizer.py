@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.keep_routing import keep_routing
 from nemo_like.compile import compile_layers, parse_compile
-from nemo_like.distributed.agreement import check_agreement
+from nemo_like.distributed.agreement import check_agreement, compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.expert_parallel import (
@@ -36,13 +36,17 @@ from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
-from nemo_like.distributed.tensor_parallel import apply_tensor_parallel, cut_outside_of_regions
+from nemo_like.distributed.tensor_parallel import (
+    apply_tensor_parallel,
+    check_packed_weights,
+    cut_outside_of_regions,
+)
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.float8 import check_float8, effective_matmuls, float8_linears, scale_before_forward
 from nemo_like.layers import find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
-from nemo_like.module_tree import bare
+from nemo_like.module_tree import bare, check_model
 from nemo_like.options import (
     DDP,
     FSDP2,
@@ -57,11 +61,13 @@ from nemo_like.options import (
     TensorParallel,
     parse_strategy,
 )
+from nemo_like.options.words import check_whole, parse_dtype
 from nemo_like.pipelined import parallelize_pipeline
 from nemo_like.planning.first_step import watch_first_step
 from nemo_like.planning.larger_batch import size_watch, warn_of_larger_batches
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.tensor_twin import check_tensor_budget
+from nemo_like.planning.trial import try_context_parallel, try_tensor_parallel
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import Asked, layers_for, planned, read_ac, resolve
 
@@ -93,6 +99,7 @@ def apply_activation_checkpointing(
     Raises:
         ValueError, TypeError: as `parallelize`. The model is unchanged then.
     """
+    check_model(model)
     asked = read_ac(ac)
     found, chosen = layers_for(model, asked, scope, layers)
     compiled = parse_compile(compile) is not None
@@ -100,7 +107,8 @@ def apply_activation_checkpointing(
     in_chunks = ChunkedLoss.of(loss)
     if in_chunks is not None:
         check_head(model)
-    planning: dict[str, Any] = {} if autocast is None else {"precision": Precision.of(autocast), "fsdp": None}
+    cast = Precision(parse_dtype("autocast", autocast))
+    planning: dict[str, Any] = {} if autocast is None else {"precision": cast, "fsdp": None}
     planning["loss"] = loss
     if isinstance(asked, MemoryBudget):
         asked = planned(model, asked, chosen, sample_input, planning)
@@ -137,8 +145,9 @@ def parallelize(
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
     optimizer afterwards: sharding replaces the parameters. Where something is replayed, calls with gradients on
     go without a key/value cache (a replay would write it twice), unless layers hand states on through it; the config
-    stays as it is. Packed rows (``position_ids`` that restart, ``cu_seqlens``, a mask of document numbers) of a Hugging Face
-    model train as their documents one by one: no attention over an edge, no loss for a document's first token.
+    stays as it is. Packed rows (``position_ids`` that restart where there is no mask, ``cu_seqlens``, a mask of document
+    numbers) of a Hugging Face model train as their documents one by one, under every ``ac``: no attention over an edge, no
+    loss for a document's first token.
 
     Args:
         model: any Hugging Face or plain PyTorch model, on the CPU, a GPU or the meta device (then call
@@ -178,7 +187,9 @@ def parallelize(
         offload: what waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these
             and what checkpointing keeps), ``"all"``, or an `OffloadConfig`.
         sample_input: what one step of one rank gives to the model, as keywords, positions or one tensor; needed by
-            budgets, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first.
+            budgets and ``pp``, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first. Under ``tp`` and
+            ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that what
+            fails once it is split is refused here.
         optimizer: the optimizer that a budget counts: ``"adamw"`` (default), ``"adamw-8bit"``, ``"sgd"``, ...
         step: what else a budget counts of the training loop (`StepSpec`: microbatches, a loss outside of the model, whether
             the output is dropped before backward); default: ``out = model(**batch); out.loss.backward()``, then one
@@ -193,10 +204,12 @@ def parallelize(
             The model is unchanged then.
     """
     given = dict(locals())
+    check_model(model)
     check_agreement(model, given)
     if _comes_in_split(model):
         return _checkpoint_as_it_came(model, given)
     _refuse_parallelized(model)
+    check_whole("dp_replicate", dp_replicate, 1, "ranks")
     stages = PipelineParallel.of(pp)
     if stages.size > 1:
         others = {name: value for name, value in given.items() if name not in ("model", "pp")}
@@ -229,10 +242,16 @@ def parallelize(
     shard_mesh = mesh if word == "fsdp2" else None
     target = asked_device or local_device(None if mesh is None else mesh.device_type)
     experts = _check_expert_parallel(model, shard_mesh, expert, asked)
-    split = _check_tensor_parallel(model, shard_mesh, asked, tensor, experts)
+    split = _check_tensor_parallel(model, shard_mesh, asked, tensor, experts, fsdp)
     context = replace(context, size=axis_size(shard_mesh, "cp"))
     if context.size > 1:
         check_context_parallel(model, context, found, call_of(model))
+    if not hasattr(model, STAGE_MARK):  # what stages are cut from was tried
+        if context.size > 1:
+            try_context_parallel(model, context, found, sample_input)
+        if split:
+            whole = [each.fqn for each in experts]
+            try_tensor_parallel(model, axis_size(shard_mesh, "tp"), tensor, whole, sample_input)
     if shard_mesh is not None:
         check_sharding(model, found, shard_mesh, options=fsdp)
     else:
@@ -259,7 +278,8 @@ def parallelize(
         float8_linears(
             [bare(layer.module) for layer in found], cast.matmuls, target.type, sharded=shard_mesh is not None
         )
-    if not hasattr(model, STAGE_MARK):  # stages do it themselves
+    if not hasattr(model, STAGE_MARK):  # a pipeline's stages do it themselves
+        compare_batches(model, shard_mesh)
         keep_documents_apart(model)
     if split and shard_mesh is not None:
         apply_tensor_parallel(
@@ -380,8 +400,6 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 def _refuse_parallelized(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     for name, module in model.named_modules():
         sharded = isinstance(module, FSDPModule) and not name  # parts may be: see `sharded_by_caller`
         if sharded or hasattr(module, _MARK) or isinstance(module, DistributedDataParallel):
@@ -407,12 +425,16 @@ def _check_compile(compiled: bool, asked: Asked) -> None:
 
 
 def _check_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh | None, asked: Asked, tensor: TensorParallel, experts: Iterable[Experts]
-) -> bool:
+    model: nn.Module, mesh: DeviceMesh | None, asked: Asked, tensor: TensorParallel, experts: Iterable[Experts],
+    fsdp: FSDP2,
+) -> bool:  # fmt: skip
     """Whether weights are split at all; `experts`: those that are split otherwise."""
     split = axis_size(mesh, "tp") > 1
+    whole = [found.fqn for found in experts]
+    if split and mesh is not None:
+        check_packed_weights(model, mesh, tensor.plan, whole, fsdp.reshard_after_forward)
     if split and isinstance(asked, MemoryBudget):
-        check_tensor_budget(model, axis_size(mesh, "tp"), tensor, asked, [found.fqn for found in experts])
+        check_tensor_budget(model, axis_size(mesh, "tp"), tensor, asked, whole)
     for name in ("sequence_parallel", "loss_parallel"):
         if getattr(tensor, name) and not split:
             raise ValueError(

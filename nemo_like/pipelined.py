@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.compile import parse_compile
 from nemo_like.distributed.context_parallel import check_context_parallel
+from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
@@ -42,9 +43,10 @@ from nemo_like.planning.larger_batch import size_watch
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planner import Setup
 from nemo_like.planning.split_parts import SplitParts
-from nemo_like.planning.stage_parts import stage_parts
+from nemo_like.planning.stage_parts import check_stages, stage_parts
 from nemo_like.planning.stage_plans import balance_for_memory, plan_pipeline
 from nemo_like.planning.tensor_twin import check_tensor_budget
+from nemo_like.planning.trial import try_context_parallel, try_tensor_parallel
 from nemo_like.resolve import layers_for, read_ac
 from nemo_like.torch_compat import splits_compiled_backward
 
@@ -98,6 +100,7 @@ def parallelize_pipeline(
     if context.size > 1:
         _refuse_beside_split(pp, f"cp is {context.size}", "what they send is not cut along the sequence")
         check_context_parallel(model, context, found)
+        try_context_parallel(model, context, found, sample)
     shards = any(axis_size(mesh, name) > 1 for name in ("dp_replicate", "dp_shard", "cp", "tp"))
     in_chunks = ChunkedLoss.of(options["loss"])
     if in_chunks is not None:
@@ -111,6 +114,10 @@ def parallelize_pipeline(
     else:
         parts = SplitParts(model, pp.split, pp.stages, found, sample, **lowered)
     expert = ExpertParallel.of(options["ep"])
+    tp = axis_size(mesh, "tp")
+    if tp > 1:
+        whole = [each.fqn for each in find_experts(model, expert.plan)] if expert.size > 1 else []
+        try_tensor_parallel(model, tp, tensor, whole, sample)
     rest = {
         name: value
         for name, value in options.items()
@@ -124,7 +131,11 @@ def parallelize_pipeline(
         cp=context, loss=in_chunks, offload=OffloadConfig.of(options["offload"]),
     )  # fmt: skip
     pp, rest["ac"] = _planned(model, pp, asked, setup, options)
-    all_slices = parts.slices if isinstance(parts, SplitParts) else slices(counts_of(parts, pp))
+    if isinstance(parts, SplitParts):
+        all_slices = parts.slices
+    else:
+        all_slices = slices(counts_of(parts, pp))
+        check_stages(model, parts, all_slices, sample, **lowered)
     device = checked_device(options["device"]) if options["device"] is not None else local_device(mesh.device_type)
 
     # Nothing has been changed up to here.
@@ -155,12 +166,14 @@ def _stages(
 ) -> list[Stage]:  # fmt: skip
     """This rank's `own` stages, each made ready by `parallelize` with the options `rest`; `dtype`: as for `cut`."""
     stages = []
+    packed = packed_calls(model)  # of the whole: a stage does not see what layers of other stages mix
     for piece in own:
         if isinstance(parts, SplitParts):
-            (tree, received), items = parts.take(piece.index), parts.takes_items
+            tree, received = parts.take(piece.index)
+            packed = packed_calls(tree)
         else:
-            (tree, received), items = cut(model, parts, piece, device, dtype), None
-        forward = StageForward(tree, received, piece, loss_of, in_chunks, items)
+            tree, received = cut(model, parts, piece, device, dtype)
+        forward = StageForward(tree, received, piece, loss_of, packed, in_chunks)
         tree.forward = forward
         setattr(tree, STAGE_MARK, True)
         names = [parts.layers[i] for i in piece.layers]

@@ -13,6 +13,7 @@ from nemo_like.choice import choose_layers, class_names, layers_of_classes
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.log import warn_once
 from nemo_like.options import CheckpointConfig
+from nemo_like.options.words import a_or_an
 from nemo_like.profiling import MemoryProfiler, ProfileReport
 from nemo_like.resolve import config_specs
 
@@ -41,7 +42,7 @@ class SelectiveCheckpointer:
         """
         self.config = config if isinstance(config, CheckpointConfig) else CheckpointConfig.from_dict(config)
         if profiler is not None and not isinstance(profiler, MemoryProfiler):
-            raise TypeError(f"profiler is a {type(profiler).__name__}; it must be a MemoryProfiler or None.")
+            raise TypeError(f"profiler is {a_or_an(profiler)}; it must be a MemoryProfiler or None.")
         self._profiler = profiler
         self._checkpointed: list[str] = []
 

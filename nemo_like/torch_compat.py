@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
@@ -21,6 +22,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
@@ -55,6 +57,9 @@ __all__ = [
 
 RELEASES = "torch 2.11 to 2.15"
 """The releases that error messages recommend."""
+
+PYTREE_LOGGER = tree_map.__module__
+"""The logger that warns of what others register as a tree. Seen in all."""
 
 
 def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
@@ -426,6 +431,24 @@ FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The logger of the fake mode; where it has another name, what it logs is seen."""
 
 
+def drop_forward_hooks(model: nn.Module) -> None:
+    """Take all forward hooks and pre-hooks off `model` and the modules inside it."""
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Within it, an operator that fails on fake tensors raises, and torch does not print the traceback besides."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def fake_tensor_types() -> tuple[type[Any], type[Any]]:
     """`FakeTensor` and `FakeTensorMode`: private by path, though documented and used by exporters.
 
@@ -713,6 +736,11 @@ def flatten_mesh(mesh: DeviceMesh, name: str, before: DeviceMesh | None) -> Devi
         return None
     flat = mesh._flatten(name)
     return flat if before is None else DeviceMesh._concatenate([before, flat])
+
+
+def as_dtensor_type(kind: type[DTensor], tensor: DTensor) -> DTensor:
+    """`tensor`, without a history, as a `kind`: the same memory and placements. Looked at in 2.13 alone."""
+    return kind(tensor._local_tensor, tensor._spec, requires_grad=False)
 
 
 def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing import SelectivePolicy, apply_full_layer_checkpointing_to_layers
+from nemo_like.activation_checkpointing.engine import RegionError, make_selective_checkpoint_context_fn
 from nemo_like.compile import compile_layers, parse_compile
 from nemo_like.log import forget_announcements
 from tests.models.decoders import LAYERS, NAMES, PlainDecoder, batch, build, loss_of
@@ -180,6 +183,79 @@ def test_gradients_under_inductor_are_those_of_the_masks_that_forward_drew(ac: s
     (grad,) = torch.autograd.grad(loss(x), x)
     ahead, behind = (loss((x + s * direction).detach().requires_grad_()).item() for s in (step, -step))
     assert (grad * direction).sum().item() == pytest.approx((ahead - behind) / (2 * step), rel=1e-6)
+
+
+def as_it_is(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    return graph.forward
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential", "50%"])
+def test_the_eager_backend_draws_the_same_dropout_masks_in_every_mode(ac: str) -> None:
+    sample = {"input_ids": batch(2), "labels": batch(2)} if ac == "50%" else None
+    model = parallelize(build("llama"), "single", ac, compile="eager", sample_input=sample)
+    assert same(gradients(model), gradients(build("llama")))
+
+
+class Normed(DroppingOut):
+    """Has running statistics, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+def test_inside_of_the_eager_backend_the_policy_keeps_what_it_keeps() -> None:
+    counts = [
+        matmuls_in_backward(parallelize(build("llama"), "single", ac, compile="eager"), compiled=False)
+        for ac in ("none", SelectivePolicy(every_nth_matmul=None), "selective", "full")
+    ]
+    assert [count - counts[0] for count in counts] == [0, 0, 3 * LAYERS, 6 * LAYERS]
+
+
+def test_running_statistics_move_once_under_the_eager_backend() -> None:
+    models = []
+    for asked in ({"ac": "none"}, {"ac": "selective", "compile": "eager"}):
+        torch.manual_seed(0)
+        model = parallelize(nn.Sequential(Normed(), Normed()), "single", layers=["0", "1"], **asked)
+        for _ in range(2):
+            model(torch.randn(4, 8)).square().sum().backward()
+        models.append(model)
+    tensors = [[*m.buffers(), *(p.grad for p in m.parameters())] for m in models]
+    assert all(map(torch.equal, *tensors))
+
+
+@pytest.mark.parametrize("backend", ["eager", as_it_is], ids=["eager", "a function"])
+@pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
+def test_a_model_that_others_compile_without_a_partitioner_is_refused(ac: str, backend: Any) -> None:
+    """As `torch_compile_backend="eager"` in a Trainer does; PyTorch's own checkpoint draws other masks there, silently."""
+    model = parallelize(build("plain"), "single", ac)
+    with pytest.raises(RegionError, match="a backend that runs the graph as it is"):
+        gradients(torch.compile(model, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_default_partitioner"])
+def test_a_model_that_others_compile_with_a_partitioner_is_right(backend: str) -> None:
+    model = parallelize(build("plain"), "single", "selective")
+    assert same(gradients(torch.compile(model, backend=backend)), gradients(build("plain")))
+
+
+def test_our_contexts_for_pytorchs_checkpoint_draw_the_same_masks_without_a_partitioner() -> None:
+    torch.manual_seed(0)
+    layer, x = DroppingOut(), torch.randn(4, 8, requires_grad=True)
+    contexts = make_selective_checkpoint_context_fn()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False, context_fn=contexts).square().sum()
+
+    found = []
+    for function in (lambda x: layer(x).square().sum(), torch.compile(loss, backend="eager")):
+        torch.manual_seed(1)
+        grads = torch.autograd.grad(function(x), (x, *layer.parameters()))
+        found.append([*grads, torch.rand(2)])  # and the numbers that come after
+    assert same(*found)
 
 
 def test_several_microbatches_of_several_shapes() -> None:

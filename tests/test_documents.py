@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from nemo_like import CheckpointConfig, CheckpointWrapper, MemoryBudget, parallelize
 from nemo_like.activation_checkpointing import CheckpointSpec
+from nemo_like.cli import command_names
 from nemo_like.planning.plan import Plan
 from tests.models.decoders import PlainDecoder, batch
 
@@ -89,6 +91,21 @@ def test_every_file_that_a_document_names_exists() -> None:
         named += [str(page.parent.relative_to(ROOT) / link) for link in re.findall(r"\]\((?!http|#)([\w./-]+)\)", text)]
         missing += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_no_table_is_cut_by_an_empty_line() -> None:
+    """A row after an empty line, without a head of its own, is shown as text."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        cut = re.findall(r"\n\n(\|.*)\n(?!\|[-: |]+\|\n)", page.read_text(encoding="utf-8"))
+        assert not cut, (page.name, cut)
+
+
+def test_the_readme_names_every_command_and_every_extra_for_a_user() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert "pip install" in text
+    assert not [name for name in extras if f"`{name}`" not in text and name not in ("hosts", "torchtitan", "test")]
+    assert not [name for name in command_names() if f"nemo-like {name}" not in text]
 
 
 @pytest.mark.parametrize("page", ["contributing.md", "design.md"])

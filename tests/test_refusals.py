@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nemo_like import MemoryBudget, SelectivePolicy, parallelize, plan_for
-from nemo_like.cli import main
+from nemo_like import (
+    CheckpointConfig,
+    CheckpointWrapper,
+    MemoryBudget,
+    MemoryProfiler,
+    SelectiveCheckpointer,
+    SelectivePolicy,
+    StepSpec,
+    apply_activation_checkpointing,
+    materialize,
+    parallelize,
+    plan_for,
+)
+from nemo_like.bench import SUITES
+from nemo_like.cli import main, make_parser
+from nemo_like.distributed import (
+    get_model_state,
+    get_optimizer_state,
+    set_gradient_sync,
+    set_model_state,
+    watch_expert_load,
+)
 from nemo_like.distributed.launch import local_device
-from nemo_like.options import FSDP2
+from nemo_like.layers import find_layers
+from nemo_like.losses import chunked_cross_entropy, chunked_kl, chunked_log_probs
+from nemo_like.offload import OffloadWrapper, apply_offloading, offload_activations
+from nemo_like.options import FSDP2, ExpertParallel, OffloadConfig, Precision
+from nemo_like.planning import Plan
 from nemo_like.planning.devices import resolve_device
-from tests.models.decoders import PlainDecoder, batch
+from nemo_like.planning.fit import fit
+from nemo_like.recipes.finetune_options import parse_finetune_options
+from nemo_like.recipes.job_options import parse_options
+from tests.models.decoders import PlainDecoder, batch, build
 
 
 def _refused(message: str, **arguments: object) -> None:
@@ -146,3 +178,386 @@ def test_the_recipe_says_that_there_is_no_cuda_device() -> None:
 def test_a_list_of_layers_is_named_by_its_type() -> None:
     with pytest.raises(TypeError, match=r"^model is a list; it must be a torch\.nn\.Module\.$"):
         parallelize(list(PlainDecoder().blocks), "single")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------- one table: call, message, no change
+
+# As module:function of commands.
+
+
+def takes_an_argument(layers: int) -> nn.Module:
+    return _WithLoss(layers=layers)
+
+
+def plain_decoder() -> nn.Module:
+    return _WithLoss(layers=2)
+
+
+_HERE = "tests.test_refusals"
+_HIDDEN, _LABELS = torch.randn(4, 8), torch.tensor([1, 2, 3, 4])
+
+
+def _scripted(like: nn.Module) -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+class _WithScriptedPart(PlainDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.jit.script(nn.Linear(2, 2))
+
+
+def _head() -> nn.Module:
+    return nn.Linear(8, 16)
+
+
+_NO_MODULE = {
+    "parallelize": lambda x: parallelize(x),
+    "apply": lambda x: apply_activation_checkpointing(x, "full"),
+    "plan_for": lambda x: plan_for(x, "50%", (batch(2),)),
+    "fit": lambda x: fit(x, gpus=1, gpu="cpu") if not isinstance(x, str) else find_layers(x),
+    "find_layers": find_layers,
+    "profiler": MemoryProfiler,
+    "materialize": materialize,
+    "state": get_model_state,
+    "set_state": lambda x: set_model_state(x, {}),
+    "optimizer": lambda x: get_optimizer_state(x, torch.optim.SGD([nn.Parameter(torch.ones(1))])),
+    "sync": lambda x: set_gradient_sync(x, True),
+    "load": lambda x: watch_expert_load(x).__enter__(),
+    "offloading": lambda x: apply_offloading(x, []),
+    "offload": lambda x: offload_activations("all", model=x),
+    "checkpointer": lambda x: SelectiveCheckpointer({"enabled": True}).apply(x),
+}
+"""What takes a model."""
+
+
+@pytest.mark.parametrize("call", _NO_MODULE.values(), ids=_NO_MODULE)
+def test_what_is_not_a_module_or_a_torchscript_one_is_named(call: Callable[[Any], Any]) -> None:
+    for wrong, words in (("x", "model is a str"), (3, "model is an int"), (OrderedDict(), "model is an OrderedDict")):
+        with pytest.raises(TypeError, match=rf"^{words}; it must be a torch\.nn\.Module\.$"):
+            call(wrong)
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    for scripted, has in ((_scripted(nn.Identity()), "is"), (traced, "is"), (_WithScriptedPart(), "has")):
+        with pytest.raises(
+            TypeError, match=f"^model {has} a TorchScript module .*Give the nn.Module that it was made from"
+        ):
+            call(scripted)
+
+
+_ON_A_MODEL: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "profiler's loss": (
+        lambda m: MemoryProfiler(m, loss_fn=lambda out: 1.0).profile((batch(2),)),
+        r"loss_fn returned 1\.0; it must return a tensor of one number that has a gradient",
+    ),
+    "profiler's loss is not a function": (lambda m: MemoryProfiler(m, loss_fn=3), "loss_fn is 3; it must be a function"),
+    "profiler's device": (lambda m: MemoryProfiler(m, "tpu"), "device is 'tpu'; write it like 'cpu', 'cuda'"),
+    "no replicas": (lambda m: parallelize(m, dp_replicate=0), "dp_replicate is 0; it must be a whole number of ranks >= 1"),
+    "replicas in words": (lambda m: parallelize(m, dp_replicate="2"), "dp_replicate is '2'; it must be a whole number"),
+    "replicas beside pp": (lambda m: parallelize(m, dp_replicate=0, pp=2), "dp_replicate is 0; it must be a whole"),
+    "autocast": (
+        lambda m: apply_activation_checkpointing(m, "full", autocast="int8"),
+        "^autocast is 'int8'; it must be a torch dtype or one of float32",
+    ),
+    "precision": (
+        lambda m: parallelize(m, "single", precision="fp4"),
+        "precision is 'fp4'; .* bf16, float16, fp16, fp8, fp8-rowwise, fp8-gather",
+    ),
+    "cast_forward_inputs": (
+        lambda m: parallelize(m, "single", precision=Precision(cast_forward_inputs="no")),
+        r"Precision\.cast_forward_inputs is 'no'; it must be True or False",
+    ),
+    "pin_memory": (
+        lambda m: parallelize(m, "single", offload=OffloadConfig(pin_memory="no")),
+        r"OffloadConfig\.pin_memory is 'no'; it must be True or False",
+    ),
+    "operators as one word": (
+        lambda m: parallelize(m, "single", SelectivePolicy(save_ops="mm")),
+        r"SelectivePolicy\.save_ops is 'mm'; it must be a list of operators or their names: \['mm'\]",
+    ),
+    "operators as a number": (
+        lambda m: parallelize(m, "single", SelectivePolicy(drop=3)),
+        r"SelectivePolicy\.drop is 3; it must be a list of operators",
+    ),
+    "an operator of a policy": (
+        lambda m: parallelize(m, "single", SelectivePolicy(extra=["torch.ops.aten.mmm"])),
+        r"^SelectivePolicy\.extra has 'torch\.ops\.aten\.mmm', which is not an operator of this torch .*'aten\.mm'",
+    ),
+    "an operator of a config": (
+        lambda m: parallelize(m, "single", CheckpointConfig(enabled=True, ops_to_save=["torch.ops.aten.mmm"])),
+        r"^CheckpointConfig\.ops_to_save has 'torch\.ops\.aten\.mmm', which is not an operator of this torch",
+    ),
+    "a budget of a KiB": (
+        lambda m: parallelize(m, "single", ac="1KiB", sample_input=(batch(2),)),
+        r"^Budget '1\.00KiB' is 1\.00KiB per rank, and the least that any plan peaks at is",
+    ),
+    "a budget of half a per cent": (
+        lambda m: parallelize(m, "single", ac="0.5%", sample_input=(batch(2),)),
+        r"^Budget '0\.5%' allows",
+    ),
+    "a budget with a bad sample": (
+        lambda m: parallelize(m, "single", ac="50%", sample_input={"foo": 1}),
+        "forward pass of _WithLoss failed on the sample input .foo: int.*Give what one step of one rank gives",
+    ),
+    "a budget with a loss that fails": (
+        lambda m: parallelize(
+            m, "single", ac="50%", sample_input=(batch(2),), step=StepSpec(loss_fn=lambda out: {}["loss"])
+        ),
+        r"StepSpec\.loss_fn failed on what the model returns .*: KeyError: 'loss'",
+    ),
+    "imbalance without ep": (
+        lambda m: plan_for(m, "50%", (batch(2),), imbalance=1.5),
+        r"imbalance is 1\.5; it must be a number from 1 \(balanced\) to the number of ranks that share the experts, 1",
+    ),
+    "host memory": (
+        lambda m: plan_for(m, "50%", (batch(2),), host_memory="much"),
+        "host_memory is 'much', which is not a number of bytes",
+    ),
+    "sync": (lambda m: set_gradient_sync(m, "x"), "enabled is 'x'; it must be True or False"),
+    "a wrapper around TorchScript": (
+        lambda m: CheckpointWrapper(_scripted(m)), "module is a TorchScript module"
+    ),
+    "an offloading wrapper around a word": (
+        lambda m: OffloadWrapper("x", offload_activations("all")), "module is a str; it must be a torch.nn.Module"
+    ),
+    "offload": (lambda m: parallelize(m, "single", offload=7), "offload is 7, an int; it must be an OffloadConfig"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "said"), _ON_A_MODEL.values(), ids=_ON_A_MODEL)
+def test_a_wrong_argument_is_named_and_the_model_is_as_it_was(call: Callable[[nn.Module], Any], said: str) -> None:
+    model = _WithLoss(layers=2)
+    before, modules = copy.deepcopy(model.state_dict()), dict(model.named_modules())
+    attributes = {name: set(vars(module)) for name, module in modules.items()}
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call(model)
+    assert re.search(said, str(raised.value)), raised.value
+    assert dict(model.named_modules()) == modules and model.training
+    assert {name: set(vars(module)) for name, module in modules.items()} == attributes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_a_bad_sample_of_a_hugging_face_model_is_named_with_the_models_own_reason() -> None:
+    pytest.importorskip("transformers")
+    model = build("llama")
+    for sample, reason in (
+        ({"foo": 1}, r"\(foo: int.*You must specify exactly one of input_ids or inputs_embeds"),
+        (
+            {"input_ids": torch.ones(2, 3)},
+            r"\(input_ids: float32 \(2, 3\).*indices must be of torch.int32 or torch.int64",
+        ),
+        (3, r"\(int"),
+    ):
+        with pytest.raises(ValueError, match=f"forward pass of LlamaForCausalLM failed on the sample input {reason}"):
+            parallelize(model, "single", ac="50%", sample_input=sample)
+        assert not any(isinstance(module, CheckpointWrapper) for module in model.modules())
+
+
+_ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "ignore_index": (
+        lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, ignore_index=-1.5),
+        r"ignore_index is -1\.5; it must be a whole number",
+    ),
+    "ignore_index of log-probabilities": (
+        lambda _: chunked_log_probs(_HIDDEN, _head(), _LABELS, ignore_index=True), "ignore_index is True"
+    ),
+    "num_items": (
+        lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items=0),
+        "num_items is 0; it must be > 0, since the sum of the losses is divided by it",
+    ),
+    "num_items of KL": (
+        lambda _: chunked_kl(_HIDDEN, _head(), _HIDDEN, teacher_head=_head(), num_items=-2.0), r"num_items is -2\.0"
+    ),
+    "num_items in words": (
+        lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items="4"), "num_items is '4'; it must be a number"
+    ),
+    "several num_items": (
+        lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items=torch.ones(2)), "a tensor of one number"
+    ),
+    "logit_scale": (
+        lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, logit_scale=float("nan")), "logit_scale is nan"
+    ),
+    "imbalance": (
+        lambda _: ExpertParallel(4, imbalance=0.5),
+        r"ExpertParallel\.imbalance is 0\.5; it must be a number from 1 \(balanced\) to .*, 4",
+    ),
+    "imbalance in words": (lambda _: ExpertParallel(4, imbalance="2"), r"ExpertParallel\.imbalance is '2'"),
+    "a plan of another kind": (
+        lambda folder: Plan.load(_file(folder, "plan.json", "{}")),
+        r"^Plan file .*plan\.json: The plan has format None, and this version reads 1\. Make it again",
+    ),
+    "a plan that is not text": (
+        lambda folder: Plan.load(_file(folder, "plan.json", b"\xff\xfe")), r"^Plan file .*plan\.json is not text"
+    ),
+    "a plan that is a list": (
+        lambda folder: Plan.load(_file(folder, "plan.json", "[1]")), r"^Plan file .*plan\.json is damaged or not a plan"
+    ),
+    "imbalance of fit": (
+        lambda _: fit(_WithLoss(layers=2), gpus=2, gpu="cpu", imbalance=0.5), r"imbalance is 0\.5; it must be a number"
+    ),
+    "imbalance without experts": (
+        lambda _: fit(build("llama"), gpus=2, gpu="cpu", seq_len=16, imbalance=2.0),
+        r"imbalance is 2\.0, and LlamaForCausalLM has no experts",
+    ),
+    "lengths": (
+        lambda _: fit(_WithLoss(layers=2), gpus=1, gpu="cpu", seq_len=64, max_seq_len=32),
+        "seq_len is 64, and max_seq_len says that sequences have up to 32 tokens. Leave seq_len out, or give a larger",
+    ),
+    "lengths of a histogram": (
+        lambda _: fit(_WithLoss(layers=2), gpus=1, gpu="cpu", seq_len=64, lengths={8: 1}),
+        "seq_len is 64, and lengths says that sequences have up to 8 tokens",
+    ),
+}  # fmt: skip
+
+
+def _file(folder: Path, name: str, text: str | bytes) -> Path:
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder / name
+
+
+@pytest.mark.parametrize(("call", "said"), _ALONE.values(), ids=_ALONE)
+def test_a_wrong_value_is_named(call: Callable[[Path], Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        call(tmp_path)
+
+
+_TINY = "--model llama-tiny"
+_COMMANDS = {
+    f"layers --model {_HERE}:takes_an_argument": f"Model '{_HERE}:takes_an_argument' is called without arguments, and it "
+    "takes some: missing a required argument: 'layers'. Name a function that returns the model by itself",
+    "layers --model math:pi": "Model 'math:pi' is a float; it must be a function",
+    # Lengths, sizes, words.
+    f"plan {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens, and the model has",
+    f"profile {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens",
+    f"trace {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens",
+    f"bench {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens",
+    f"fit {_TINY} --gpus 1 --seq-len 200000": "seq_len asks for sequences of 200000 tokens",
+    f"fit {_TINY} --gpus 1 --max-seq-len 32 --seq-len 64": "seq_len is 64, and max_seq_len says",
+    f"fit {_TINY} --gpus 2 --imbalance 0.5": "imbalance is 0.5; it must be a number from 1",
+    f"fit {_TINY} --gpus 2 --imbalance 1.5 --ep 1": "share the experts, 1",
+    f"plan {_TINY} --imbalance 0.5 --ep 2 --world-size 2": "--imbalance is 0.5; it must be a number from 1",
+    f"plan {_TINY} --imbalance 1.5": "--imbalance is 1.5; it must be a number from 1",
+    f"plan {_TINY} --memory much": "--memory is 'much', which is not a number of bytes",
+    f"plan {_TINY} --host --host-memory much": "--host-memory is 'much', which is not a number of bytes",
+    f"plan {_TINY} --budget much": "A size is 'much', which is not a number of bytes",
+    f"profile {_TINY} --budget much": "--budget is 'much', which is not a number of bytes",
+    "bench --threads 0": "threads is 0; it must be a whole number >= 1",
+    "coverage --processes 0": "--processes is 0",
+    # Files that are written late.
+    **{
+        f"{command} {option} /nonexistent/x.{end}": f"{option} names a file in '/nonexistent', which is not an existing"
+        for command, options in (
+            (f"plan {_TINY}", ("json", "save", "plot")), (f"plan {_TINY} --pp 2 --world-size 2", ("json", "save", "plot")),
+            (f"fit {_TINY} --gpus 1", ("json", "save", "plot")), ("bench", ("json", "plot")),
+            (f"profile {_TINY}", ("plot",)), ("coverage", ("output",)), ("coverage --plan", ("output",)),
+        )
+        for option, end in ((f"--{name}", "png" if name == "plot" else "json") for name in options)
+    },
+    f"plan {_TINY} --json {{folder}}": "--json is '{folder}', which is a folder",
+    f"plan {_TINY} --plot {{folder}}/x.doc": "no picture ends with '.doc'",
+    # Options that nothing reads.
+    f"fit {_TINY} --gpus 1 --ac none full --save {{folder}}/x": "--save writes a plan, and --ac is none full",
+    "bench --modes none full --budgets 50%": "--budgets has '50%', and nothing reads it: --modes leaves 'budget 50%' out",
+    "bench --suite loss --model llama-small": "--model is 'llama-small', and nothing reads it: --suite loss",
+    "bench --suite overhead --no-peers": "--no-peers is True, and nothing reads it",
+    "bench --suite published --plot x.png": "--plot is ",
+    "bench --input-shape 2,3 --seq-len 4": "--seq-len is 4, and nothing reads it: --input-shape is the whole input",
+    f"plan {_TINY} --balance memory": "--balance is 'memory', and nothing reads it: without --pp above 1",
+    f"plan {_TINY} --schedule gpipe": "--schedule is 'gpipe', and nothing reads it",
+    f"plan {_TINY} --sync last": "--sync is 'last', and nothing reads it",
+    f"plan {_TINY} --no-reshard": "--no-reshard is True, and nothing reads it: one rank keeps the model whole",
+    f"plan {_TINY} --prefetch 2": "--prefetch is 2, and nothing reads it",
+    f"plan {_TINY} --host-memory 1GiB": "--host-memory is '1GiB', and nothing reads it: that takes --host, --offload",
+    f"plan {_TINY} --input-shape 2,3 --seq-len 8": "--seq-len is 8, and nothing reads it: --input-shape is the whole input",
+    f"plan {_TINY} --vocab-size 8": "--vocab-size is 8, and nothing reads it: llama-tiny states its own, 256",
+    f"plan {_TINY} --image-size 8": "--image-size is 8, and nothing reads it: llama-tiny takes text alone",
+    f"plan --model {_HERE}:plain_decoder --vocab-size 8 --images 2": "--images is 2, and nothing reads it",
+    f"profile {_TINY} --json --limit 3": "--limit is 3, and nothing reads it: --json prints the whole profile",
+    f"profile {_TINY} --input-shape 2,3 --batch-size 4": "--batch-size is 4, and nothing reads it",
+    f"trace {_TINY} --json --all-ops": "--all-ops is True, and nothing reads it: --json prints all of them",
+    "coverage --losses --processes 3": "--processes is 3, and nothing reads it",
+    "coverage --losses --plan": "--losses and --plan are two surveys",
+    "fit --calibrate --gpus 8": "--gpus is 8, and nothing reads it: --calibrate without --model",
+    f"fit {_TINY} --gpus 2 --offload none --no-cpu-offload --host-memory 1GiB": "--host-memory is '1GiB', and nothing",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", _COMMANDS)
+def test_a_command_refuses_it_before_any_work(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if "--plot" in line:
+        pytest.importorskip("matplotlib")
+    words = line.format(folder=tmp_path).split()
+    make_parser(words[0])  # imports are not the command's work
+    start = time.process_time()
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert said.err.startswith(f"nemo-like {words[0]}: ") and _COMMANDS[line].format(folder=tmp_path) in said.err
+    assert time.process_time() - start < 60 and list(tmp_path.iterdir()) == []
+
+
+_JOBS = {
+    "pretrain --lr-floor 2": "--lr-floor is 2.0; it is a share of the peak rate, and must be from 0 to 1",
+    "pretrain --warmup-steps 500 --steps 10": "--warmup-steps is 500, and the run has 10 steps",
+    "pretrain --vocab-size 300": "--vocab-size is 300, and without --tokenizer bpe nothing reads it",
+    "pretrain --pp-schedule gpipe": "--pp-schedule is 'gpipe', and without --pp above 1 nothing reads it",
+    "pretrain --keep 3": "--keep is 3, and without --checkpoint-dir nothing reads it. Add that, or leave --keep out",
+    "pretrain --sync-save": "--sync-save is True, and without --checkpoint-dir",
+    "pretrain --save-every 3": "--save-every is 3, and without --checkpoint-dir",
+    "pretrain --eval-every 3 --eval-samples 0": "--eval-every is 3, and without --eval-samples above 0",
+    "pretrain --schedule constant --lr-floor 0.5": "--lr-floor is 0.5, and without another --schedule",
+    "pretrain --strategy ddp --cpu-offload": "--cpu-offload is True, and without --strategy fsdp2",
+    "pretrain --strategy ddp --reshard-after-forward yes": "--reshard-after-forward is 'yes', and without --strategy fsdp2",
+    "pretrain --fit-memory 1GiB": "--fit-memory is '1GiB', and without --fit nothing reads it",
+    "pretrain --fit --fit-memory much": "--fit-memory is 'much', which is not a number of bytes",
+    "pretrain --export /proc/nowhere/x": "--export is '/proc/nowhere/x', and in '/proc' this user can make no folder",
+    "pretrain --json {folder}": "--json is '{folder}', which is a folder",
+    "finetune --lora-rank 8": "--lora-rank is 8, and without --lora nothing reads it",
+    "finetune --lora-alpha 8": "--lora-alpha is 8.0, and without --lora",
+    "finetune --lora-dropout 0.5": "--lora-dropout is 0.5, and without --lora",
+    "finetune --lora-targets q_proj": "--lora-targets is 'q_proj', and without --lora",
+    "finetune --lora --lora-alpha 0": "--lora-alpha is 0.0; it scales what the adapters give, and must be > 0",
+    "finetune --sample-tokens 3": "--sample-tokens is 3, and without --sample nothing reads it",
+    "finetune --eval-data x --eval-samples 0": "--eval-data is 'x', and without --eval-samples above 0",
+    "finetune --precision fp4": "--precision is 'fp4'; it must be a torch dtype or one of float32, fp32, bfloat16, bf16, "
+    "float16, fp16, fp8, fp8-rowwise, fp8-gather",
+    "finetune --warmup-steps 500 --steps 10": "--warmup-steps is 500, and the run has 10 steps",
+}
+
+
+@pytest.mark.parametrize("line", _JOBS)
+def test_a_job_refuses_it_before_any_work(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, *options = line.format(folder=tmp_path).split()
+    more = ["--model", "m", "--data", "d"] if job == "finetune" else []
+    with pytest.raises(SystemExit) as ended:
+        (parse_options if job == "pretrain" else parse_finetune_options)([*options, *more])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert _JOBS[line].format(folder=tmp_path) in said and len(said.splitlines()) == 1
+
+
+def test_a_short_run_warms_up_within_its_steps() -> None:
+    assert parse_options([]).warmup == 20 and parse_options(["--steps", "4"]).warmup == 4
+    assert parse_options(["--steps", "4", "--warmup-steps", "3"]).warmup == 3
+    tuned = parse_finetune_options(["--model", "m", "--data", "d", "--steps", "50"])
+    assert tuned.warmup == 10
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_suite_reads_what_it_says(name: str) -> None:
+    import importlib
+
+    suite = importlib.import_module(f"nemo_like.bench.suite_{name}")
+    text = Path(suite.__file__ or "").read_text(encoding="utf-8")
+    named = {"place": "device", "shapes": "model"}
+    read = {named.get(field, field) for field in re.findall(r"\boptions\.(\w+)", text)}
+    assert read <= set(suite.READS)
+
+
+def test_fit_says_where_its_fastest_has_no_plan_to_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"fit {_TINY} --gpus 1 --gpu h100-80gb --seq-len 32 --micro-batch 1 --loss model --offload none"
+    assert main([*line.split(), "--ac", "none", "plan", "--save", str(tmp_path / "plan.json")]) == 1
+    assert (
+        "--save wrote nothing: the fastest has ac='none', which is not a plan. Pin --ac plan" in capsys.readouterr().err
+    )
+    assert list(tmp_path.iterdir()) == []

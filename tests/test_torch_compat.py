@@ -40,7 +40,7 @@ OF_OBJECTS = {
     "_version", "_cdata",  # a tensor, a storage
     "_schema", "_overloadpacket",  # an operator
     "_apply",  # a `ParallelStyle` of ours: the method that PyTorch asks a style for
-    "_make", "_fields",  # Python's named tuples
+    "_make", "_fields", "_actions",  # Python's named tuples and argument parsers
 }  # fmt: skip
 """Private attributes of objects that everybody reads, and that may be read anywhere."""
 

@@ -111,6 +111,18 @@ def build(name: str) -> nn.Module:
     if name == "mpt":  # its biases are made once for max_seq_len
         make = hf("MptForCausalLM", "MptConfig", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
         return without_dropout(make().float().train())
+    if name == "umt5":  # its buckets of distances ask no settings
+        make = hf(
+            "UMT5ForConditionalGeneration", "UMT5Config", vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2,
+            num_decoder_layers=2, num_heads=4,
+        )  # fmt: skip
+        return without_dropout(make().float().train())
+    if name == "jetmoe":  # views what attention returns
+        make = hf(
+            "JetMoeForCausalLM", "JetMoeConfig", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2,
+            num_key_value_heads=2, kv_channels=8, intermediate_size=48, num_local_experts=4, max_position_embeddings=64,
+        )  # fmt: skip
+        return without_dropout(make().float().train())
     if name == "mbart":
         make = hf(
             "MBartForConditionalGeneration", "MBartConfig", vocab_size=VOCAB, d_model=32, encoder_layers=2,
@@ -127,6 +139,18 @@ def build(name: str) -> nn.Module:
         return without_dropout(make().float().train())
     if name == "gptj":
         make = hf("GPTJForCausalLM", "GPTJConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+        return without_dropout(make().float().train())
+    if name == "codegen":
+        make = hf(
+            "CodeGenForCausalLM", "CodeGenConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4,
+            n_positions=64,
+        )  # fmt: skip
+        return without_dropout(make().float().train())
+    if name == "gpt_neo":
+        make = hf(
+            "GPTNeoForCausalLM", "GPTNeoConfig", vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4,
+            attention_types=[[["global", "local"], 1]], window_size=4, max_position_embeddings=64,
+        )  # fmt: skip
         return without_dropout(make().float().train())
     if name == "stablelm":
         return hf("StableLmForCausalLM", "StableLmConfig", **COMMON)().float().train()

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from nemo_like import parallelize
-from nemo_like.options import FSDP2
+from nemo_like.distributed.agreement import check_same_batch, compare_batches, sharing_groups
+from nemo_like.distributed.mesh import build_mesh
+from nemo_like.options import FSDP2, PipelineParallel
 from tests.models.decoders import batch, build, loss_of
 from tests.models.tiny import Decoder
 from tests_distributed.spawn import run_ranks
@@ -176,3 +178,88 @@ def _meta(rank: int, world_size: int) -> None:
 
 def test_a_model_without_weights_is_left_as_it_is() -> None:
     run_ranks(2, _meta)
+
+
+AXES: list[dict[str, Any]] = [{"tp": 2}, {"cp": 2}, {"pp": PipelineParallel(2, microbatches=2)}]
+
+
+def _rows(number: int, rows: int = 4) -> dict[str, Any]:
+    ids = torch.randint(1, 48, (rows, 12), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _call(model: Any, given: dict[str, Any]) -> Any:
+    return model.step(**given) if hasattr(model, "step") else model(**given).loss
+
+
+def _other_batches(rank: int, world_size: int, options: dict[str, Any]) -> str:
+    sample = {"sample_input": _rows(0, 2)} if "pp" in options else {}
+    model = parallelize(build("llama"), ac="none", **options, **sample)
+    with pytest.raises(ValueError) as raised:
+        _call(model, _rows(0) | {"labels": _rows(rank)["labels"]})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("options", AXES, ids=lambda options: next(iter(options)))
+def test_ranks_that_share_batches_must_be_given_the_same(options: dict[str, Any]) -> None:
+    """On every axis, in the first call, on every rank, and by the argument's name."""
+    first, second = run_ranks(2, _other_batches, options)
+    assert first == second
+    assert f"Ranks along {next(iter(options))} got different batches: labels is int64 (4, 12) with contents " in first
+    assert " on rank 0 and " in first and "input_ids" not in first, first
+
+
+def _by_data_rank(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    mesh = build_mesh(**dict.fromkeys(options, 2))
+    asked = options | {"sample_input": _rows(0, 2)} if "pp" in options else {}
+    model, other = (parallelize(build("llama"), ac="none", mesh=mesh, **asked) for _ in range(2))
+    _call(model, _rows(mesh["dp_shard"].get_local_rank()))
+    with pytest.raises(ValueError, match="got different batches: input_ids is"):
+        _call(other, _rows(rank))
+
+
+@pytest.mark.parametrize("options", AXES, ids=lambda options: next(iter(options)))
+def test_data_parallel_ranks_have_batches_of_their_own(options: dict[str, Any]) -> None:
+    run_ranks(4, _by_data_rank, options)
+
+
+def _contents(rank: int, world_size: int) -> list[str]:
+    groups = sharing_groups(build_mesh(tp=2), ("tp",))
+    numbers = torch.arange(12.0).reshape(3, 4)
+    pairs: dict[str, tuple[Any, Any]] = {
+        "rows in another order": (numbers, numbers.flip(0)),
+        "another shape": (numbers, numbers.reshape(4, 3)),
+        "another dtype": (numbers, numbers.double()),
+        "one bit": (numbers.bfloat16(), numbers.bfloat16().where(numbers != 5, 5.03125)),
+        "true for false": (numbers > 4, numbers > 5),
+        "inside a list": ([numbers, 1], [numbers + 1, 1]),
+        "a number": (3, 4),
+        "nothing": (numbers, None),
+    }
+    same = {"a view": (numbers, numbers.t().contiguous().t()), "not a number": (numbers / 0 * 0, numbers / 0 * 0)}
+    for name, pair in same.items():
+        check_same_batch({name: pair[rank]}, groups)
+    seen = []
+    for name, pair in pairs.items():
+        try:
+            check_same_batch({"x": numbers, name: pair[rank]}, groups)
+        except ValueError:
+            seen.append(name)
+    return sorted(set(pairs) - set(seen))
+
+
+def test_what_differs_in_a_batch_is_seen_and_nothing_else() -> None:
+    assert run_ranks(2, _contents) == [[], []]
+
+
+def _later(rank: int, world_size: int) -> list[float]:
+    """Only the first call compares."""
+    model = Decoder(layers=1, width=16)
+    compare_batches(model, build_mesh(tp=2))
+    first, second = batch(2) % 8, batch(2) % 8 + rank
+    return [model(ids).sum().item() for ids in (first, second)]
+
+
+def test_only_the_first_call_compares_batches() -> None:
+    (first, second), (again, other) = run_ranks(2, _later)
+    assert first == again and second != other

@@ -150,6 +150,28 @@ def test_merged_adapters_answer_as_peft_does(base: list[str], tmp_path: Path) ->
     assert not torch.equal(adapted(ids).logits, before)
 
 
+def test_a_resume_says_which_option_differs(base: list[str], tmp_path: Path) -> None:
+    data = Path(base[base.index("--data") + 1])
+    copy = shutil.copy(data, tmp_path / "renamed.jsonl")
+    other = write_lines(tmp_path / "other.jsonl", questions(41))
+    whole = [*base, "--steps", "1", "--output", str(tmp_path / "run")]
+    run_finetune(1, whole, tmp_path / "run.json")
+    cases = {
+        "--resume: --lora was False when the checkpoint was written, and is True now. Give the same again, or start anew "
+        "with another --output.": ["--lora"],
+        "--resume: --train was None when": ["--train", "lm_head.*"],
+        "--resume: --seq-len was 32 when the checkpoint was written, and is 16": ["--seq-len", "16"],
+        f"--resume: --data '{other}' holds other data than the checkpoint's run read, from --data '{data}'.": [
+            *("--data", str(other))
+        ],
+        "Give --tokenizer, --eval-samples, --eval-data and --skip-bad as they were": ["--eval-samples", "2"],
+        "no error": ["--data", str(copy)],
+    }
+    found = run_ranks(1, _errors, [[*whole, "--resume", *case] for case in cases.values()], timeout=150)[0]
+    for message, error in zip(cases, found, strict=True):
+        assert message in error, (message, error)
+
+
 def _interrupted(rank: int, world_size: int, arguments: list[str], folder: str) -> int:
     def interrupt() -> None:
         while not list(Path(folder).glob("step-*")):
@@ -226,6 +248,8 @@ def test_bad_input_is_a_clear_error_on_every_rank(base: list[str], tmp_path: Pat
         "--train 'nothing' matches no parameter": ["--train", "nothing"],
         "fewer than --batch-size 64": ["--batch-size", "64"],
         "--resume finds no checkpoint": ["--resume"],
+        "--sample is '', of which the tokenizer makes no token": ["--sample", ""],
+        "--sample with --sample-tokens asks for sequences of 501 tokens": ["--sample", "?", "--sample-tokens", "500"],
     }
     lines = [
         [*base, *(["--output", str(tmp_path / f"o{i}")] if "--output" not in case else []), *case]

@@ -37,7 +37,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options of a small job."""
     folder = tmp_path_factory.mktemp("job")
-    make_model(folder / "model")
+    make_model(folder / "model", max_position_embeddings=2048)
     write_lines(folder / "data.jsonl", questions())
     line = f"--model {folder / 'model'} --data {folder / 'data.jsonl'} --steps 4 --batch-size 4 --seq-len 32 --save-every 2"
     line += " --eval-samples 0 --warmup-steps 1 --lr 1e-2 --device cpu --plain --precision float32 --sync-save"
@@ -193,7 +193,7 @@ def test_without_memory_it_says_what_to_change(base: list[str], tmp_path: Path) 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="limits the address space (Linux)")
 def test_pretraining_within_a_budget_says_what_to_change_too(tmp_path: Path) -> None:
     pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 2048}))
     (tmp_path / "text.txt").write_text("and what is that? " * 8000)
     line = f"--model {tmp_path / 'config.json'} --data {tmp_path / 'text.txt'} --batch-size 32 --seq-len 2048 --steps 2"
     line += f" --eval-samples 0 --device cpu --plain --ac 50% --checkpoint-dir {tmp_path / 'saved'}"

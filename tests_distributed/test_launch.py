@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +123,44 @@ def test_a_rank_without_a_device_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     with pytest.raises(ValueError, match=said):
         launch.local_device("cuda")
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "multi-node.md"
+SMALL = {
+    "--nnodes 4": "--nnodes 2", "--nproc-per-node 8": "--nproc-per-node 1", "llama3-8b": "llama-tiny",
+    "--dp-replicate 4": "--dp-replicate 2", "--save-every 200": "--save-every 1",
+}  # fmt: skip
+
+
+def _two_hosts(line: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run `line` of one host twice at once: two agents of torchrun, each with a rank of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(line)[1:]]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(DOCUMENT.parents[1])}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    agents = [subprocess.Popen(command, env=env, **pipes) for _ in range(2)]
+    try:
+        return [
+            subprocess.CompletedProcess(command, a.returncode, text)
+            for a in agents
+            for text in [a.communicate(timeout=180)[0]]
+        ]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def test_the_command_of_many_hosts_starts_on_a_fresh_folder_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    line = DOCUMENT.read_text().split("```bash\n")[1].split("```")[0].replace("\\\n", " ")
+    for words, small in SMALL.items():
+        assert words in line
+        line = line.replace(words, small)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        line = line.replace("host0:29500", f"127.0.0.1:{free.getsockname()[1]}")
+    line = line.replace("/shared/my-job", str(tmp_path)).replace("-m nemo_like", "--local-addr 127.0.0.1 -m nemo_like")
+    line += " --steps 2 --batch-size 4 --seq-len 16 --eval-samples 0 --device cpu --plain"
+    for said in ("step 2", "resumed after step 2"):
+        done = _two_hosts(line)
+        assert [agent.returncode for agent in done] == [0, 0], done[0].stdout + done[1].stdout
+        assert said in done[0].stdout + done[1].stdout

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -71,7 +72,7 @@ def _reference(model: nn.Module, batch: dict[str, Tensor], microbatches: int = M
         if shifted:
             loss = model(input_ids=ids, labels=labels, num_items_in_batch=count).loss
         else:
-            loss = model(ids, labels)[1] * (int(labels.ne(-100).sum()) / count)
+            loss = F.cross_entropy(model(ids)[0].flatten(0, 1), labels.flatten(), reduction="sum") / count
         loss.backward()
         total += loss.detach()
     return total
@@ -214,7 +215,7 @@ def _uneven(rank: int, world_size: int) -> None:
     pipeline.zero_grad()
     short = {key: value[:, :7] for key, value in batch.items()}  # another length, another schedule
     torch.testing.assert_close(pipeline.step(**short), model(**short).loss.detach(), rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="6 rows and the pipeline 4 microbatches"):
+    with pytest.raises(ValueError, match="without a loss: give labels= to step"):
         pipeline.step(input_ids=batch["input_ids"])
 
 
@@ -305,12 +306,13 @@ def test_what_cannot_be_cut_is_refused_and_left_unchanged() -> None:
     run_ranks(2, _refusals)
 
 
-def _broken(rank: int, world_size: int) -> None:
+def _broken(rank: int, world_size: int, in_head: bool) -> None:
     batch = _batch()
     pp = PipelineParallel(2, microbatches=MICROBATCHES)
     pipeline = parallelize(_build("llama"), ac="none", pp=pp, sample_input={k: v[:2] for k, v in batch.items()})
     if rank == 1:
-        pipeline.stages[0].module.model.norm.register_forward_pre_hook(_fail)
+        module = pipeline.stages[0].module
+        (module.lm_head if in_head else module.model.layers[3].mlp).register_forward_pre_hook(_fail)
     pipeline.step(**batch)
 
 
@@ -319,9 +321,15 @@ def _fail(*_: Any) -> None:
 
 
 def test_an_error_in_one_stage_ends_all_ranks_with_it() -> None:
-    errors = run_ranks(2, _broken, timeout=30, return_exceptions=True)
+    errors = run_ranks(2, _broken, False, timeout=30, return_exceptions=True)
     assert all(isinstance(error, RuntimeError) for error in errors)
     assert "the last stage has had enough" in str(errors[1].__notes__)
+
+
+def test_an_error_behind_the_layers_is_every_ranks_error() -> None:
+    first, last = run_ranks(2, _broken, True, timeout=30, return_exceptions=True)
+    assert isinstance(first, ValueError) and "OSError: the last stage has had enough" in str(first)
+    assert isinstance(last, OSError)
 
 
 def _states(rank: int, world_size: int, schedule: str) -> None:

@@ -195,7 +195,7 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
         "has checkpoints up to step 2 already": {"checkpoint_dir": run},
         "--resume finds no checkpoint": {"checkpoint_dir": nowhere, "resume": "must"},
         "--seed was 0 when the checkpoint was written, and is 1": {"checkpoint_dir": run, "resume": "must", "seed": 1},
-        "the training text is not the one": {"checkpoint_dir": run, "resume": "must", "data": other},
+        "holds other data than the checkpoint's run read": {"checkpoint_dir": run, "resume": "must", "data": other},
         "have other names or shapes": {"checkpoint_dir": run, "resume": "must", "model": str(tmp_path / "wide.json")},
         "step-00000002 cannot be read": {"checkpoint_dir": str(broken), "resume": "must"},
     }

@@ -17,7 +17,7 @@ from nemo_like.activation_checkpointing.sequential import Chunk, Segment, Segmen
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.timesteps import UnrolledCell
 from nemo_like.activation_checkpointing.wrapper import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper, check_wrappable
-from nemo_like.module_tree import bare, bare_children, bare_modules, join
+from nemo_like.module_tree import bare, bare_children, bare_modules, check_model, join
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import disable_dynamo_lru_cache
 
@@ -52,6 +52,7 @@ def apply_specs(
             together with `compile`.
         TypeError: a module is already checkpointed. The model is unchanged in all these cases.
     """
+    check_model(model)
     specs = list(specs)
     tree = _Tree(model)
     _check(tree, specs, compile)
@@ -182,6 +183,7 @@ def _check_placement(tree: _Tree, spec: CheckpointSpec) -> None:
 
 def refuse_checkpointed(model: nn.Module) -> None:
     """Raise ValueError where something in `model` is checkpointed already, by us, PyTorch's wrapper or the model."""
+    check_model(model)
     for name, module in model.named_modules():
         if isinstance(module, TorchCheckpointWrapper):
             raise ValueError(

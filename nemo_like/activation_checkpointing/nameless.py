@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,8 @@ class Nameless(nn.Module):
         # The very dicts: what is put into one of the two modules is in the other.
         for registered in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[registered] = module.__dict__[registered]
+        kind: Any = type(self)
+        _set_type(self, _with_operators(kind, tuple(name for name in _OPERATORS if hasattr(type(module), name))))
         self.register_load_state_dict_post_hook(_clean_names)
 
     def named_modules(
@@ -70,14 +73,24 @@ class Nameless(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the module inside has (a flag, a child, a weight) there, from where it is read, too.
 
-        On the wrapper it would change nothing: ``model.layers[0].mlp = adapted`` must be what runs from then on.
+        On the wrapper it would change nothing: ``model.layers[0].mlp = adapted`` must be what runs from then on. A new
+        child goes there, too: walks over the model meet the children of the module inside.
         """
         mine = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
         inner = None if mine else self.__dict__.get("_modules", {}).get(_INNER)
-        if inner is not None and hasattr(inner, name):
+        if inner is not None and (isinstance(value, nn.Module) or hasattr(inner, name)):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete what the wrapper does not have from the module inside."""
+        mine = name in self.__dict__ or name in self._modules
+        (super().__delattr__ if mine else self._modules[_INNER].__delattr__)(name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Give the module inside another child."""
+        self._modules[_INNER].add_module(name, module)  # type: ignore[union-attr]
 
     @property
     def __class__(self) -> type:
@@ -101,7 +114,38 @@ class Nameless(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As for any object; said in another way, because pickle compares ``__class__`` with the real class."""
         reduced = super().__reduce_ex__(protocol)
-        return _blank, *reduced[1:]
+        kind, operators = vars(type(self)).get("_made_of", (type(self), ()))
+        return _blank, (kind, operators), *reduced[2:]
+
+
+_OPERATORS = (
+    *("__len__", "__bool__", "__iter__", "__reversed__", "__contains__", "__setitem__", "__delitem__"),
+    *("__add__", "__iadd__", "__mul__", "__imul__"),
+)
+
+
+@functools.cache
+def _with_operators(wrapper: type, operators: tuple[str, ...]) -> type:
+    """`wrapper` with these methods, handed on to the module inside: ``len(layer.mlp)``, ``layer.mlp[0] = adapted``.
+
+    Python looks for them at the class, where `__getattr__` answers nothing. Not all wrappers have them: what has a
+    `__len__` and `__iter__` is taken for a collection.
+    """
+    methods = {name: _handed_on(name) for name in operators if not hasattr(wrapper, name)}
+    if not methods:
+        return wrapper
+    return type(
+        wrapper.__name__, (wrapper,), {"__module__": wrapper.__module__, "_made_of": (wrapper, operators), **methods}
+    )
+
+
+def _handed_on(name: str) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any) -> Any:
+        inner = self._modules[_INNER]
+        result = getattr(inner, name)(*args)
+        return self if result is inner else result  # ``layer.mlp += [more]`` keeps the wrapper in its place
+
+    return method
 
 
 _made: dict[tuple[type, type, type], type] = {}
@@ -124,8 +168,9 @@ def _class_around(wrapper: type, said: type, wanted: type) -> type:
     return _made[key]
 
 
-def _blank(kind: type[Nameless]) -> Nameless:
-    return kind.__new__(kind)
+def _blank(kind: Any, operators: tuple[str, ...]) -> Nameless:
+    made: Any = _with_operators(kind, operators)
+    return made.__new__(made)
 
 
 def _clean_names(module: nn.Module, keys: Any) -> None:

@@ -134,8 +134,13 @@ class SelectivePolicy:
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
             raise ValueError(f"SelectivePolicy.every_nth_matmul is {n!r}; it must be a whole number >= 1, or None.")
         for name in ("save_ops", "extra", "drop"):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(given))  # once and for all, if it is an iterator
+            if (given := getattr(self, name)) is None:
+                continue
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                raise TypeError(
+                    f"SelectivePolicy.{name} is {given!r}; it must be a list of operators or their names: [{given!r}]."
+                )
+            object.__setattr__(self, name, tuple(given))  # once and for all, if it is an iterator
         ops = self.get_save_ops()
         refused = sorted(str(op) for op in ops if not table.facts(op).tracked)
         if refused:
@@ -160,8 +165,12 @@ class SelectivePolicy:
 
     def get_save_ops(self) -> frozenset[Op]:
         """The operators to keep. The hook to override."""
-        base = table.default_save_ops() if self.save_ops is None else resolve_ops(self.save_ops)
-        return (base | resolve_ops(self.extra)) - resolve_ops(self.drop)
+        given = {
+            name: resolve_ops(getattr(self, name) or (), field=f"SelectivePolicy.{name}")
+            for name in ("save_ops", "extra", "drop")
+        }
+        base = table.default_save_ops() if self.save_ops is None else given["save_ops"]
+        return (base | given["extra"]) - given["drop"]
 
     def tracked_ops(self) -> Collection[Op]:
         """The save set."""

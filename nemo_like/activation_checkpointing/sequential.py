@@ -32,6 +32,7 @@ from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import warn_once
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import cast_in_fsdp_replay, left_to_python
 
 
@@ -255,7 +256,7 @@ class _SegmentRegion(Region):
             self._entered.update(map(id, inside))
         elif not self._entered.issuperset(map(id, inside)):
             warn_once(
-                f"Layers hand a {type(leaf).__name__} on that holds what an earlier layer of the same segment returned: "
+                f"Layers hand {a_or_an(leaf)} on that holds what an earlier layer of the same segment returned: "
                 "where no backward follows a forward, its memory is never freed. Make it a dataclass, pass the tensor "
                 "itself, use ac='full', or run such forwards under torch.no_grad()."
             )

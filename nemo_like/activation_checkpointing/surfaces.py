@@ -11,8 +11,9 @@ from nemo_like.activation_checkpointing.policy import Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec, one_region_each
 from nemo_like.activation_checkpointing.submodules import submodules_to_checkpoint
 from nemo_like.log import warn_once
-from nemo_like.module_tree import bare, bare_modules
+from nemo_like.module_tree import bare, bare_modules, check_model
 from nemo_like.options import normalise
+from nemo_like.options.words import a_or_an
 
 
 def is_selective_activation_checkpointing(value: object) -> bool:
@@ -98,11 +99,12 @@ def names_in(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
     Raises:
         ValueError: an entry is no registered sub-module of `model`.
     """
+    check_model(model)
     names = {bare(module): name for name, module in bare_modules(model) if name}
     for index, layer in enumerate(layers):
         if bare(layer) not in names:
             raise ValueError(
-                f"layers[{index}], a {type(layer).__name__}, is not a sub-module of the {type(model).__name__}: "
+                f"layers[{index}], {a_or_an(layer)}, is not a sub-module of the {type(model).__name__}: "
                 "pass modules that the model itself calls."
             )
     return [names[bare(layer)] for layer in layers]

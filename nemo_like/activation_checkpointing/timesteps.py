@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import FullPolicy
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import tree_flatten, tree_map, tree_unflatten
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
@@ -156,7 +157,7 @@ def _steps_of(inputs: Any) -> list[Any]:
     leaves, tree = tree_flatten(inputs)
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves):
         raise TypeError(
-            f"inputs is a {type(inputs).__name__}; it must be a tensor or a pytree of tensors with time as dim 0, or a "
+            f"inputs is {a_or_an(inputs)}; it must be a tensor or a pytree of tensors with time as dim 0, or a "
             "list of the steps' inputs."
         )
     counts = {leaf.shape[0] for leaf in leaves}
@@ -188,7 +189,7 @@ def _pairs(cell: Cell | nn.RNNCellBase) -> Callable[[int, Any, Any], tuple[Any, 
         def step(index: int, member: Any, state: Any) -> tuple[Any, Any]:
             pair = cell(member, state)
             if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise TypeError(f"The cell returned a {type(pair).__name__}; it must return the pair (output, state).")
+                raise TypeError(f"The cell returned {a_or_an(pair)}; it must return the pair (output, state).")
             return pair[0], pair[1]
 
     return step

@@ -13,6 +13,7 @@ from nemo_like.activation_checkpointing.kv_sharing import CACHE_ARGUMENTS, cache
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.only_ours import FLAGS, second_replay
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
+from nemo_like.module_tree import check_model
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import wrapped_module
@@ -157,8 +158,7 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
 
 def check_wrappable(module: nn.Module, policy: Policy, use_reentrant: bool, name: str) -> None:
     """Raise what `CheckpointWrapper` raises for such arguments."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"CheckpointWrapper wraps a torch.nn.Module, not {module!r}, a {type(module).__name__}.")
+    check_model(module, name or "module")
     if isinstance(module, TorchCheckpointWrapper):
         raise TypeError(
             f"{name or 'The module'} is already checkpointed: wrapping it twice would replay it twice. "

@@ -1,6 +1,7 @@
 """Benchmarks: what each mode costs and saves on a given model. Timings are reports, never assertions.
 
-A suite is a module of this package with ``HELP: str`` and ``run(options: BenchOptions) -> Results``; results have
+A suite is a module of this package with ``HELP: str``, ``READS: tuple[str, ...]`` (the fields of `BenchOptions` that it
+reads, and ``plot`` where its results can be drawn) and ``run(options: BenchOptions) -> Results``; results have
 ``table() -> str``, ``to_json() -> str`` and ``plot(path)``. `nemo_like.bench.bench_report.Table` is a ready one.
 """
 

@@ -22,6 +22,7 @@ from nemo_like.bench.suite_options import BenchOptions
 from nemo_like.losses import chunked_cross_entropy
 
 HELP = "head and loss: whole logits, ours in chunks, torch's linear_cross_entropy; bytes, time, errors"
+READS = ("batch_size", "seq_len", "device", "dtype", "peers", "repeats", "warmup", "threads", "plot")
 
 VOCABULARIES = (32_000, 128_000, 256_000)
 WIDTH, CHUNK = 256, 64

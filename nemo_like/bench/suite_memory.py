@@ -32,6 +32,10 @@ from nemo_like.models import ModelSource, resolve_model
 from nemo_like.options import did_you_mean, normalise
 
 HELP = "all modes on one model: step time, peak and held bytes, recompute FLOPs, tokens/s, gradient equality"
+READS = (
+    "model", "batch_size", "seq_len", "input_shape", "device", "dtype", "strategy", "modes", "budgets", "compile",
+    "peers", "repeats", "warmup", "threads", "plot",
+)  # fmt: skip
 
 COLUMNS = (
     Column("mode", "mode"),

@@ -36,6 +36,10 @@ from nemo_like.options import OffloadConfig, did_you_mean, normalise
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 HELP = "offloading modes on one model: bytes moved, device and host peaks, step time, beside save_on_cpu and TRL"
+READS = (
+    "model", "batch_size", "seq_len", "input_shape", "device", "dtype", "strategy", "modes",
+    "peers", "repeats", "warmup", "threads", "plot",
+)  # fmt: skip
 
 MIN_BYTES = 1 << 16
 """Smaller storages stay, so that small models on a CPU show something too."""

@@ -11,6 +11,7 @@ from nemo_like.compile import parse_compile
 from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.models import PRESETS
 from nemo_like.options import MemoryBudget
+from nemo_like.options.words import check_whole
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,9 @@ class BenchOptions:
     """CPU threads; None: as they are."""
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("seq_len", 1), ("repeats", 1), ("warmup", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"BenchOptions.{name} is {value!r}; it must be a whole number >= {least}.")
+        for name, least in (("batch_size", 1), ("seq_len", 1), ("repeats", 1), ("warmup", 0), ("threads", 1)):
+            if (value := getattr(self, name)) is not None or name != "threads":
+                check_whole(f"BenchOptions.{name}", value, least)
         if self.device is not None:
             checked_device(self.device)
         for budget in self.budgets:

@@ -22,6 +22,7 @@ from nemo_like.bench.bench_report import Column, Table, surroundings
 from nemo_like.bench.suite_options import BenchOptions
 
 HELP = "step time of small layers, where the cost of checkpointing itself shows, against PyTorch's own contexts"
+READS = ("compile", "repeats", "warmup", "threads")
 
 WIDTH, TOKENS, LAYERS, REPEATS = 64, 32, 4, 40
 HEADS, HEAD_DIM = 4, 16

@@ -15,6 +15,7 @@ from nemo_like.planning import Planner, Setup
 from nemo_like.planning.devices import resolve_device
 
 HELP = "time to plan 8B, 70B, 405B and mixture-of-experts shapes for 8192 tokens on H100s, on meta"
+READS = ("model", "plot")
 
 SHAPES = (("llama3-8b", 64), ("mixtral-8x7b", 64), ("llama3-70b", 512), ("llama3-405b", 16_384))
 """(preset, ranks)."""

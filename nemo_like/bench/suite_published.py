@@ -19,6 +19,7 @@ from nemo_like.bench.torchtitan_plan import PublishedStep, plan_step
 from nemo_like.planning.devices import Device, resolve_device
 
 HELP = "predict published steps of Llama 3 on 8 to 512 H100, and print prediction and publication side by side"
+READS = ("model",)
 
 COLUMNS = (
     Column("model", "model"),

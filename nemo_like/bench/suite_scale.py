@@ -19,6 +19,7 @@ from nemo_like.parallelizer import parallelize
 from nemo_like.torch_compat import fake_store
 
 HELP = "set-up time of parallelize() for 8B, 70B and 405B shapes, on meta, with a fake process group"
+READS = ("model", "plot")
 
 SHAPES = (("llama3-8b", 8), ("llama3-70b", 64), ("llama3-405b", 512))
 """(preset, ranks)."""

@@ -21,6 +21,10 @@ from nemo_like.bench.suite_options import BenchOptions
 from nemo_like.models import resolve_model
 
 HELP = "the first step with and without verification: time, peak bytes, operators; and the operators of the third"
+READS = (
+    "model", "batch_size", "seq_len", "input_shape", "device", "dtype", "modes",
+    "budgets", "repeats", "threads", "plot",
+)  # fmt: skip
 
 COLUMNS = (
     Column("mode", "mode"),

@@ -8,10 +8,16 @@ import sys
 from pathlib import Path
 
 from nemo_like.bench import SUITES, BenchOptions
+from nemo_like.console import check_picture, check_writable, refuse_unread
 from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
-from nemo_like.options import parse_dtype, parse_shape
+from nemo_like.options import normalise, parse_dtype, parse_shape
 
 HELP = "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients"
+EXAMPLES = (
+    "--model llama-small --batch-size 1 --seq-len 256",
+    "--model mymodels:build --input-shape 8,3,32,32 --modes none full selective",
+    "--suite loss --json loss.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    suite = importlib.import_module(f"nemo_like.bench.suite_{args.suite}")
+    _check(args, suite.READS)
     options = BenchOptions(
         model=args.model,
         batch_size=args.batch_size,
@@ -53,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
         warmup=args.warmup,
         threads=args.threads,
     )
-    suite = importlib.import_module(f"nemo_like.bench.suite_{args.suite}")
     launched = world_size() > 1
     if launched:
         init_distributed(None if args.device is None else args.device.split(":")[0])
@@ -70,3 +77,28 @@ def run(args: argparse.Namespace) -> int:
         if launched:
             shutdown()
     return 0
+
+
+def _check(args: argparse.Namespace, reads: tuple[str, ...]) -> None:
+    """Raise for files that could not be written after the suite, and for options that it does not read."""
+    check_writable("--json", args.json)
+    names = [name for name in _OF_SUITES if name.removeprefix("no_") not in reads]
+    refuse_unread(args, names, f"--suite {args.suite} has no use for it.")
+    check_picture("--plot", args.plot)
+    if args.input_shape is not None:
+        refuse_unread(args, ["batch_size", "seq_len"], "--input-shape is the whole input.")
+    if args.modes is not None and args.budgets != args.own.get_default("budgets"):
+        modes = {normalise(mode) for mode in args.modes}
+        unread = [budget for budget in args.budgets if normalise(f"budget {budget}") not in modes]
+        if unread:
+            raise ValueError(
+                f"--budgets has {unread[0]!r}, and nothing reads it: --modes leaves 'budget {unread[0]}' out. Add that to "
+                "--modes, or leave --budgets out."
+            )
+
+
+_OF_SUITES = (
+    "model", "batch_size", "seq_len", "input_shape", "device", "dtype", "strategy", "modes", "budgets", "compile",
+    "no_peers", "repeats", "warmup", "threads", "plot",
+)  # fmt: skip
+"""Options that only some suites read."""

@@ -14,11 +14,17 @@ import torch
 from torch import nn
 
 from nemo_like.commands import loss_survey, plan_page, plan_survey
+from nemo_like.console import check_writable, refuse_unread, start_logging
 from nemo_like.extras import require
 from nemo_like.layers import LayersNotFoundError, find_layers
 from nemo_like.options import did_you_mean
+from nemo_like.options.words import check_whole
 
 HELP = "survey the layers found in every model type of the installed transformers"
+EXAMPLES = (
+    "--only llama gemma3",
+    "--losses --output model-coverage.md",
+)
 
 # Least share of a model's non-embedding parameters that should lie inside the layers found.
 LEAST_SHARE = 0.90
@@ -78,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.resume and not (args.plan and args.output):
         raise ValueError("--resume goes on with a page of budgets: it needs --plan and --output.")
+    if args.losses and args.plan:
+        raise ValueError("--losses and --plan are two surveys. Leave one of the two out.")
+    if args.losses or args.plan:
+        refuse_unread(args, ["processes"], "this survey runs in one process.")
+    check_whole("--processes", args.processes, 1)
+    check_writable("--output", args.output)
     if args.losses:
         return _survey_losses(args)
     if args.plan:
@@ -85,10 +97,8 @@ def run(args: argparse.Namespace) -> int:
     known = model_types()
     types = args.only or known
     _check_types(types, known)
-    if args.processes < 1:
-        raise ValueError(f"--processes is {args.processes}; it must be a whole number >= 1.")
     chunks = [types[start :: args.processes * 4] for start in range(args.processes * 4)]
-    with ProcessPoolExecutor(args.processes) as pool:
+    with ProcessPoolExecutor(args.processes, initializer=start_logging) as pool:
         rows = sorted((row for part in pool.map(survey, chunks) for row in part), key=lambda row: row.model_type)
     text = to_markdown(rows)
     if args.output is None:

@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_like.options import OPTIMIZERS, SCHEDULES, StepSpec, parse_dtype
+from nemo_like.console import check_picture, check_writable, refuse_unread
+from nemo_like.options import OPTIMIZERS, SCHEDULES, StepSpec, normalise, parse_dtype
 
 HELP = "find the fastest configuration that fits on a number of GPUs, without one"
+EXAMPLES = (
+    "--model llama3-70b --gpus 256 --gpu h100-80gb --seq-len 8192 --global-batch 512",
+    "--model llama3-8b --gpus 8 --tp 1 2 --ac none full plan --explain 1",
+    "--model config.json --gpus 16 --lengths lengths.json --json fit.json --save plan.json",
+)
 _SIZES = {
     "dp_replicate": "replicas of the sharded model", "dp_shard": "ranks that parameters are sharded over",
     "tp": "tensor-parallel ranks", "cp": "ranks that share a sequence", "ep": "ranks that experts are split over",
@@ -27,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="a preset (llama3-8b, ...), a config.json, or module:function")
     add("--gpus", "--world-size", type=int, help="how many there are")
     add("--gpu", default="h100-80gb", help=f"{' | '.join(known_devices())}, or a JSON file (default: %(default)s)")
-    add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
+    add("--seq-len", type=int, help="tokens per sequence (default: 4096)")
     add("--max-seq-len", type=int, help="tokens of the longest sequence: what is planned for, where they differ")
     add("--p99", type=int, help="tokens that 99 of 100 sequences do not exceed; planned for without --max-seq-len")
     add(
@@ -77,13 +83,17 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.fit import fit, picture
     from nemo_like.planning.fit.lengths import read_histogram
 
-    if args.calibrate:
+    if args.calibrate and args.model is None:
+        others = set(vars(args)) - {"command", "run", "parser", "own", "calibrate"}
+        refuse_unread(args, sorted(others), "--calibrate without --model measures this device and nothing else.")
         _calibrate()
-        if args.model is None:
-            return 0
+        return 0
     for name in ("model", "gpus"):
         if getattr(args, name) is None:
             raise ValueError(f"--{name} is needed: nemo-like fit --model llama3-8b --gpus 8; or --calibrate alone.")
+    _check_files(args)
+    if args.calibrate:
+        _calibrate()
     pins: dict[str, Any] = {name: getattr(args, name) for name in (*_SIZES, "schedule", "ac", "loss", "offload")}
     pins["cpu_offload"] = args.cpu_offload
     if args.reshard_after_forward:
@@ -112,9 +122,28 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if args.plot:
         picture.plot(found, args.plot, min(args.explain or 1, len(found.candidates)))
-    if args.save and found.best.plan is not None:
-        found.best.plan.save(args.save)
+    if not args.save:
+        return 0
+    if found.best.plan is None:
+        print(
+            f"nemo-like fit: --save wrote nothing: the fastest has ac={found.best.ac!r}, which is not a plan. Pin --ac plan "
+            "for the fastest that has one.",
+            file=sys.stderr,
+        )
+        return 1
+    found.best.plan.save(args.save)
     return 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Raise for a file that could not be written after the search, and for what the search would not read."""
+    check_writable("--json", args.json)
+    check_writable("--save", args.save)
+    check_picture("--plot", args.plot)
+    if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
+        raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")
+    if args.cpu_offload is False and args.offload is not None and {*map(normalise, args.offload)} == {"none"}:
+        refuse_unread(args, ["host_memory"], "--offload none and --no-cpu-offload leave host memory alone.")
 
 
 def _calibrate() -> None:

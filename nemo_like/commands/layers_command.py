@@ -15,6 +15,11 @@ from nemo_like.models import resolve_model
 from nemo_like.options import parse_dtype
 
 HELP = "print the layers of a model: its groups, the units to shard and to checkpoint, their parameters and bytes"
+EXAMPLES = (
+    "--model llama3-8b",
+    "--model config.json --scope language",
+    "--model mymodels:build --layers 'blocks.*'",
+)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_like.console import check_picture, check_writable, flag, refuse_unread
 from nemo_like.models import resolve_model
 from nemo_like.options import (
     FSDP2,
     OPTIMIZERS,
     ChunkedLoss,
     ContextParallel,
+    MemoryBudget,
     OffloadConfig,
     PipelineParallel,
     Precision,
@@ -30,6 +32,7 @@ from nemo_like.options import (
     parse_dtype,
 )
 from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.parallel import check_imbalance
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.devices import Device
@@ -38,6 +41,11 @@ if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.planner import Planner
 
 HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
+EXAMPLES = (
+    "--model llama3-8b --world-size 64 --seq-len 8192 --gpu h100-80gb",
+    "--model llama3-8b --world-size 8 --budget 40GiB --budget 50% --save plan.json",
+    "--model llama3-70b --world-size 64 --pp 4 --tp 4 --microbatches 8",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.planner import Planner, Setup
 
     shard_ranks = _shard_ranks(args)
+    _check(args)
     if args.cpu_offload and args.pp > 1:
         raise ValueError("--cpu-offload beside --pp is not planned. Leave one of the two out.")
     if args.pp > 1:
@@ -164,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
             offload=OffloadConfig.of(args.offload),
             allocator=_allocator(args.alloc_conf),
         )
-        host_memory = parse_bytes(args.host_memory)
+        host_memory = parse_bytes(args.host_memory, "--host-memory")
 
         def plan_with(sample: Any, setup: Setup = setup) -> Planner:
             # A planner cuts the model it traces for as long as it answers.
@@ -177,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
         planner, given = plan_inputs.planner_with_inputs(plan_with, model, source, args)
         ids = given.tensors.get("input_ids", given.tensors.get("labels"))
         result = plan_report.make_report(
-            planner, args.budget, parse_bytes(args.memory) if args.memory else None,
+            planner, args.budget, parse_bytes(args.memory, "--memory") if args.memory else None,
             dp_replicate=args.dp_replicate, special=args.host or args.no_skip or args.measure,
             # What a smaller number of ranks would hold is not looked for where they share sequences.
             reach=None if args.no_search or args.cp > 1 else plan_inputs.reach(plan_with, planner, model, source, args),
@@ -248,6 +257,32 @@ def _say(
             "  # --host, --no-skip and --measure make another plan than parallelize would: write it with --save plan.json"
         )
     print(f"\nPlanned in {seconds:.1f} s.")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise for what would only be found after planning: files, sizes, words, and options that nothing reads."""
+    check_writable("--json", args.json)
+    check_writable("--save", args.save)
+    check_picture("--plot", args.plot)
+    for budget in args.budget:
+        MemoryBudget.parse(budget)
+    for name in ("memory", "host_memory"):
+        if getattr(args, name) is not None:
+            parse_bytes(getattr(args, name), flag(name))
+    offload = OffloadConfig.of(args.offload)
+    if args.imbalance is not None:
+        check_imbalance("--imbalance", args.imbalance, args.ep)
+    if args.pp == 1:
+        refuse_unread(args, ["schedule", "balance"], "without --pp above 1 there is no pipeline.")
+        if args.microbatches == 1:
+            refuse_unread(args, ["sync"], "of one microbatch there is no other. Give --microbatches too.")
+        if args.world_size == 1:
+            refuse_unread(args, ["no_reshard", "prefetch"], "one rank keeps the model whole. Give --world-size too.")
+    if not (args.host or args.cpu_offload) and offload.mode == "none":
+        refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
+    if args.input_shape:
+        sizes = ["batch_size", "seq_len", "images", "image_size", "audio_seconds", "vocab_size"]
+        refuse_unread(args, sizes, "--input-shape is the whole input.")
 
 
 def _check_cpu_offload(args: argparse.Namespace, device: Device) -> None:

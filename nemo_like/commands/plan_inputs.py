@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.models import ModelSource
+from nemo_like.console import refuse_unread
+from nemo_like.models import ModelSource, check_positions
 from nemo_like.options import FSDP2, parse_shape
 from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quiet_fakes
 from nemo_like.planning.plan_search import MOST_SEQUENCES, MOST_TOKENS, Reach, full_peak, largest_batch, least_gpus
@@ -32,11 +33,14 @@ def planner_with_inputs(
     text = _text(source, args)
     words = f"{args.batch_size} x {args.seq_len} tokens"
     if source.config is None:
+        _refuse_media(args)
         return make(text["input_ids"]), ModelInput(text, words)
     given = model_input(model, text, media)
     if given.missing and _asked(args):
         raise ValueError(f"{args.model}: {given.missing}. From Python: plan_for(model, budget, sample_input).")
     beside = set(given.tensors) - set(text)
+    if not beside:
+        _refuse_media(args)
     if not beside or "input_ids" not in given.tensors:
         return make(dict(given.tensors)), given
     try:
@@ -96,6 +100,10 @@ def _shaped(args: argparse.Namespace) -> torch.Tensor:
     return torch.empty(parse_shape("--input-shape", args.input_shape), device="meta")
 
 
+def _refuse_media(args: argparse.Namespace) -> None:
+    refuse_unread(args, ["images", "image_size", "audio_seconds"], f"{args.model} takes text alone.")
+
+
 def _asked(args: argparse.Namespace) -> bool:
     return bool(args.image_size or args.audio_seconds or args.images > 1)
 
@@ -113,11 +121,14 @@ def _text(source: ModelSource, args: argparse.Namespace) -> dict[str, torch.Tens
     if args.vocab_size is not None:
         if args.vocab_size < 1:
             raise ValueError(f"--vocab-size is {args.vocab_size}; it must be >= 1.")
+        if source.vocab_size is not None:
+            refuse_unread(args, ["vocab_size"], f"{args.model} states its own, {source.vocab_size}.")
     elif source.vocab_size is not None:
         return source.sample_input(args.batch_size, args.seq_len)
     elif source.config is None:
         raise ValueError(
             f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape."
         )
+    check_positions(source.config, "--seq-len", args.seq_len)
     ids = torch.zeros(args.batch_size, args.seq_len, dtype=torch.long)
     return {"input_ids": ids, "labels": ids.clone()}  # of a tower by itself, only their shape is read

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, shard_ranks: int, precision: Precision, alloca
         skip=False if args.no_skip else None,
     )
     planner = balanced(planner, "full") if pp.balance == "memory" else planner
-    limit = parse_bytes(args.memory) if args.memory else None
+    limit = parse_bytes(args.memory, "--memory") if args.memory else None
     report = pipeline_report.pipeline_report(planner, args.budget, limit)
     best = report.best
     call = None if best is None else pipeline_report.pipeline_call(best, args.dp_replicate)

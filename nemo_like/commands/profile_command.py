@@ -10,13 +10,19 @@ from typing import Any
 import torch
 
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
+from nemo_like.console import check_picture, refuse_unread
 from nemo_like.distributed.launch import checked_device
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.options import parse_bytes, parse_dtype, parse_shape
+from nemo_like.options.words import check_whole
 from nemo_like.profiling import MemoryProfiler, recommend
 from nemo_like.tensors import describe, split_sample
 
 HELP = "measure what each layer of a model saves for backward and how long it takes, and what to replay for a budget"
+EXAMPLES = (
+    "--model llama-small --seq-len 256 --budget 20MB",
+    "--model mymodels:build --input-shape 8,3,32,32 --device cuda --plot profile.png",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     dtype = parse_dtype("--dtype", args.dtype)
-    budget = None if args.budget is None else parse_bytes(args.budget)
+    budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
     for name, value in (("--limit", args.limit), ("--runs", args.runs)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")
+        if value is not None:
+            check_whole(name, value, 1)
+    if args.input_shape is not None:
+        refuse_unread(args, ["batch_size", "seq_len"], "--input-shape is the whole input.")
+    if args.json:
+        refuse_unread(args, ["limit", "budget"], "--json prints the whole profile, and nothing else.")
+    check_picture("--plot", args.plot)
     checked_device(args.device)
     source = resolve_model(args.model)
     sample = sample_for(source, args.batch_size, args.seq_len, args.input_shape, args.device, dtype)
@@ -83,8 +94,7 @@ def sample_for(
         ValueError: a size below 1, or a shape that is not a list of sizes.
     """
     for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")
+        check_whole(name, value, 1)
     if input_shape is None:
         return source.sample_input(batch_size, seq_len, device)
     generator = torch.Generator().manual_seed(0)

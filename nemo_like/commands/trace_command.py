@@ -11,12 +11,18 @@ from typing import Any
 import torch
 
 from nemo_like.activation_checkpointing.op_trace import table_of, trace_regions
+from nemo_like.console import refuse_unread
 from nemo_like.distributed.launch import checked_device
 from nemo_like.models import resolve_model
 from nemo_like.options import normalise, parse_dtype
+from nemo_like.options.words import check_whole
 from nemo_like.parallelizer import parallelize
 
 HELP = "print what a policy keeps and computes again, operator by operator, beside keeping all and keeping nothing"
+EXAMPLES = (
+    "--model llama-small --ac selective",
+    "--model llama3-1b --ac 50% --device cuda --json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one forward of the model with its layers checkpointed, and print each distinct region once."""
+    if args.json:
+        refuse_unread(args, ["all_ops"], "--json prints all of them.")
     regions = trace_model(
         args.model, args.ac, args.batch_size, args.seq_len, device=args.device, dtype=parse_dtype("--dtype", args.dtype)
     )
@@ -50,8 +58,7 @@ def trace_model(
         ValueError: the mode makes no regions; a bad model, mode or size.
     """
     for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be a whole number >= 1.")
+        check_whole(name, value, 1)
     if normalise(ac) == "sequential":
         raise ValueError(
             "--ac is 'sequential', whose regions are several layers' calls each: there is no table of one layer to print. "

@@ -6,6 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like.module_tree import check_model
+from nemo_like.options.words import check_bool
 from nemo_like.torch_compat import accumulate_zeros, accumulated_gradient, fsdp_param_groups
 
 
@@ -19,6 +21,8 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     when a parameter has its first gradient only then, in the compute dtype: an expert that the earlier microbatches
     did not choose. Such a parameter is given an accumulated zero here.
     """
+    check_model(model)
+    check_bool("enabled", enabled)
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = enabled
     elif isinstance(model, FSDPModule):

@@ -1,14 +1,17 @@
-"""Whether all ranks ask for the same thing on the same model, found out before the first change.
+"""Whether all ranks ask for the same thing on the same model, found out before the first change; and whether ranks that
+share batches are called with the same one.
 
 A rank that shards with other options than its neighbour waits in another collective than its neighbour does: the job
-hangs, or gloo aborts it, and nothing says which option it was. So ranks compare first: one number per rank, and the
-options themselves only where the numbers differ.
+hangs, or gloo aborts it, and nothing says which option it was. Ranks of ``tp``, ``cp`` and ``pp`` with batches of their own
+hang as well, or train on a mixture. So ranks compare first: one number per rank, and the options or arguments themselves
+only where the numbers differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,10 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed import launch
+from nemo_like.distributed.mesh import axis_size
 from nemo_like.log import warn_once
+from nemo_like.module_tree import base_model
 from nemo_like.options import normalise
+from nemo_like.torch_compat import is_fake
 
 _OWN_ON_EACH_RANK = ("model", "sample_input")
 """Arguments that may differ: each rank has data of its own, and a model is compared by its tensors."""
@@ -56,17 +63,74 @@ def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
             "its own. Give it to nemo_like.distributed.init_distributed(timeout=...), or to init_process_group."
         )
     groups = mesh_groups(mesh if isinstance(mesh, DeviceMesh) else None)
-    asked = {name: _describe(value, model) for name, value in options.items() if name not in _OWN_ON_EACH_RANK}
+    names = {module: name for name, module in model.named_modules()}
+    asked = {name: _describe(value, names) for name, value in options.items() if name not in _OWN_ON_EACH_RANK}
     if isinstance(word, str):
         asked["strategy"] = repr(word)
     asked["device"] = repr(_device_type(options.get("device")))  # each rank has a number of its own
     layout = {name: _describe_tensor(tensor) for name, tensor in _named_tensors(model)}
-    digest = hashlib.sha256(repr((sorted(asked.items()), list(layout.items()))).encode()).digest()
-    number = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
-    if bool((gather(number, groups) == number).all()):
+    if not _all_have((sorted(asked.items()), list(layout.items())), groups):
+        raise ValueError(_difference(gather_objects((launch.rank(), asked, layout), groups)))
+
+
+def check_same_batch(given: Mapping[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """Raise where ranks that share batches were given different ones. A collective.
+
+    Args:
+        given: what a model is called with, by name. Contents of tensors are compared to the bit; those of `DTensor`,
+            which are this rank's own, are not.
+        groups: by the name of an axis, the ranks along it that must be given the same.
+
+    Raises:
+        ValueError: on every rank, naming the arguments and the ranks.
+    """
+    mine = {name: _describe(value, {}, contents=True) for name, value in given.items() if value is not None}
+    if not groups or _all_have(sorted(mine.items()), groups.values()):
         return
-    everyone = _gather_objects((launch.rank(), asked, layout), groups)
-    raise ValueError(_difference(everyone))
+    found = _differences(gather_objects((launch.rank(), mine), groups.values()), lambda item: item[1])
+    raise ValueError(
+        f"Ranks along {' and '.join(groups)} got different batches: {'; '.join(found)}. Ranks that split sequences (cp), "
+        "weights (tp) or layers (pp) work on the same whole batch: give the sampler the number of the data-parallel rank "
+        "and how many of those there are (the mesh's dp_replicate and dp_shard), not the job's rank and world size."
+    )
+
+
+class SameBatch:
+    """A forward pre-hook: the first call's arguments go through `check_same_batch`."""
+
+    def __init__(self, model: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._groups, self._done = groups, False
+        self._names = tuple(inspect.signature(base_model(model).forward).parameters)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._done or torch.compiler.is_compiling():
+            return
+        given = dict(zip(self._names, args)) | kwargs | dict(enumerate(args[len(self._names) :]))
+        if any(isinstance(value, Tensor) and (is_fake(value) or value.is_meta) for value in given.values()):
+            return  # a plan is made
+        self._done = True
+        check_same_batch({str(name): value for name, value in given.items()}, self._groups)
+
+
+def compare_batches(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Have the first call of `model` compare the batches of ranks that share them: those along ``cp`` and ``tp`` of `mesh`.
+
+    Call it before any other hook is put on the model, so that no rank raises before all have compared.
+    """
+    if groups := sharing_groups(mesh, ("cp", "tp")):
+        model.register_forward_pre_hook(SameBatch(model, groups), with_kwargs=True)
+
+
+def sharing_groups(mesh: DeviceMesh | None, axes: Iterable[str]) -> dict[str, dist.ProcessGroup]:
+    """The process groups of those `axes` that `mesh` has with more than one rank."""
+    return {} if mesh is None else {axis: mesh.get_group(axis) for axis in axes if axis_size(mesh, axis) > 1}
+
+
+def _all_have(value: Any, groups: Iterable[dist.ProcessGroup | None]) -> bool:
+    """Whether `value`, made of builtins, is the same on all ranks along `groups`."""
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    number = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
+    return bool((gather(number, groups) == number).all())
 
 
 def mesh_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup | None]:
@@ -95,7 +159,8 @@ def wire_device(group: dist.ProcessGroup | None, preferred: torch.device | None 
     return launch.current_device(next((kind for kind in launch.BACKENDS if kind in served), "cpu"))
 
 
-def _gather_objects(mine: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
+def gather_objects(mine: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
+    """Every rank's `mine`, in the order of what comes first in it: along one group after the other."""
     found = [mine]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)
@@ -163,23 +228,50 @@ def _describe_tensor(tensor: Tensor) -> str:
     return f"{said}, on the meta device" if tensor.is_meta else said
 
 
-def _describe(value: Any, model: nn.Module) -> str:
-    """`value` in words that are the same in every process: no addresses, no order that a hash decides."""
+def _describe_contents(tensor: Tensor) -> str:
+    """With a number that other contents or another order change; exact, so the same on every device."""
+    if isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        return f"a {type(tensor).__name__}"
+    flat = tensor.detach()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().flatten()
+    flat = flat.view(_WHOLE_NUMBERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), _PIECE):
+        piece = flat[start : start + _PIECE].long()
+        places = torch.arange(start + 1, start + 1 + len(piece), device=flat.device)
+        total += ((piece + 1) * (places * _ODD | 1)).sum()  # wraps around, on every device alike
+    return f"{_describe_tensor(tensor)} with contents {int(total.item()) & 0xFFFFFFFF:08x}"
+
+
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 22
+_ODD = -0x61C8864680B583EB  # 2 ** 64 divided by the golden ratio, as a signed number
+
+
+def _describe(value: Any, names: Mapping[nn.Module, str], contents: bool = False) -> str:
+    """`value` in words that are the same in every process: no addresses, no order that a hash decides.
+
+    names: of modules. contents: of tensors are told apart, too.
+    """
+
+    def said(item: Any) -> str:
+        return _describe(item, names, contents)
+
     if isinstance(value, nn.Module):
-        return next((name for name, module in model.named_modules() if module is value), type(value).__name__)
+        return names.get(value, type(value).__name__)
     if isinstance(value, Tensor):
-        return _describe_tensor(value)
+        return _describe_contents(value) if contents else _describe_tensor(value)
     if isinstance(value, DeviceMesh):
         return f"a mesh {dict(zip(value.mesh_dim_names or range(value.ndim), value.shape))}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
-        return f"{type(value).__name__}({', '.join(f'{k}={_describe(v, model)}' for k, v in fields.items())})"
+        return f"{type(value).__name__}({', '.join(f'{k}={said(v)}' for k, v in fields.items())})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_describe(k, model)}: {_describe(v, model)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{said(k)}: {said(v)}" for k, v in value.items()) + "}"
     if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(_describe(item, model) for item in value)) + "}"
+        return "{" + ", ".join(sorted(map(said, value))) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_describe(item, model) for item in value) + "]"
+        return "[" + ", ".join(map(said, value)) + "]"
     text = repr(value)
     if " at 0x" in text or " object at " in text:  # an address says nothing
         name = getattr(value, "__qualname__", None) or type(value).__qualname__

@@ -1,52 +1,46 @@
 """Packed documents: several in one row, which must train as if each came alone.
 
-Callers say where documents begin in one of three ways: ``position_ids`` that restart, ``cu_seqlens``, or an
-``attention_mask`` of document numbers (0: padding). transformers reads the first (in some models, where there is no
-cache), its SDPA ignores the second and takes the third for ones. So all three become positions that restart, masks that
-keep documents apart, and labels of which each document's first, predicted from the document before, does not count.
+Callers say where documents begin in one of three ways: ``position_ids`` that restart in a call without an
+``attention_mask``, ``cu_seqlens``, or an ``attention_mask`` of document numbers (0: padding). transformers reads the first
+(in some models, where there is no cache), its SDPA ignores the second and takes the third for ones. So all three become
+positions that restart, masks that keep documents apart (for flash attention, lengths), and labels of which each document's
+first, predicted from the document before, does not count.
+
+Beside a mask of ones and zeros, positions that restart are positions: a row with padding on its left has them.
 """
 
 from __future__ import annotations
 
-import contextvars
 import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.cached import counts_positions
-from nemo_like.distributed.context_parallel.mixers import sequence_mixers
+from nemo_like.distributed.context_parallel.mixers import counts_ids, sequence_mixers
+from nemo_like.distributed.document_numbers import (
+    PackedRows,
+    documents_of,
+    hide,
+    lengths_of,
+    numbers_from_lengths,
+    refuse_scattered,
+    running,
+    since_start,
+    starts_of,
+)
+from nemo_like.layers.groups import group_of
+from nemo_like.layers.structure import class_of
+from nemo_like.log import warn_once
 from nemo_like.losses.targets import IGNORED, predicts_next_token
-from nemo_like.module_tree import base_model
+from nemo_like.module_tree import bare, bare_modules, base_model, join
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
-_documents: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("nemo_like_documents", default=None)
-"""(B, S) numbers of the documents of the call that runs; None: its rows are whole."""
-
-
-def documents_of(positions: Any, batch: int) -> Tensor | None:
-    """(B, S) numbers of the documents in each row, by where `positions` do not go on by one; None where they all do.
-
-    positions: (B, S) or (1, S), or (4, B, S) whose first stream counts tokens; other shapes say nothing.
-
-    >>> documents_of(torch.tensor([[0, 1, 2, 0, 1]]), 1).tolist()
-    [[0, 0, 0, 1, 1]]
-    """
-    if not isinstance(positions, Tensor):
-        return None
-    if positions.ndim == 3 and len(positions) == 4:
-        positions = positions[0]
-    if positions.ndim != 2:
-        return None
-    starts = positions[:, 1:] != positions[:, :-1] + 1
-    if not bool(starts.any()):
-        return None
-    numbers = torch.cat([torch.zeros_like(starts[:, :1]), starts], 1).cumsum(1)
-    return numbers.expand(batch, -1)
 
 
 def keep_documents_apart(model: nn.Module) -> nn.Module:
@@ -64,9 +58,11 @@ def keep_documents_apart(model: nn.Module) -> nn.Module:
 def packed_calls(model: nn.Module) -> PackedCalls | None:
     """The forward pre-hook that keeps documents apart, not put on; None where `model` is none of transformers'."""
     inner = base_model(model)
-    names = inspect.signature(inner.forward).parameters
-    if "transformers.masking_utils" not in sys.modules or not hasattr(inner, "config") or "attention_mask" not in names:
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if base is None or not any(isinstance(module, base) for module in inner.modules()):
         return None
+    if not isinstance(inner, base) and "attention_mask" not in inspect.signature(inner.forward).parameters:
+        return None  # a model of the caller's own, which calls one of theirs
     _tell_masks_of_documents()
     return PackedCalls(model)
 
@@ -79,14 +75,13 @@ class PackedCalls:
         self._tokens: list[Any] = []
         self._names = tuple(inspect.signature(inner.forward).parameters)
         self._shifts = predicts_next_token(inner)
-        self._encoder_decoder = bool(getattr(inner.config, "is_encoder_decoder", False))
-        # Towers of pictures and sounds have sequences of their own, which no document of the text ends.
-        mixer = next(sequence_mixers(_language(inner), transformers=True), None)
-        self._mixer = None if mixer is None else f"{mixer[0]}, a {type(mixer[1]).__name__}, {mixer[2]}"
-        self._config: Any = inner.config
+        self._config: Any = getattr(inner, "config", None)
+        self._why_not = _why_not(inner, self._names, masked=not self._by_lengths)
+        self._counts_ids = counts_ids(_language(inner))
+        self._announced = False
         self._streams = any(hasattr(module, "get_rope_index") for module in inner.modules())
-        find_text: Any = getattr(inner.config, "get_text_config", None)
-        text: Any = inner.config if find_text is None else find_text()
+        find_text: Any = getattr(self._config, "get_text_config", None)
+        text: Any = self._config if find_text is None else find_text()
         self._row_limits: list[tuple[str, int]] = []
         if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
             self._row_limits.append(("attention_chunk_size", int(text.attention_chunk_size)))
@@ -95,29 +90,49 @@ class PackedCalls:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What to call `model` with instead; None: what it was given."""
-        self._tokens.append(_documents.set(None))
+        self._tokens.append(running.set(None))
         given = dict(zip(self._names, args)) | kwargs
         main = next((given[key] for key in ("input_ids", "inputs_embeds") if isinstance(given.get(key), Tensor)), None)
         if main is None or given.get("past_key_values") is not None or len(args) > len(self._names):
             return None
-        numbers, numbered = self._numbers(given, *main.shape[:2])
-        if numbers is None or (self._mixer and not numbered):
-            return None  # kernels of recurrent layers read cu_seqlens themselves
-        if self._mixer or self._encoder_decoder or "position_ids" not in self._names:
-            raise NotImplementedError(
-                f"This call of {type(model).__name__} has packed documents, and "
-                + (self._mixer or "it is an encoder-decoder or takes no position_ids")
-                + ": give it one document per row."
-            )
+        numbers = self._numbers(model, given, *main.shape[:2])
+        if numbers is None:
+            return None
+        if self._why_not:
+            self._refuse(model, self._why_not)
         self._refuse_counting_rows(main.shape[1])
-        given = self._apart(given, numbers)
-        _documents.set(documents_of(given["position_ids"], len(main)))
+        given = self._apart(model, given, numbers)
+        found = documents_of(given["position_ids"], len(main))
+        if found is not None:  # else each row is one document
+            running.set(PackedRows(found, apart=self._by_lengths))
         return (), given
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         """The forward hook that ends what the pre-hook began."""
-        if self._tokens:
-            _documents.reset(self._tokens.pop())
+        if not self._tokens:
+            return
+        rows = running.get()
+        running.reset(self._tokens.pop())
+        if rows is not None and not rows.apart and output is not None:
+            self._refuse(model, "none of its masks is made by transformers' masking_utils, which would keep them apart")
+
+    def whole_batch(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+        """`batch`, of which each part will be a call of its own, as `model` would be called with it."""
+        try:
+            changed = self(model, (), batch)
+        finally:
+            self.after(model, (), None)
+        return batch if changed is None else {name: value for name, value in changed[1].items() if name not in _BESIDE}
+
+    @property
+    def _by_lengths(self) -> bool:
+        """Whether attention takes no mask, but lengths: the varlen kernels."""
+        return "flash" in str(getattr(self._config, "_attn_implementation", ""))
+
+    def _refuse(self, model: nn.Module, why: str) -> None:
+        raise NotImplementedError(
+            f"This call of {type(model).__name__} has packed documents, and {why}: give it one document per row."
+        )
 
     def _refuse_counting_rows(self, length: int) -> None:
         """What counts along a row, not along a document: Llama 4's chunks, and the scales of its queries."""
@@ -128,26 +143,55 @@ class PackedCalls:
                     f"row, not from where a document begins: pack rows of at most {most} tokens, or give one document a row."
                 )
 
-    def _numbers(self, given: dict[str, Any], batch: int, length: int) -> tuple[Tensor | None, bool]:
-        """(B, S) document numbers, 0 for padding or -1 where unknown, and whether a mask gave them."""
+    def _numbers(self, model: nn.Module, given: dict[str, Any], batch: int, length: int) -> Tensor | None:
+        """(B, S) document numbers, 0 for padding; None: each row is one document, or the model reads lengths itself."""
         mask: Any = given.get("attention_mask")
         flat = isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_floating_point() and mask.dtype != torch.bool
         if flat and mask.shape[1] == length and bool((mask > 1).any()):
-            return mask, True
-        ends = next((given[name] for name in _LENGTHS if isinstance(given.get(name), Tensor)), None)
-        if ends is not None:
-            if "flash" in str(getattr(self._config, "_attn_implementation", "")):
-                return None, False  # which reads them itself
-            return _hide(_numbers_from_lengths(ends, batch, length), mask), False
+            self._announced = True
+            return mask
+        name = next((name for name in _LENGTHS if isinstance(given.get(name), Tensor)), None)
+        if name is not None:
+            if name in self._names:
+                return None
+            if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+                raise ValueError(
+                    f"This call says with {name} where documents begin, and with an attention_mask of another form than "
+                    "(B, S) what each token sees: leave one of the two out."
+                )
+            self._announced = True
+            return hide(numbers_from_lengths(given[name], batch, length), mask)
         found = documents_of(given.get("position_ids"), batch)
-        return (None if found is None else _hide(found + 1, mask)), False
+        if found is None:
+            return None
+        kind = type(model).__name__
+        if mask is not None:
+            if flat and mask.shape == found.shape and not self._announced and _restarts_in_sight(found, mask != 0):
+                self._announced = True
+                warn_once(
+                    f"position_ids restart in a row of this call of {kind}, at a token that its attention_mask shows "
+                    "together with the one before. Beside a mask they are read as positions, as transformers does, and the "
+                    "row is one document. If it is several: leave attention_mask out, or give their numbers in it."
+                )
+            return None
+        if not self._announced:
+            self._announced = True
+            warn_once(
+                f"position_ids restart in a row of this call of {kind}, and there is no attention_mask: the row is packed "
+                "documents. None sees another, and the label of a document's first token does not count."
+            )
+        return found + 1
 
-    def _apart(self, given: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
-        starts = torch.ones_like(numbers, dtype=torch.bool)
-        starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-        _refuse_scattered(numbers, starts)
+    def _apart(self, model: nn.Module, given: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
+        starts = starts_of(numbers)
+        refuse_scattered(numbers, starts)
         positions = since_start(starts)
         own, streams = _text_and_streams(given.get("position_ids"))
+        if own is None and self._counts_ids:
+            raise ValueError(
+                f"This call has packed documents, and {type(model).__name__} counts its positions from the ids that are no "
+                "padding: pass position_ids that restart where a document begins."
+            )
         if self._streams and streams is None and any(name.startswith("pixel_values") for name in given):
             raise NotImplementedError(
                 "This call has packed documents with pictures, whose positions along height and width are not known here: "
@@ -166,10 +210,36 @@ class PackedCalls:
         if streams is not None:
             positions = torch.cat([positions[None], streams.expand(-1, *positions.shape)])
         given |= {"position_ids": positions, "attention_mask": None, "use_cache": False}
-        labels = given.get("labels")
-        if self._shifts and isinstance(labels, Tensor):
-            given["labels"] = labels.masked_fill(starts, IGNORED)
+        if self._by_lengths:
+            given |= lengths_of(starts)
+        predicted = {"labels": starts, "shift_labels": F.pad(starts, (0, 1))[:, 1:]}
+        for name, first in predicted.items() if self._shifts else ():
+            if isinstance(given.get(name), Tensor):
+                given[name] = given[name].masked_fill(first, IGNORED)
         return given
+
+
+def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | None:
+    """Why packed documents cannot be kept apart in `model`, whose forward takes `names`; None: nothing is known.
+
+    masked: a mask keeps them apart; else lengths, which attention of the layers' own does not read.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    text = _language(model)
+    prefix = next((name for name, module in bare_modules(model) if bare(module) is bare(text)), "")
+    for name, module, why in sequence_mixers(text, transformers=True, masked=masked):
+        # Towers of pictures and sounds have sequences of their own, which no document of the text ends.
+        fqn = join(prefix, name) if name else prefix
+        if not fqn or group_of(model, fqn) == "language":
+            return f"{fqn or 'it'}, a {class_of(module).__name__}, {why}"
+    missing = [name for name in ("attention_mask", "position_ids") if name not in names]
+    return f"it takes no {' and no '.join(missing)}" if missing else None
+
+
+def _restarts_in_sight(numbers: Tensor, shown: Tensor) -> bool:
+    """Whether a document of `numbers` begins at a token that a mask shows, (B, S), together with the one before."""
+    return bool(((numbers.diff() != 0) & shown[:, 1:] & shown[:, :-1]).any())
 
 
 def _language(model: nn.Module) -> nn.Module:
@@ -189,7 +259,7 @@ def _text_and_streams(positions: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _tell_masks_of_documents() -> None:
-    """Have transformers' masks look at `_documents`, but those of flash attention; once in a process."""
+    """Have transformers' masks look at `running`, but those of flash attention; once in a process."""
     module: Any = sys.modules["transformers.masking_utils"]
     for name in ("sdpa", "eager", "flex_attention"):
         own = module.ALL_MASK_ATTENTION_FUNCTIONS[name]
@@ -204,48 +274,14 @@ class _MaskOfDocuments:
         self._own = own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        numbers = _documents.get()
-        if numbers is None or not kwargs.get("q_length") == kwargs.get("kv_length") == numbers.shape[1]:
+        rows = running.get()
+        if rows is None or not kwargs.get("q_length") == kwargs.get("kv_length") == rows.numbers.shape[1]:
             return self._own(*args, **kwargs)
-        shape = kwargs["mask_function"]
+        shape, numbers = kwargs["mask_function"], rows.numbers
+        rows.apart = True
 
         def within(b: Any, head: Any, q: Any, k: Any) -> Any:
             return shape(b, head, q, k) & (numbers[b, q] == numbers[b, k])
 
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return self._own(*args, **kwargs | skips | {"mask_function": within})
-
-
-def _numbers_from_lengths(ends: Tensor, batch: int, length: int) -> Tensor:
-    """(B, S) from cumulative lengths over all rows one after the other: 0, end of the first document, ..."""
-    total = batch * length
-    if ends.ndim != 1 or int(ends[0]) != 0 or int(ends[-1]) > total:
-        raise ValueError(
-            f"cu_seqlens is {ends.tolist()}; it must begin with 0 and end within the {batch} x {length} tokens of the batch."
-        )
-    numbers = torch.searchsorted(ends[1:].contiguous(), torch.arange(total, device=ends.device), right=True) + 1
-    return numbers.masked_fill(numbers > len(ends) - 1, 0).view(batch, length)
-
-
-def _hide(numbers: Tensor, mask: Any) -> Tensor:
-    """0 where a mask of ones and zeros hides a token."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != numbers.shape:
-        return numbers
-    return numbers.masked_fill(mask == 0, 0)
-
-
-def _refuse_scattered(numbers: Tensor, starts: Tensor) -> None:
-    """A document in two pieces would train as two."""
-    for row, begins in zip(numbers, starts):
-        runs = row[begins & (row != 0)]
-        if len(runs) != len(runs.unique()):
-            raise ValueError(
-                f"A row has the document numbers {runs.tolist()} one after the other: a document must be in one piece, "
-                "without hidden tokens inside."
-            )
-
-
-def since_start(starts: Tensor) -> Tensor:
-    """Positions that restart where `starts` is True, (B, S)."""
-    index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
-    return index - index.masked_fill(~starts, 0).cummax(1).values

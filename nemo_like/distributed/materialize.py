@@ -24,6 +24,8 @@ from nemo_like.distributed.sources import (
     check_names,
     open_source,
 )
+from nemo_like.module_tree import check_model
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import ActivationWrapper, wrapped_module
 
 InitFn = Callable[[nn.Module], Any]
@@ -67,6 +69,7 @@ def materialize(
         CheckpointUnreadableError: a checkpoint that is absent or damaged.
         All of them on every rank, with the model as it was.
     """
+    check_model(model)
     slots = find_slots(model)
     sharded = any(isinstance(slot.tensor, DTensor) for slot in slots)
 
@@ -185,7 +188,7 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> l
         else:
             names = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if id(t) in left]
             raise ValueError(
-                f"Nobody can compute {', '.join(names)} of {name or 'the model'!r}, a {type(module).__name__}: it has "
+                f"Nobody can compute {', '.join(names)} of {name or 'the model'!r}, {a_or_an(module)}: it has "
                 "no reset_parameters(). Give it one, or pass init_fn."
             )
 

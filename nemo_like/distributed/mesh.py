@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_like.distributed import launch
 from nemo_like.options import did_you_mean
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import RELEASES, flatten_mesh, root_mesh
 
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -89,7 +90,7 @@ def validate_mesh(mesh: DeviceMesh) -> None:
             A slice of a larger mesh (one pipeline stage of a mesh with a ``pp`` axis) is fine.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is {mesh!r}, a {type(mesh).__name__}; it must be a torch DeviceMesh.")
+        raise TypeError(f"mesh is {mesh!r}, {a_or_an(mesh)}; it must be a torch DeviceMesh.")
     names = mesh.mesh_dim_names
     allowed = ", ".join(AXES)
     if not names:

@@ -16,6 +16,9 @@ _ADDED_BY_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 CPU_OFFLOAD_MARK = "_nemo_like_cpu_offload"
 """Set on a root whose shards wait in host memory, which FSDP2 tells nobody in public."""
 
+STAGES_MARK = "_nemo_like_stages"
+"""The attribute of a module with the stages of one rank of a pipeline that has the pipeline's process group."""
+
 
 @dataclass(eq=False)
 class Slot:

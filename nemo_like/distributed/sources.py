@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 from nemo_like.distributed.expert_parallel.own_experts import copy_own_experts, own_experts
 from nemo_like.distributed.fused_names import fused_weights, in_the_model, pieces_of
 from nemo_like.distributed.slots import Slot, copy_whole, list_names
+from nemo_like.distributed.strided_shards import in_boxes
 from nemo_like.extras import require
+from nemo_like.options.words import a_or_an
 
 
 class CheckpointUnreadableError(RuntimeError):
@@ -54,7 +56,7 @@ class StateDictSource:
         self.label = label
         for name, value in state.items():
             if not isinstance(value, Tensor):
-                raise TypeError(f"{label}[{name!r}] is a {type(value).__name__}; every value must be a tensor.")
+                raise TypeError(f"{label}[{name!r}] is {a_or_an(value)}; every value must be a tensor.")
             if value.is_meta:
                 raise ValueError(f"{label}[{name!r}] is on the meta device: it has no values to copy.")
         self._state = state
@@ -144,7 +146,7 @@ class DCPSource:
         return whole
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        self._load({self._prefix + name: tensor.detach() for name, tensor in targets.items()})
+        self._load({self._prefix + name: in_boxes(tensor.detach()) for name, tensor in targets.items()})
 
     def _load(self, state: dict[str, Any]) -> None:
         reader = dcp.FileSystemReader(self._path)

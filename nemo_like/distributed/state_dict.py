@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.distributed import launch
+from nemo_like.distributed.agreement import wire_device
 from nemo_like.distributed.expert_parallel.list_state import (
     Pieces,
     list_pieces,
@@ -30,9 +32,12 @@ from nemo_like.distributed.expert_parallel.list_state import (
     optimizer_together,
     own_views,
 )
-from nemo_like.distributed.slots import Slot, bare_name, copy_whole, find_slots, show_shards
+from nemo_like.distributed.slots import STAGES_MARK, Slot, bare_name, copy_whole, find_slots, list_names, show_shards
 from nemo_like.distributed.sources import StateDictSource, check_names
+from nemo_like.distributed.strided_shards import as_dtensor, in_boxes
 from nemo_like.float8 import without_float8
+from nemo_like.module_tree import check_model
+from nemo_like.torch_compat import tree_map_only
 
 
 @torch.no_grad()
@@ -42,7 +47,13 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
     Args:
         full: whole copies in host memory, on rank 0 only (the other ranks get ``{}``); gathered one tensor at a time. A
             collective then. False: this rank's own tensors (DTensors where sharded), not copies.
+
+    Raises:
+        ValueError: `full`, and `model` is the part of a model that a rank of a pipeline has.
     """
+    check_model(model)
+    if full:
+        _refuse_part(model, "pipeline.full_state_dict() gathers the whole weights")
     state: dict[str, Tensor] = {}
     pieces = list_pieces(model)
     for slot in _saved_slots(model):
@@ -53,7 +64,7 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
                 continue
             tensor = whole.to("cpu", copy=True)
         if slot.name not in pieces:
-            state |= dict.fromkeys(slot.names, tensor)
+            state |= dict.fromkeys(slot.names, in_boxes(tensor))
             continue
         own = pieces[slot.name]  # on a rank without the others' experts, without their names
         state |= {own[number]: view for number, view in own_views(tensor).items()}
@@ -72,6 +83,7 @@ def set_model_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bo
     Raises:
         ValueError: names missing or unknown, shapes different; nothing has been copied then.
     """
+    check_model(model)
     pieces = list_pieces(model)
     slots = [own for slot in _saved_slots(model) for own in _by_expert(slot, pieces)]
     here = {name for slot in slots for name in slot.names}
@@ -92,10 +104,21 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
     """``{"state": {name: {...}}, "param_groups": [...]}`` with parameter names in place of numbers. A collective.
 
     Args:
-        full: whole copies in host memory, on rank 0 only. False: sharded as the parameters are.
+        full: whole copies in host memory, on rank 0 only. False: sharded as the parameters are; ``param_groups`` of a
+            pipeline's module (`Pipeline.module`) are those of all stages.
+
+    Raises:
+        ValueError: `full`, and `model` is the part of a model that a rank of a pipeline has.
     """
+    check_model(model)
+    if full:
+        _refuse_part(model, "torch.distributed.checkpoint saves the parts of all ranks (full=False)")
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
-    return optimizer_apart(get_optimizer_state_dict(model, optimizer, options=options), list_pieces(model))
+    state = optimizer_apart(get_optimizer_state_dict(model, optimizer, options=options), list_pieces(model))
+    if full:
+        return state
+    state["param_groups"] = _groups_of_all_stages(model, state["param_groups"])
+    return tree_map_only(DTensor, in_boxes, state)
 
 
 def set_optimizer_state(
@@ -105,14 +128,89 @@ def set_optimizer_state(
 
     Args:
         full: `state` is whole, on rank 0 (what the other ranks pass is not looked at). False: sharded as here.
+
+    Raises:
+        ValueError: a param group of `optimizer` has no parameter in common with one of `state`'s, or has parameters of
+            several that have different options.
     """
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full and launch.world_size() > 1)
+    check_model(model)
+    show_shards(model)
     pieces = list_pieces(model)
-    if pieces:
-        show_shards(model)
+    if not full or launch.rank() == 0:
         stacked = {bare_name(name): p for name, p in model.named_parameters() if bare_name(name) in pieces}
         state = optimizer_together(state, pieces, stacked)
-    set_optimizer_state_dict(model, optimizer, dict(state), options=options)
+    own: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    loaded = _own_part(own, state) if full else tree_map_only(DTensor, as_dtensor, dict(state))
+    loaded["param_groups"] = [_options_of(group, loaded["param_groups"]) for group in own["param_groups"]]
+    set_optimizer_state_dict(model, optimizer, loaded)
+
+
+def _own_part(own: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """`own`, this rank's state of an optimizer, with the values of `whole`, which rank 0 has; sent one tensor at a time."""
+    sent = [tree_map_only(Tensor, lambda value: value.to("meta") if value.ndim else value, dict(whole))]
+    if launch.world_size() > 1:
+        dist.broadcast_object_list(sent, src=0)
+    for name, entry in sent[0]["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.ndim:
+                value = _from_first(whole["state"][name][key] if launch.rank() == 0 else value)
+            if name not in own["state"]:
+                continue  # of another rank's stage
+            target = own["state"][name].get(key)
+            if isinstance(target, Tensor) and target.shape == value.shape:
+                copy_whole(target, value)
+            else:
+                own["state"][name][key] = value
+    return {"state": own["state"], "param_groups": sent[0]["param_groups"]}
+
+
+def _from_first(value: Tensor) -> Tensor:
+    """Rank 0's `value`, of which the others know dtype and shape."""
+    if launch.world_size() == 1:
+        return value
+    place = wire_device(None)
+    value = value.to(place) if launch.rank() == 0 else torch.empty_like(value, device=place)
+    dist.broadcast(value, src=0)
+    return value
+
+
+def _options_of(own: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options of that one of `groups` that has the parameters of `own`."""
+    names = set(own["params"])
+    found = [group for group in groups if not names.isdisjoint(group["params"])]
+    if len({_options(group) for group in found}) != 1:
+        problem = f"are in {len(found)} groups with different options" if found else "are in no group"
+        raise ValueError(
+            f"The parameters of one param group of the optimizer ({list_names(names)}) {problem} of the state to load: "
+            "build the optimizer with the groups that it had."
+        )
+    return {**found[0], "params": own["params"]}
+
+
+def _options(group: Mapping[str, Any]) -> str:
+    return repr(sorted((key, value) for key, value in group.items() if key != "params"))
+
+
+def _groups_of_all_stages(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The param groups of an optimizer whose parameters are dealt out to the ranks of a pipeline, the same on each rank.
+
+    Each rank has written its own to a checkpoint otherwise, of which one is read.
+    """
+    stages = getattr(model, STAGES_MARK, None)
+    if stages is None:
+        return groups
+    everyone: list[Any] = [None] * dist.get_world_size(stages)
+    dist.all_gather_object(everyone, groups, group=stages)
+    together: dict[str, dict[str, Any]] = {}
+    for group in (group for own in everyone for group in own):
+        first = together.setdefault(_options(group), {**group, "params": []})
+        first["params"] = list(dict.fromkeys([*first["params"], *group["params"]]))
+    return list(together.values())
+
+
+def _refuse_part(model: nn.Module, way_out: str) -> None:
+    if hasattr(model, STAGES_MARK):
+        raise ValueError(f"full=True, and this module has the stages of one rank of a pipeline alone: {way_out}.")
 
 
 def refuse_to_save_shards(model: nn.Module) -> None:

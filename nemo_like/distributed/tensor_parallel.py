@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from nemo_like.distributed.mesh import axis_size
 from nemo_like.distributed.row_lookup import look_up_own_rows
+from nemo_like.distributed.shared_random import SharedRandom
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients, own_outputs
 from nemo_like.layers import Layer, find_layers
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import computes_in_chunks
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import loss_is_parallel
 
 _MARK = "_nemo_like_tensor_parallel"
@@ -58,9 +62,7 @@ def apply_tensor_parallel(
         TypeError: `mesh` is no `DeviceMesh`, or the plan no mapping of styles.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh is a {type(mesh).__name__}; it must be the tensor-parallel DeviceMesh, such as mesh['tp']."
-        )
+        raise TypeError(f"mesh is {a_or_an(mesh)}; it must be the tensor-parallel DeviceMesh, such as mesh['tp'].")
     if mesh.ndim != 1:
         raise ValueError(f"mesh has the axes {mesh.mesh_dim_names}; pass the tensor-parallel one, mesh['tp'].")
     if hasattr(model, _MARK) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -83,11 +85,42 @@ def apply_tensor_parallel(
             continue  # a weight that another stage of a pipeline holds: see `nemo_like.distributed.pipeline.cut`
         _apply_rule(rule, mesh, sequence_parallel and any(rule.fqn.startswith(layer.fqn + ".") for layer in layers))
     own_outputs(model, [rule.module for rule in rules])
+    model.register_forward_hook(_name_mixture, always_call=True)
     _tie_again(model, ties)
     if loss_parallel:
         model.register_forward_pre_hook(_refuse_own_loss, with_kwargs=True)
+    SharedRandom(mesh).put(model)
     setattr(model, _MARK, True)
     return model
+
+
+def check_packed_weights(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle] | None, whole: Collection[str],
+    reshard: bool | int | None,
+) -> None:  # fmt: skip
+    """Raise where `plan` packs a matrix that FSDP2 could then shard on dim 0 alone: no placement tells which rows those are.
+
+    Args:
+        mesh: with the axes of FSDP2 and ``tp``.
+        plan, whole: as for `apply_tensor_parallel`.
+        reshard: `FSDP2.reshard_after_forward`.
+
+    Raises:
+        ValueError, TypeError: that, or what `apply_tensor_parallel` raises of the plan.
+    """
+    ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
+    for rule in resolve_plan(model, plan, mesh["tp"].size(), whole):
+        names = rule.module._parameters if rule.parameter is None else [rule.parameter]
+        found = [rule.module._parameters[name] for name in names] if rule.style_name == "packed_colwise" else []
+        for weight in found:
+            if weight is None or weight.dim() != 2 or ranks == 1:
+                continue
+            if weight.shape[1] % ranks or not isinstance(reshard, bool | None):
+                raise ValueError(
+                    f"{rule.fqn!r}, {tuple(weight.shape)}, is packed over tp (packed_colwise), so FSDP2 must shard its "
+                    f"dim 1: {ranks} ranks must divide it, and reshard_after_forward cannot be a number. Choose others, "
+                    "or give it the style 'colwise_gather_output' in TensorParallel(plan=...)."
+                )
 
 
 def _warn_of_whole_layers(model: nn.Module, rules: list[Rule]) -> None:
@@ -278,6 +311,17 @@ def _gather_output(mesh: DeviceMesh) -> Any:
         return (gather(output[0]), *output[1:]) if isinstance(output, tuple) else gather(output)
 
     return hook
+
+
+def _name_mixture(module: nn.Module, _args: Any, output: Any) -> None:
+    """Say of torch's error for a cut weight among plain tensors where it comes from, and what to do."""
+    error = sys.exc_info()[1]
+    if output is None and isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            f"tp: the forward of {type(module).__name__.removeprefix('FSDP')} reads a weight that tensor parallelism has "
+            "cut (a head's in its loss?) outside of its module's own forward, where it is a DTensor. Call the module "
+            "instead, or leave it out of TensorParallel's plan."
+        )
 
 
 # ----------------------------------------------------------------------------------------------- loss and tied weights

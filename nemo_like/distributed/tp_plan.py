@@ -13,6 +13,7 @@ from nemo_like.distributed.tp_styles import COLWISE, ROWWISE, InstalledStyle, in
 from nemo_like.log import warn_once
 from nemo_like.module_tree import glob_to_regex
 from nemo_like.options import did_you_mean
+from nemo_like.options.words import a_or_an
 
 # What attention modules call their numbers of heads.
 _HEADS = (
@@ -60,7 +61,7 @@ def resolve_plan(
     own = plan is None
     wanted = _own_plan(model) if own else plan
     if not isinstance(wanted, Mapping):
-        raise TypeError(f"plan is a {type(wanted).__name__}; it must map FQN patterns to styles or their names.")
+        raise TypeError(f"plan is {a_or_an(wanted)}; it must map FQN patterns to styles or their names.")
     if not wanted:
         raise ValueError(
             f"This {type(model).__name__} brings no tensor-parallel plan (tp_plan, config.base_model_tp_plan). Give "
@@ -195,11 +196,13 @@ def _partner_style(rule: Rule, partner: nn.Module) -> str | None:
 def _check_sizes(model: nn.Module, rule: Rule, tp_size: int) -> None:
     """Raise ValueError where `rule` cannot cut its module into `tp_size` equal parts."""
     module, style = rule.module, rule.style
+    if rule.style_name == "packed_colwise" and rule.parameter is None:
+        _refuse_packed_vectors(rule)
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ValueError(
-            f"{rule.fqn!r} is a {type(module).__name__}; the style {rule.style_name!r} cuts nn.Linear and nn.Embedding."
+            f"{rule.fqn!r} is {a_or_an(module)}; the style {rule.style_name!r} cuts nn.Linear and nn.Embedding."
             " Merge adapters first, or take it out of the plan."
         )
     # (out, in) of a Linear and (V, D) of an Embedding; rowwise cuts an Embedding along its rows.
@@ -212,6 +215,16 @@ def _check_sizes(model: nn.Module, rule: Rule, tp_size: int) -> None:
         )
     if rule.style_name in ("colwise", "ColwiseParallel") and isinstance(module, nn.Linear):
         _check_heads(model, rule, module, tp_size)
+
+
+def _refuse_packed_vectors(rule: Rule) -> None:
+    # transformers cuts a bias in one piece, and its weight projection by projection: they would not be of the same rows.
+    for name, parameter in rule.module._parameters.items():
+        if parameter is not None and parameter.dim() == 1:
+            raise ValueError(
+                f"{rule.fqn!r} has the style 'packed_colwise' and a {name}, which would be cut at other rows than its "
+                "weight; give it the style 'colwise_gather_output'."
+            )
 
 
 def _check_heads(model: nn.Module, rule: Rule, module: nn.Linear, tp_size: int) -> None:

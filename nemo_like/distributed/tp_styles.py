@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from nemo_like.distributed.strided_shards import describe_strided, is_strided
+
 COLWISE = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
 """Styles that cut output features. Only plain ``colwise`` leaves each rank with its own heads."""
 ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
@@ -78,6 +80,9 @@ class InstalledStyle(ParallelStyle):
         """Cut the one parameter `parameter` of `module`."""
         self.style.validate_param(module, parameter, mesh, parameter_name=parameter)
         self.style.shard_param(module, parameter, mesh)
+        cut = module._parameters[parameter]
+        if isinstance(cut, DTensor) and is_strided(cut):
+            module.register_state_dict_post_hook(describe_strided)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in [name for name, value in module._parameters.items() if value is not None]:

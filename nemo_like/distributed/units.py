@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed.slots import bare_name
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import CheckpointWrapper, wrapped_module
 
 
@@ -124,13 +125,19 @@ def shard_dim(param: torch.Tensor, ranks: int) -> int:
 
     Every rank holds equal parts, so 8 experts on dim 0 over 64 ranks take the memory of 64. Then it is the first dim that
     the ranks divide, if there is one: FSDP2 pads on dim 0 alone. A gather copies such a parameter once more than others.
+    The same for a packed weight that tensor parallelism has cut on dim 0: no placement says what a part of its part is.
 
     >>> shard_dim(torch.empty(8, 14336, 4096, device="meta"), 64)
     1
     >>> shard_dim(torch.empty(128256, 4096, device="meta"), 1024)
     0
     """
-    if param.dim() < 2 or isinstance(param, DTensor) or padded_rows(param, ranks) <= (1 + _PADDING) * param.shape[0]:
+    if isinstance(param, DTensor):
+        packed = any(getattr(place, "dim", None) == 0 and hasattr(place, "split_factor") for place in param.placements)
+        stays = not packed
+    else:
+        stays = padded_rows(param, ranks) <= (1 + _PADDING) * param.shape[0]
+    if param.dim() < 2 or stays:
         return 0
     return next((dim for dim in range(1, param.dim()) if param.shape[dim] and param.shape[dim] % ranks == 0), 0)
 
@@ -174,10 +181,10 @@ def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module
     for index, layer in enumerate(layers):
         module = layer if isinstance(layer, nn.Module) else getattr(layer, "module", None)
         if not isinstance(module, nn.Module):
-            raise TypeError(f"layers[{index}] is a {type(layer).__name__}; it must be a module of the model.")
+            raise TypeError(f"layers[{index}] is {a_or_an(layer)}; it must be a module of the model.")
         if module not in names:
             raise ValueError(
-                f"layers[{index}], a {type(module).__name__}, is not in the model (after wrapping, pass the wrappers, "
+                f"layers[{index}], {a_or_an(module)}, is not in the model (after wrapping, pass the wrappers, "
                 "or find the layers again)."
             )
         if module is model:
@@ -232,7 +239,7 @@ def _tail(
         return _find_tail(model, layers, names)
     for module in tail:
         if module not in names:
-            raise ValueError(f"tail has a {type(module).__name__} that is not in the model.")
+            raise ValueError(f"tail has {a_or_an(module)} that is not in the model.")
         if any(module in layer.modules() or layer in module.modules() for layer in layers):
             raise ValueError(f"tail module {names[module]!r} overlaps a layer.")
     return tuple(tail)

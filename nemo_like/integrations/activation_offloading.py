@@ -20,6 +20,7 @@ from nemo_like.offload import Offloader, offload_activations
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.handles import KeptHandle
 from nemo_like.options import OffloadConfig
+from nemo_like.options.words import a_or_an
 
 _HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier", "head", "output", "proj_out")
 """Attributes that models without `get_output_embeddings` call their output head."""
@@ -97,7 +98,7 @@ def get_lora_act_offloading_ctx_manager(
     head = output_head(model)
     if head is None and warn_if_no_head:
         warn_once(
-            f"Activation offloading found no output head in a {type(model).__name__}: what is saved there is offloaded "
+            f"Activation offloading found no output head in {a_or_an(model)}: what is saved there is offloaded "
             "like anything else, and comes back at once. Pass warn_if_no_head=False if the model has none.",
             key=f"no-output-head-{type(model).__name__}",
         )
@@ -125,23 +126,33 @@ def output_head(model: nn.Module) -> nn.Module | None:
 class ActivationOffloadingMixin:
     """Mixes into `transformers.Trainer` and its kind: each training step runs inside an offloading context.
 
-    The setting is the keyword ``activation_offloading``, else the attribute of that name of the trainer's arguments:
-    False, True (everything but the output head), a mode (``"boundary"``, ``"saved"``, ``"all"``) or an `OffloadConfig`.
+    The setting is the keyword ``activation_offloading``, else `offload` of `CheckpointingArguments`, else
+    `activation_offloading` of TRL's arguments, whose own offloader stays off: False, True (everything but the output
+    head), a mode (``"boundary"``, ``"saved"``, ``"all"``) or an `OffloadConfig`.
     The offloader is `activation_offload_context`, with its ``stats``; a `NoOpManager` where the setting is False.
+
+    Raises:
+        ValueError, TypeError: in the constructor, an unknown setting, or two of them in the arguments.
     """
 
     def __init__(self, *args: Any, activation_offloading: Any = None, **kwargs: Any) -> None:
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
-        asked = getattr(arguments, "activation_offloading", False)
+        ours, theirs = getattr(arguments, "offload", "none"), getattr(arguments, "activation_offloading", False)
+        if theirs and ours != "none":
+            raise ValueError(
+                f"offload is {ours!r} and activation_offloading is {theirs!r} in the training arguments: both say "
+                "what waits in host memory. Set one of the two."
+            )
+        asked = theirs or ours
         self._offloading_setting = asked if activation_offloading is None else activation_offloading
-        if asked:
+        if theirs:
             # TRL's trainers read the same setting and would put an offloader of their own inside ours.
             arguments.activation_offloading = False  # type: ignore[union-attr]
         try:
             super().__init__(*args, **kwargs)
         finally:
-            if asked:
-                arguments.activation_offloading = asked  # type: ignore[union-attr]
+            if theirs:
+                arguments.activation_offloading = theirs  # type: ignore[union-attr]
         self._offloaded_model: nn.Module | None = None
         self._prepare_offloading()
 

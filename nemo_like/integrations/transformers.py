@@ -21,15 +21,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from nemo_like.distributed.agreement import compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
 from nemo_like.extras import require
 from nemo_like.integrations.accelerate import accelerate_settings
+from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
 from nemo_like.integrations.trl import takes_log_probs_in_chunks
 from nemo_like.log import say_once
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss, ContextParallel
+from nemo_like.options.words import a_or_an
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 _transformers = require("transformers", "hf", "for the Trainer integration")
@@ -37,7 +40,11 @@ _transformers = require("transformers", "hf", "for the Trainer integration")
 
 @dataclass
 class CheckpointingArguments:
-    """Fields for a class of training arguments; put it before `transformers.TrainingArguments` among the bases."""
+    """Fields for a class of training arguments, beside `transformers.TrainingArguments` or a class of TRL's.
+
+    Raises:
+        TypeError: where the class is made, one of these fields would hide a field of another base.
+    """
 
     ac: str = field(
         default="none",
@@ -52,9 +59,22 @@ class CheckpointingArguments:
     cp: int = field(
         default=1, metadata={"help": "ranks that share each sequence (context parallel); CheckpointingMixin"}
     )
-    activation_offloading: str = field(
-        default="none", metadata={"help": "what waits in host memory: none, boundary, saved, all"}
+    offload: str = field(
+        default="none",
+        metadata={"help": "what waits in host memory: none, boundary, saved, all; ActivationOffloadingMixin"},
     )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__:
+            theirs = (
+                set() if issubclass(base, CheckpointingArguments) else getattr(base, "__dataclass_fields__", {}).keys()
+            )
+            for name in theirs & CheckpointingArguments.__dataclass_fields__.keys():
+                raise TypeError(
+                    f"{cls.__name__} mixes CheckpointingArguments with {base.__name__}, and both have a field {name!r}: one "
+                    f"would be read as the other. Leave CheckpointingArguments out, and give the trainer {name}= itself."
+                )
 
 
 def refuse_two_kinds_of_checkpointing(args: Any) -> None:
@@ -154,6 +174,9 @@ class CheckpointingMixin:
         self._ac_given = (ac, ac_scope, ac_sample_input, loss)
         self._cp_given = cp
         self._ac_ready = False
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if not isinstance(self, ActivationOffloadingMixin):
+            _refuse_unread(arguments, "offload", "none", "ActivationOffloadingMixin among the trainer's bases")
         super().__init__(*args, **kwargs)
         self._ac_ready = True
         trainer: Any = self
@@ -215,6 +238,7 @@ def split_for_trainer(model: nn.Module, trainer: Any, cp: ContextParallel) -> nn
     device = trainer.args.device.type
     mesh = init_device_mesh(device, (ranks // cp.size, cp.size), mesh_dim_names=("dp_shard", "cp"))
     check_context_parallel(model, cp)
+    compare_batches(model, mesh)
     keep_documents_apart(model)
     return apply_context_parallel(model, mesh["cp"], cp)
 
@@ -231,7 +255,7 @@ def share_batches(loader: Any, cp: int) -> Any:
     if not hasattr(sampler, "num_processes") or not hasattr(sampler, "process_index"):
         raise ValueError(
             f"cp={cp} gives the ranks of a group the same batches, which needs accelerate's BatchSamplerShard; this loader "
-            f"has a {type(sampler).__name__}. Use a data set with a length, and dispatch_batches=False."
+            f"has {a_or_an(sampler)}. Use a data set with a length, and dispatch_batches=False."
         )
     sampler.num_processes, sampler.process_index = sampler.num_processes // cp, sampler.process_index // cp
     sampler.nemo_like_shared = True
@@ -260,6 +284,8 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Checkpoint the model."""
+        _refuse_unread(args, "offload", "none", "a trainer with ActivationOffloadingMixin")
+        _refuse_unread(args, "cp", 1, "a trainer with CheckpointingMixin")
         ac = getattr(args, "ac", "none") if self.ac is None else self.ac
         scope = getattr(args, "ac_scope", "all") if self.scope is None else self.scope
         loss = getattr(args, "loss", "model") if self.loss is None else self.loss
@@ -278,6 +304,16 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
                 "The trainer built another model after CheckpointingCallback had checkpointed the first (model_init=). "
                 "Use CheckpointingMixin, which checkpoints every model that is built."
             )
+
+
+def _refuse_unread(args: Any, name: str, off: Any, reader: str) -> None:
+    """Raise ValueError where the training arguments ask for what this trainer would not do."""
+    value = getattr(args, name, off)
+    if value not in (off, None):
+        raise ValueError(
+            f"{name} is {value!r} in the training arguments, and nothing here reads it. It takes {reader}; or set "
+            f"{name}={off!r}."
+        )
 
 
 def _needs_sample(ac: Any) -> bool:

@@ -22,7 +22,7 @@ from nemo_like.layers.structure import (
     is_strict_block,
     parameter_count,
 )
-from nemo_like.module_tree import bare, bare_children, bare_modules, join
+from nemo_like.module_tree import bare, bare_children, bare_modules, check_model, join
 
 # Sibling modules of one class are stages (Swin stages), and their inner blocks are the layers, from this share of their
 # parameters on: inner blocks that the model declares say so themselves, others must be all but a little of the stages.
@@ -65,6 +65,7 @@ def find_layers(
             object in `layers` is not in the model, or two of them overlap.
         TypeError: `layers` holds something else.
     """
+    check_model(model)
     if layers is not None:
         found = named_by_caller(model, layers)
     else:

@@ -9,6 +9,7 @@ from torch import nn
 from nemo_like.layers.structure import is_container
 from nemo_like.module_tree import bare, bare_children, bare_modules, bare_name, glob_to_regex, join
 from nemo_like.options import did_you_mean
+from nemo_like.options.words import a_or_an
 
 
 class LayersNotFoundError(ValueError):
@@ -22,7 +23,7 @@ def named_by_caller(
     if isinstance(layers, str | nn.Module):
         layers = [layers]
     elif not isinstance(layers, Iterable):
-        raise TypeError(f"layers is {layers!r}, a {type(layers).__name__}; it must be a list of names or modules.")
+        raise TypeError(f"layers is {layers!r}, {a_or_an(layers)}; it must be a list of names or modules.")
     tree = list(bare_modules(model))
     by_name = dict(tree)
     chosen: dict[int, tuple[str, nn.Module]] = {}
@@ -52,7 +53,7 @@ def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) 
             return [hit for _, child in bare_children(item) for hit in _matches(model, tree, child)]
         if not hits:
             raise LayersNotFoundError(
-                f"layers= holds a {type(item).__name__} object that is not part of this {type(model).__name__}; "
+                f"layers= holds {a_or_an(item)} object that is not part of this {type(model).__name__}; "
                 "pass modules of the very model that is to be parallelized."
             )
     elif isinstance(item, str):
@@ -65,7 +66,7 @@ def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) 
                 + (did_you_mean(item, known) or f" It has: {', '.join(known[:12])}{', ...' * (len(known) > 12)}.")
             )
     else:
-        raise TypeError(f"layers= holds {item!r}, a {type(item).__name__}; it must hold names (str) or modules.")
+        raise TypeError(f"layers= holds {item!r}, {a_or_an(item)}; it must hold names (str) or modules.")
     if any(fqn == "" for fqn, _ in hits) and not is_container(bare(model)):
         raise LayersNotFoundError("layers= holds the model itself; name modules inside it.")
     return hits

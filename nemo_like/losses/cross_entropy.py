@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -11,6 +14,7 @@ from nemo_like.losses.label_rows import CrossEntropyRows
 from nemo_like.losses.rows import RowLoss, Shape
 from nemo_like.losses.runner import Job, LossesInBackward, LossInForward
 from nemo_like.options import ChunkedLoss
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import call_in_fsdp_unit
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -76,6 +80,8 @@ def chunked_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"num_items divides the loss of reduction='mean', and reduction is {reduction!r}; drop one.")
+    check_num_items(num_items)
+    check_ignore_index(ignore_index)
     check_fraction("label_smoothing", label_smoothing)
     options = chosen(options, chunk_tokens)
     hidden, labels = checked_inputs(hidden, labels)
@@ -124,6 +130,7 @@ def chunked_log_probs(
     Raises:
         ValueError, TypeError: as `chunked_cross_entropy`.
     """
+    check_ignore_index(ignore_index)
     options = chosen(options, chunk_tokens)
     hidden, labels = checked_inputs(hidden, labels)
     if shift:
@@ -195,7 +202,7 @@ def checked_inputs(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Both, if their shapes fit; a DTensor of whole hidden states as the plain tensor that it is."""
     check_hidden(hidden)
     if not isinstance(labels, Tensor):
-        raise TypeError(f"labels is a {type(labels).__name__}; it must be a tensor of token numbers.")
+        raise TypeError(f"labels is {a_or_an(labels)}; it must be a tensor of token numbers.")
     if labels.is_floating_point() or labels.dtype in (torch.bool, torch.complex64):
         raise TypeError(f"labels has dtype {labels.dtype}; it must hold whole numbers, such as torch.int64.")
     if hidden.shape[:-1] != labels.shape:
@@ -237,11 +244,29 @@ def shifted(labels: Tensor, ignore_index: int) -> Tensor:
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
+def check_num_items(num_items: Any) -> None:
+    """Raise unless the loss can be divided by `num_items`; what a tensor has is not looked at, which would wait for it."""
+    if num_items is None or (isinstance(num_items, Tensor) and num_items.numel() == 1):
+        return
+    if isinstance(num_items, bool) or not isinstance(num_items, int | float):
+        raise TypeError(f"num_items is {num_items!r}; it must be a number, or a tensor of one number.")
+    if not 0 < num_items < math.inf:
+        raise ValueError(f"num_items is {num_items!r}; it must be > 0, since the sum of the losses is divided by it.")
+
+
+def check_ignore_index(ignore_index: Any) -> None:
+    """Raise unless `ignore_index` is a number that a label can be."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index is {ignore_index!r}; it must be a whole number, as labels are.")
+
+
 def shape_of(scale: float | None, cap: float | None, temperature: float = 1.0) -> Shape:
     """What is done to the logits, if anything."""
     for name, value in (("logit_softcap", cap), ("temperature", temperature)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value!r}; it must be > 0.")
+    if isinstance(scale, float) and not math.isfinite(scale):
+        raise ValueError(f"logit_scale is {scale!r}; it must be finite.")
     return Shape(scale, cap, None if temperature == 1 else 1 / temperature)
 
 

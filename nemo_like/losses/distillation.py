@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_like.losses.cross_entropy import check_hidden, chosen, reduced, shape_of, whole
+from nemo_like.losses.cross_entropy import check_hidden, check_num_items, chosen, reduced, shape_of, whole
 from nemo_like.losses.heads import Head, unwrap_logits
 from nemo_like.losses.rows import Apart, Shape, blocks, in_place, kernel, new_losses
 from nemo_like.losses.vocabulary import Vocabulary
@@ -64,6 +64,7 @@ def chunked_kl(
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"num_items divides the loss of reduction='mean', and reduction is {reduction!r}; drop one.")
+    check_num_items(num_items)
     options = chosen(options, chunk_tokens)
     for tensor in (hidden, teacher):
         check_hidden(tensor)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from nemo_like.losses.heads import AutogradHead, GradientSums, Head, LinearHead, like_logits, open_head, unwrap_logits
 from nemo_like.losses.rows import RowLoss, pieces
 from nemo_like.options import ChunkedLoss
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import graph_is_kept, is_fake, without_fsdp_hooks
 
 
@@ -34,7 +35,7 @@ class Job:
     def __post_init__(self) -> None:
         if not callable(self.head):
             raise TypeError(
-                f"head is a {type(self.head).__name__}; it must be a module or a function from hidden states to logits. Of "
+                f"head is {a_or_an(self.head)}; it must be a module or a function from hidden states to logits. Of "
                 "a weight, make one: head=lambda x: F.linear(x, weight), parameters=(weight,)."
             )
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nemo_like.offload.handles import is_wrapper_subclass, take_apart
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import base_of
 
 PARAMETER = "a parameter, or a view of one"
@@ -77,7 +78,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def unsupported(tensor: torch.Tensor) -> str | None:
     """Why a plain tensor cannot be rebuilt from bytes; None where it can."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        return f"a {type(tensor).__name__}, which does not say how to take it apart (__tensor_flatten__)"
+        return f"{a_or_an(tensor)}, which does not say how to take it apart (__tensor_flatten__)"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}"
     if tensor.device.type == "meta":

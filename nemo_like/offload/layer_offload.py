@@ -13,10 +13,12 @@ from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.surfaces import names_in
+from nemo_like.module_tree import check_model
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.host_policy import HostPolicy, keep_on_host, moves_everything
 from nemo_like.offload.offloader import Offloader
 from nemo_like.options import OffloadConfig
+from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import ActivationWrapper
 from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
 
@@ -28,6 +30,7 @@ class OffloadWrapper(Nameless, TorchOffloadWrapper):
     """
 
     def __init__(self, module: nn.Module, offloader: Offloader) -> None:
+        check_model(module, "module")
         super().__init__(module)
         self.offloader = offloader
 
@@ -73,6 +76,7 @@ def apply_offloading(
         TypeError, ValueError: a bad config; a layer that is not in the model, or has offloading already; ``saved``
             where nothing is checkpointed. Nothing has been changed then.
     """
+    check_model(model)
     config = OffloadConfig.of(config, default="saved")
     layers = layers if isinstance(layers, MutableSequence) else list(layers)
     _validate(layers, config, set(_called_by_model(model)))
@@ -152,12 +156,12 @@ def _validate(layers: Sequence[nn.Module], config: OffloadConfig, called: set[nn
     for index, layer in enumerate(layers):
         if layer not in called:
             raise ValueError(
-                f"layers[{index}], a {type(layer).__name__}, is nothing that the model itself calls: pass its layers, "
+                f"layers[{index}], {a_or_an(layer)}, is nothing that the model itself calls: pass its layers, "
                 "and where they are wrapped, the wrappers."
             )
         if any(isinstance(module, TorchOffloadWrapper) for module in layer.modules()):
             raise ValueError(
-                f"layers[{index}], a {type(layer).__name__}, has offloading already: its tensors would be moved twice. "
+                f"layers[{index}], {a_or_an(layer)}, has offloading already: its tensors would be moved twice. "
                 "Apply offloading once."
             )
     regions = [m for layer in layers for m in layer.modules() if isinstance(m, ActivationWrapper)]

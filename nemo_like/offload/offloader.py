@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.module_tree import check_model
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.host_policy import keep_as_before, keep_on_host, moves_everything
 from nemo_like.offload.packing import Packer, storages_in
@@ -73,6 +74,8 @@ class Offloader(Packer):
         max_inflight_copies: int | None = None,
         needs_layers: bool = True,
     ) -> None:
+        if model is not None:
+            check_model(model)
         super().__init__(
             OffloadConfig.of(config, default="all"),
             backend=backend,

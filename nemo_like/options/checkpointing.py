@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_like.extras import require
 from nemo_like.op_lookup import resolve_op
-from nemo_like.options.words import did_you_mean, field_names, normalise, parse_bytes
+from nemo_like.options.words import a_or_an, did_you_mean, field_names, normalise, parse_bytes, write_bytes
 
 AC_STRATEGIES: tuple[str, ...] = ("none", "full", "selective", "submodule", "sequential")
 
@@ -213,9 +213,7 @@ class MemoryBudget:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 way = f": write MemoryBudget.parse({value!r})" if isinstance(value, str) else ""
-                raise TypeError(
-                    f"MemoryBudget.{name} is {value!r}, a {type(value).__name__}; it must be a number{way}."
-                )
+                raise TypeError(f"MemoryBudget.{name} is {value!r}, {a_or_an(value)}; it must be a number{way}.")
         if self.peak_bytes is not None and not self.peak_bytes > 0:
             raise ValueError(f"MemoryBudget.peak_bytes is {self.peak_bytes!r}; it must be > 0.")
         for name in ("fraction", "device_share"):
@@ -246,11 +244,10 @@ class MemoryBudget:
     def __str__(self) -> str:
         """As one would write it."""
         if self.fraction is not None:
-            return f"{self.fraction:.0%}"
+            return f"{self.fraction * 100:.4g}%"
         if self.device_share is not None:
-            return "auto" if self.device_share == 0.9 else f"{self.device_share:.0%} of the device"
-        size = self.peak_bytes or 0
-        return f"{size / 2**30:.2f}GiB" if size >= 2**28 else f"{size / 2**20:.2f}MiB"
+            return "auto" if self.device_share == 0.9 else f"{self.device_share * 100:.4g}% of the device"
+        return write_bytes(int(self.peak_bytes or 0))
 
 
 def parse_ac(ac: Any) -> CheckpointConfig | MemoryBudget:
@@ -277,7 +274,7 @@ def parse_ac(ac: Any) -> CheckpointConfig | MemoryBudget:
         raise TypeError(f"ac is the class {ac.__name__}; it must be an object of it: ac={ac.__name__}().")
     if not isinstance(ac, str):
         raise TypeError(
-            f"ac is {ac!r}, a {type(ac).__name__}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
+            f"ac is {ac!r}, {a_or_an(ac)}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
             "a budget such as '40GiB' or '50%', a MemoryBudget, a Plan, a policy object or a CheckpointConfig "
             "(CheckpointConfig.from_dict makes one of a mapping)."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_like.options.words import did_you_mean, normalise, parse_bytes
+from nemo_like.options.words import check_bool, did_you_mean, normalise, parse_bytes
 
 LOSSES: tuple[str, ...] = ("model", "chunked")
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
@@ -39,15 +39,14 @@ class ChunkedLoss:
             raise TypeError(f"chunk_bytes is {size!r}; it must be a number of bytes or a string like '256MiB'.")
         if self.bytes < 1:
             raise ValueError(f"chunk_bytes is {size!r}; a chunk must hold at least one byte.")
-        if not isinstance(self.grads_in_float32, bool):
-            raise TypeError(f"grads_in_float32 is {self.grads_in_float32!r}; it must be True or False.")
+        check_bool("grads_in_float32", self.grads_in_float32)
         if self.compile is not None and self.compile not in COMPILE_BACKENDS:
             raise ValueError(f"compile is {self.compile!r}; it must be None or one of {', '.join(COMPILE_BACKENDS)}.")
 
     @property
     def bytes(self) -> int:
         """`chunk_bytes` as a number."""
-        return parse_bytes(self.chunk_bytes) if isinstance(self.chunk_bytes, str) else self.chunk_bytes
+        return parse_bytes(self.chunk_bytes, "chunk_bytes") if isinstance(self.chunk_bytes, str) else self.chunk_bytes
 
     def tokens(self, bytes_per_token: int) -> int:
         """Tokens of one chunk, where the logits of one take `bytes_per_token`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from nemo_like.options.words import did_you_mean, normalise, parse_dtype
+from nemo_like.options.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
 
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
@@ -47,16 +48,13 @@ class FSDP2:
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_seconds)
         for name in ("forward_prefetch", "backward_prefetch"):
-            depth = getattr(self, name)
-            if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-                raise ValueError(f"{name} is {depth!r}; it must be a whole number of units >= 0.")
+            check_whole(name, getattr(self, name), 0, "units")
         reshard = self.reshard_after_forward
         if reshard is not None and not isinstance(reshard, int):
             raise TypeError(f"reshard_after_forward is {reshard!r}; it must be None, a bool or a number of ranks.")
         if not isinstance(reshard, bool | None) and reshard < 2:
             raise ValueError(f"reshard_after_forward is {reshard!r}; as a number of ranks it must be at least 2.")
-        if not isinstance(self.cpu_offload, bool):
-            raise TypeError(f"cpu_offload is {self.cpu_offload!r}; it must be True or False.")
+        check_bool("cpu_offload", self.cpu_offload)
         if self.frozen_sharding not in FROZEN_SHARDING:
             raise ValueError(
                 f"frozen_sharding is {self.frozen_sharding!r}; it must be one of {', '.join(FROZEN_SHARDING)}."
@@ -81,8 +79,7 @@ class DDP:
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_seconds)
-        if not isinstance(self.find_unused_parameters, bool):
-            raise TypeError(f"find_unused_parameters is {self.find_unused_parameters!r}; it must be True or False.")
+        check_bool("find_unused_parameters", self.find_unused_parameters)
         size = self.bucket_cap_mb
         if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size > 0):
             raise ValueError(f"bucket_cap_mb is {size!r}; it must be a number of MiB above 0, or None.")
@@ -136,13 +133,11 @@ class TensorParallel:
     `torch.distributed.tensor.parallel.loss_parallel`."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"tp is {self.size!r}; it must be a whole number of ranks >= 1.")
+        check_whole("tp", self.size, 1, "ranks")
         if self.plan is not None and not isinstance(self.plan, Mapping):
             raise TypeError(f"TensorParallel.plan is {self.plan!r}; it must map name patterns to styles.")
         for name in ("sequence_parallel", "loss_parallel"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"TensorParallel.{name} is {getattr(self, name)!r}; it must be True or False.")
+            check_bool(f"TensorParallel.{name}", getattr(self, name))
 
     @classmethod
     def of(cls, tp: int | TensorParallel) -> TensorParallel:
@@ -170,8 +165,7 @@ class ContextParallel:
     without a mask, bias or dropout alone."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"cp is {self.size!r}; it must be a whole number of ranks >= 1.")
+        check_whole("cp", self.size, 1, "ranks")
         if not isinstance(self.method, str):
             raise TypeError(
                 f"ContextParallel.method is {self.method!r}; it must be one of {', '.join(CONTEXT_METHODS)}."
@@ -222,10 +216,9 @@ class ExpertParallel:
                 f"ExpertParallel.dispatch is {self.dispatch!r}; it must be one of {', '.join(DISPATCHES)}."
             )
         object.__setattr__(self, "dispatch", word)
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"ep is {self.size!r}; it must be a whole number of ranks >= 1.")
-        if self.imbalance is not None and not 1 <= self.imbalance <= self.size:
-            raise ValueError(f"ExpertParallel.imbalance is {self.imbalance!r}; it must be from 1 to size, {self.size}.")
+        check_whole("ep", self.size, 1, "ranks")
+        if self.imbalance is not None:
+            check_imbalance("ExpertParallel.imbalance", self.imbalance, self.size)
         if self.plan is None:
             return
         if not isinstance(self.plan, Mapping) or not self.plan:
@@ -242,6 +235,15 @@ class ExpertParallel:
     def of(cls, ep: int | ExpertParallel) -> ExpertParallel:
         """What ``ep=`` means: a number of ranks, or the object."""
         return ep if isinstance(ep, ExpertParallel) else cls(ep)
+
+
+def check_imbalance(name: str, imbalance: Any, ranks: int | None = None) -> None:
+    """Raise where `imbalance`, of the setting `name`, is not rows of the fullest rank over those of a balanced router:
+    from 1 to `ranks` (None: how many share the experts is not known yet)."""
+    number = isinstance(imbalance, int | float) and not isinstance(imbalance, bool)
+    if not number or not 1 <= imbalance < math.inf or (ranks is not None and imbalance > ranks):
+        most = "" if ranks is None else f" to the number of ranks that share the experts, {ranks}"
+        raise ValueError(f"{name} is {imbalance!r}; it must be a number from 1 (balanced){most}.")
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,7 @@ class Precision:
     def __post_init__(self) -> None:
         if self.matmuls not in (None, *FLOAT8):
             raise ValueError(f"Precision.matmuls is {self.matmuls!r}; it must be None or one of {', '.join(FLOAT8)}.")
+        check_bool("Precision.cast_forward_inputs", self.cast_forward_inputs)
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             object.__setattr__(self, name, parse_dtype(name, getattr(self, name)))
         if self.param_dtype is not None and self.reduce_dtype is None:
@@ -295,7 +298,7 @@ class Precision:
         if isinstance(precision, str) and precision.lower().replace("_", "-") in FLOAT8:
             return cls(torch.bfloat16, matmuls=precision.lower().replace("_", "-"))
         if isinstance(precision, str | torch.dtype):
-            return cls(parse_dtype("precision", precision))
+            return cls(parse_dtype("precision", precision, FLOAT8))
         raise TypeError(
             f"precision is {precision!r}; it must be a dtype such as 'bf16', a Precision or a MixedPrecisionPolicy."
         )
@@ -338,10 +341,9 @@ class OffloadConfig:
                 raise ValueError(f"OffloadConfig.{name} is {value!r}; it must be one of {', '.join(known)}.")
         for name, least in (("min_bytes", 0), ("max_inflight_bytes", 1), ("prefetch", 0), ("host_budget_bytes", 0)):
             value = getattr(self, name)
-            if value is None and name == "host_budget_bytes":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"OffloadConfig.{name} is {value!r}; it must be a whole number >= {least}.")
+            if value is not None or name != "host_budget_bytes":
+                check_whole(f"OffloadConfig.{name}", value, least)
+        check_bool("OffloadConfig.pin_memory", self.pin_memory)
 
     @classmethod
     def of(cls, offload: OffloadConfig | str | None, default: str = "none") -> OffloadConfig:
@@ -357,6 +359,6 @@ class OffloadConfig:
         if isinstance(offload, OffloadConfig):
             return offload
         raise TypeError(
-            f"offload is {offload!r}, a {type(offload).__name__}; it must be an OffloadConfig, or one of none, boundary, "
+            f"offload is {offload!r}, {a_or_an(offload)}; it must be an OffloadConfig, or one of none, boundary, "
             "saved and all."
         )

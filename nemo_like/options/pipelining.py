@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_like.options.schedule_file import ScheduleFile, is_schedule_file, read_schedule
-from nemo_like.options.words import did_you_mean, normalise
+from nemo_like.options.words import check_whole, did_you_mean, normalise
 
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 _ONE_STAGE, _V_SHAPED = ("gpipe", "1f1b"), ("zbv", "dualpipev")
@@ -44,8 +44,7 @@ class PipelineParallel:
     or a tuple of them), as positions, and with what it names of a microbatch; the last stage's returns the loss."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"pp is {self.size!r}; it must be a whole number of ranks >= 1.")
+        check_whole("pp", self.size, 1, "ranks")
         if is_schedule_file(self.schedule):
             self._take_file(read_schedule(str(self.schedule)))
             return
@@ -62,9 +61,7 @@ class PipelineParallel:
         if self.microbatches is None:
             object.__setattr__(self, "microbatches", 2 * self.size)
         for name in ("microbatches", "stages_per_rank"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"PipelineParallel.{name} is {value!r}; it must be a whole number >= 1.")
+            check_whole(f"PipelineParallel.{name}", getattr(self, name), 1)
         self._check_schedule()
         self._check_rest()
 

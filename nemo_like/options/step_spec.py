@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.options.words import did_you_mean, normalise
+from nemo_like.options.words import check_bool, check_whole, did_you_mean, normalise
 
 OPTIMIZERS: tuple[str, ...] = (
     "adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-bf16", "muon", "sgd", "sgd-momentum",
@@ -61,14 +61,11 @@ class StepSpec:
     """The loop keeps an average of the parameters, sharded as they are (`torch.optim.swa_utils.AveragedModel`)."""
 
     def __post_init__(self) -> None:
-        count = self.microbatches
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"StepSpec.microbatches is {count!r}; it must be a whole number >= 1.")
+        check_whole("StepSpec.microbatches", self.microbatches, 1)
         for name, known in (("sync", SYNC), ("zero_grad", ZERO_GRAD)):
             _word(f"StepSpec.{name}", getattr(self, name), known)
         for name in ("keeps_output", "ema"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"StepSpec.{name} is {getattr(self, name)!r}; it must be True or False.")
+            check_bool(f"StepSpec.{name}", getattr(self, name))
         _word("optimizer", self.optimizer, OPTIMIZERS)
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError(

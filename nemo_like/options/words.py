@@ -34,8 +34,31 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def parse_bytes(text: str) -> int:
-    """``"40GiB"``, ``"80 GB"``, ``"512MiB"`` or a bare number of bytes, as a whole number of bytes.
+def a_or_an(value: Any) -> str:
+    """The class of `value` in words, for an error.
+
+    >>> a_or_an(3), a_or_an("x")
+    ('an int', 'a str')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise TypeError where `value`, of the setting `name`, is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be True or False.")
+
+
+def check_whole(name: str, value: Any, least: int, of: str = "") -> None:
+    """Raise ValueError where `value`, of the setting `name`, is not a whole number >= `least`; `of`: what it counts."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number {of and f'of {of} '}>= {least}.")
+
+
+def parse_bytes(text: str, name: str = "") -> int:
+    """``"40GiB"``, ``"80 GB"``, ``"512MiB"`` or a bare number of bytes, as a whole number of bytes. `name` is the
+    argument's, for the error.
 
     >>> parse_bytes("1.5KiB")
     1536
@@ -43,19 +66,34 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     unit = (match[2].upper() or "B") if match else ""
     if match is None or unit not in _BYTE_UNITS:
-        raise ValueError(f"{text!r} is no size in bytes; write it like '40GiB', '80GB' or '512MiB'.")
+        raise ValueError(
+            f"{name or 'A size'} is {text!r}, which is not a number of bytes; write it like '40GiB', '80GB' or '512MiB'."
+        )
     return math.floor(float(match[1]) * _BYTE_UNITS[unit])
 
 
-def parse_dtype(name: str, value: Any) -> torch.dtype | None:
-    """A torch dtype, its name (``"bf16"``, ``"bfloat16"``, ...) or None. `name` is the argument's, for the error."""
+def write_bytes(size: int) -> str:
+    """``"40.00GiB"``, ``"0.50MiB"``, ``"1.00KiB"`` or ``"512B"``: as `parse_bytes` reads them.
+
+    >>> write_bytes(3 << 29), write_bytes(1536), write_bytes(0)
+    ('1.50GiB', '1.50KiB', '0B')
+    """
+    units = ((2**28, 2**30, "GiB"), (2**18, 2**20, "MiB"), (2**10, 2**10, "KiB"))
+    return next((f"{size / unit:.2f}{name}" for least, unit, name in units if abs(size) >= least), f"{size}B")
+
+
+def parse_dtype(name: str, value: Any, others: Sequence[str] = ()) -> torch.dtype | None:
+    """A torch dtype, its name (``"bf16"``, ``"bfloat16"``, ...) or None.
+
+    `name` is the argument's, and `others` are words that it takes besides, for the error.
+    """
     if value is None or isinstance(value, torch.dtype):
         if value is not None and not value.is_floating_point:
             raise ValueError(f"{name} is {value}; it must be a floating-point dtype.")
         return value
     if isinstance(value, str) and normalise(value) in _DTYPES:
         return _DTYPES[normalise(value)]
-    raise ValueError(f"{name} is {value!r}; it must be a torch dtype or one of {', '.join(_DTYPES)}.")
+    raise ValueError(f"{name} is {value!r}; it must be a torch dtype or one of {', '.join((*_DTYPES, *others))}.")
 
 
 def dtype_word(dtype: torch.dtype | None) -> str | None:

@@ -19,7 +19,7 @@ from nemo_like.module_tree import bare
 from nemo_like.planning.block_trace import trace_block
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
 from nemo_like.planning.kinds import Kind, ModelTrace, TracedCall, by_argument, call_key, handed_on, settings_of
-from nemo_like.planning.reasons import named_reason
+from nemo_like.planning.reasons import PLAN, Aim, named_reason
 from nemo_like.planning.recorded import record_again, recording
 from nemo_like.tensors import describe, map_tensors, split_sample, tensors_in
 
@@ -53,9 +53,11 @@ def trace_model(
     return traced
 
 
-def run_forward(model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def run_forward(
+    model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any], aim: Aim = PLAN
+) -> Any:
     """Call `model` with `state` in the place of its tensors; raises ValueError where that is not possible."""
-    with named_reason(model, describe(args, kwargs)):
+    with named_reason(model, describe(args, kwargs), aim):
         return torch.func.functional_call(model, dict(state), args, dict(kwargs))
 
 

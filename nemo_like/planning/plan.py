@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.log import warn_once
 from nemo_like.module_tree import bare, bare_modules
+from nemo_like.options.words import write_bytes
 
 FORMAT = 1
 
@@ -200,14 +201,21 @@ class Plan:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")), model)
         except json.JSONDecodeError as error:
             raise PlanError(f"Plan file {path} is not valid JSON: {error}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"Plan file {path} is not text: {error}") from error
+        except PlanError as error:
+            raise PlanError(f"Plan file {path}: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"Plan file {path} is damaged or no plan: {type(error).__name__}: {error}") from error
+            raise PlanError(f"Plan file {path} is damaged or not a plan: {type(error).__name__}: {error}") from error
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any], model: nn.Module | None = None) -> Plan:
         """The plan in the values of `as_json`."""
         if body.get("format") != FORMAT:
-            raise PlanError(f"The plan has format {body.get('format')!r}; this version reads {FORMAT}. Make it again.")
+            raise PlanError(
+                f"The plan has format {body.get('format')!r}, and this version reads {FORMAT}. Make it again: "
+                "plan.save(...), or nemo-like plan --save."
+            )
         tables = body["decisions"]
         layers = tuple(
             LayerPlan(**(entry | {"decisions": None if entry["decisions"] == "none" else tables[entry["decisions"]]}))
@@ -245,4 +253,4 @@ class BudgetError(ValueError):
 
 def gib(size: int) -> str:
     """Bytes for a message."""
-    return f"{size / 2**30:.2f}GiB" if size >= 2**28 else f"{size / 2**20:.2f}MiB"
+    return write_bytes(size)

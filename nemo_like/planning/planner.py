@@ -29,7 +29,7 @@ from nemo_like.float8 import effective_matmuls
 from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
-from nemo_like.module_tree import bare
+from nemo_like.module_tree import bare, check_model
 from nemo_like.options import (
     FSDP2,
     ChunkedLoss,
@@ -40,6 +40,7 @@ from nemo_like.options import (
     StepSpec,
     parse_bytes,
 )
+from nemo_like.options.parallel import check_imbalance
 from nemo_like.planning import solver, within_budget
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
@@ -674,12 +675,16 @@ def plan_for(
             be traced.
         MissingExtraError: ``skip=True`` and scipy is not installed.
     """
+    check_model(model)
     if sample_input is None:
         raise ValueError(
             "A memory budget needs a sample input (sample_input=): activation bytes depend on batch and sequence. Give "
             "what one step of one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
         )
     target = device_at_hand() if device is None else calibrated(resolve_device(device))
+    host_memory = parse_bytes(host_memory, "host_memory") if isinstance(host_memory, str) else host_memory
+    if imbalance is not None:
+        check_imbalance("imbalance", imbalance, ep)
     asked = str(budget)
     parsed = budget if isinstance(budget, MemoryBudget) else MemoryBudget.parse(budget)
     setup = Setup(
@@ -694,7 +699,7 @@ def plan_for(
     def make() -> Plan:
         with Planner(
             model, sample_input, device=target, setup=setup, layers=layers, skip=skip, host=host,
-            host_memory=parse_bytes(host_memory) if isinstance(host_memory, str) else host_memory, measure=measure,
+            host_memory=host_memory, measure=measure,
         ) as planner:  # fmt: skip
             return planner.plan(parsed, asked)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import NamedTuple
 
 from torch import nn
 
@@ -15,28 +17,43 @@ _LOOKS = ("DataDependentOutputException", "DynamicOutputShapeException")
 """What fake tensors raise where somebody looks at a value that they do not have, by name: the classes are private."""
 
 
+class Aim(NamedTuple):
+    """What a run without values is for, in the words of an error."""
+
+    cannot: str
+    instead: str
+    """A sentence: what to do then."""
+
+
+PLAN = Aim("cannot be planned", "Use a mode instead of a budget, such as 'selective'.")
+STAGES = Aim("cannot be cut into stages by pp", "Use strategy='fsdp2' with tp, cp or ep.")
+
+
 @contextmanager
-def named_reason(model: nn.Module, given: str) -> Iterator[None]:
+def named_reason(model: nn.Module, given: str, aim: Aim = PLAN) -> Iterator[None]:
     """Errors of a forward pass of `model` without values as ValueErrors that say why, and what to do; `given`: its input."""
     try:
-        with without_values(f"{type(model).__name__} cannot be planned: its forward", model):
+        with without_values(f"{type(model).__name__} {aim.cannot}: its forward", model, aim):
             yield
-    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # the model's code raises what it likes
+        if is_ours(error):
+            raise
+        reason = in_a_line(error)
         raise ValueError(
             f"The forward pass of {type(model).__name__} failed on the sample input ({given}), run on "
             f"tensors without values: {reason}. Give what one step of one rank gives to the "
-            "model; if that is what this is, the model cannot be planned: use a mode instead of a budget."
+            f"model; if that is what this is, the model {aim.cannot}. {aim.instead}"
         ) from error
 
 
 @contextmanager
-def without_values(who: str, module: nn.Module | None = None) -> Iterator[None]:
+def without_values(who: str, module: nn.Module | None = None, aim: Aim = PLAN) -> Iterator[None]:
     """A look at values that are not there, as a ValueError; all other errors as they are.
 
     Args:
         who: begins the sentence: who looks.
         module: the model, or the part of it, that runs.
+        aim: what for.
     """
     try:
         yield
@@ -45,19 +62,32 @@ def without_values(who: str, module: nn.Module | None = None) -> Iterator[None]:
         if look is None:
             raise
         raise ValueError(
-            f"{who} depends on values that a run without weights does not have ({look}{_place_of(look)}). "
-            f"{_way_out(module)}"
+            f"{who} depends on values that a run without weights does not have ({look}{place_of(look)}). "
+            f"{_way_out(module, aim)}"
         ) from error
 
 
-def _way_out(module: nn.Module | None) -> str:
-    mode = "Use a mode instead of a budget, such as 'selective'."
+def in_a_line(error: Exception) -> str:
+    """The error's first line, with its class where that says the most: of a missing key, or of no text at all."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}".rstrip(": ") if isinstance(error, KeyError) or not first else first
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether this package raised it, and not the model's code, or an operator that it calls in our modes."""
+    if not isinstance(error, ValueError):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return _package(frame) == __name__.partition(".")[0]
+
+
+def _way_out(module: nn.Module | None, aim: Aim) -> str:
     if module is None or not _has_experts(module):
-        return mode
+        return aim.instead
     if listed := next((name for name, inner in bare_modules(module) if is_list_of_experts(name, inner)), None):
         return (
-            f"{listed!r} is a list of experts, whose block decides in Python how many rows each gets. {mode[:-1]}, or "
-            "stack the weights of the list."
+            f"{listed!r} is a list of experts, whose block decides in Python how many rows each gets. {aim.instead[:-1]}, "
+            "or stack the weights of the list."
         )
     return "Mixture-of-experts models of transformers can with experts_implementation='grouped_mm', where they have it."
 
@@ -75,10 +105,13 @@ def _has_experts(model: nn.Module) -> bool:
     return any("expert" in name.rpartition(".")[2].lower() for name, _ in model.named_modules())
 
 
-def _place_of(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """``", in line 12 of package.module"``: the innermost line of the model's code that `error` came from."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
-            return f", in line {line} of {module}"
+        if _package(frame) not in ("torch", __name__.partition(".")[0]):
+            return f", in line {line} of {frame.f_globals.get('__name__', '')}"
     return ""
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

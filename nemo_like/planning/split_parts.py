@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.pipeline.cut import Received, StageEnd, divides_by_items, loss_of
+from nemo_like.distributed.pipeline.cut import Received, StageEnd, loss_of
 from nemo_like.distributed.pipeline.dealing import StageSlice, TensorForm, slices
 from nemo_like.layers import Layer
 from nemo_like.planning.capture import run_forward
 from nemo_like.planning.fake import FakeRun, cache_off
+from nemo_like.planning.reasons import STAGES
 from nemo_like.tensors import split_sample
 
 Split = Callable[[nn.Module, int, int], nn.Module]
@@ -93,7 +94,6 @@ class SplitParts:
         dealt = [_layers_in(tree, index, layers) for index, tree in enumerate(trees)]
         self.layers = tuple(chain.from_iterable(dealt))
         self.slices = slices([len(names) for names in dealt])
-        self.takes_items = divides_by_items(trees[-1])
         memo: dict[int, Any] = {id(buffer): buffer for tree in trees for buffer in tree.buffers()}
         memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
         self._twins = copy.deepcopy(trees, memo)
@@ -120,6 +120,9 @@ class SplitParts:
             self._forms[key] = self._run(microbatch)
         return self._forms[key][stage]
 
+    def passing(self, layer: int) -> None:
+        """As `StagesOfModel.passing`: what a caller's stage gives to its layers is not known."""
+
     def _run(self, microbatch: Mapping[str, Any]) -> list[tuple[TensorForm, ...]]:
         forms = []
         given: tuple[Tensor, ...] = ()
@@ -127,7 +130,7 @@ class SplitParts:
             batch = run.sample(dict(microbatch), self._dtype)
             for twin in self._twins:
                 with cache_off(twin), run.casting():
-                    output = run_forward(twin, run.state(twin, self._dtype), (given, batch), {})
+                    output = run_forward(twin, run.state(twin, self._dtype), (given, batch), {}, STAGES)
                 if twin is self._twins[-1]:
                     loss_of(output)
                     break

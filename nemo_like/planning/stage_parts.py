@@ -7,21 +7,25 @@ between two layers is right only if nothing but the hidden states goes from one 
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.distributed.pipeline.dealing import StageParts
+from nemo_like.distributed.pipeline.cut import StageEnd, cut
+from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.layers import Layer
+from nemo_like.options.words import a_or_an
 from nemo_like.planning.capture import replaced_forwards, run_forward
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
+from nemo_like.planning.reasons import STAGES, place_of
 from nemo_like.tensors import split_sample, tensors_in
-from nemo_like.torch_compat import TorchDispatchMode
+from nemo_like.torch_compat import TorchDispatchMode, answering_calls
 
 
 def stage_parts(
@@ -46,8 +50,42 @@ def stage_parts(
         kwargs = call_flags(model, args, kwargs)
         watch = _UseWatch(model, [layer.fqn for layer in layers], state, (args, kwargs))
         with watch.installed(layers), run.casting(), watch:
-            run_forward(model, state, args, kwargs)
+            run_forward(model, state, args, kwargs, STAGES)
     return watch.parts()
+
+
+def check_stages(
+    model: nn.Module, parts: StageParts, stages: Sequence[StageSlice], sample_input: Any, *,
+    dtype: torch.dtype | None = None, autocast: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Run what each of `stages` of `model` has around its layers, on fake tensors. The other arguments: see `stage_parts`.
+
+    Raises:
+        ValueError: a stage that fails without the layers of the others.
+    """
+    args, more = split_sample(sample_input)
+    batch = dict(zip(inspect.signature(model.forward).parameters, args)) | more
+    rows, tokens = next(tuple(t.shape[:2]) for t in tensors_in(batch) if t.dim() >= 2)
+    for stage in stages:
+        tree, received = cut(model, parts, stage, torch.device("cpu"), dtype)
+        with cache_off(tree), FakeRun(autocast, model=tree) as run, ExitStack() as stack:
+            for index in stage.layers:
+                stack.enter_context(answering_calls(tree.get_submodule(parts.layers[index]), parts.passing(index)))
+            sent = () if stage.is_first else parts.sent(stage.index - 1, batch, rows, tokens)
+            received.tensors = tuple(
+                run.like(torch.empty(form.shape, dtype=form.dtype, device="meta")) for form in sent
+            )
+            state, given = run.state(tree, dtype), call_flags(tree, (), run.sample(batch, dtype))
+            stack.enter_context(run.casting())
+            try:
+                torch.func.functional_call(tree, state, (), given)
+            except StageEnd:
+                continue
+            except Exception as error:
+                raise ValueError(
+                    f"pp cannot cut {type(model).__name__} into stages: stage {stage.index} of {stage.count} fails "
+                    f"without the layers of the others ({type(error).__name__}: {error}{place_of(error)}). {STAGES.instead}"
+                ) from error
 
 
 class _UseWatch(TorchDispatchMode):
@@ -130,15 +168,19 @@ class _UseWatch(TorchDispatchMode):
         tensors = [t for t in tensors_in(output) if self.key(t) in self.made]
         whole = isinstance(output, Tensor)
         if len(tensors) != 1 or not (whole or (isinstance(output, tuple) and output[0] is tensors[0])):
-            self.refuse(
-                f"{name} returns {len(tensors)} tensors in a {type(output).__name__}, and not its hidden states alone"
-            )
+            self.refuse(f"{name} returns {len(tensors)} tensors in {a_or_an(output)}, and not its hidden states alone")
         hidden = tensors[0]
         form = (tuple(hidden.shape), hidden.dtype)
         if self.hidden is not None and self.hidden != form:
             self.refuse(f"{name} returns hidden states of another shape or dtype ({form}) than the layer before it")
         if form[0][:2] != self.rows_and_tokens:
-            self.refuse(f"{name} returns hidden states of shape {form[0]}, which is not (rows, tokens, width)")
+            rows, tokens = self.rows_and_tokens or ("?", "?")
+            raise ValueError(
+                f"pp cannot cut {type(self.model).__name__} into stages: {name} returns hidden states of shape {form[0]} "
+                f"for a sample of {rows} rows and {tokens} tokens (its first tensor of two or more dimensions), so the "
+                "shape of what a stage sends is not known for other batches. Use strategy='fsdp2' for such a model (a tower "
+                "of pictures or sounds), or say with PipelineParallel(split=...) what each stage is."
+            )
         self.hidden, self.last_output, self.passed = form, hidden, {self.key(hidden)}
         self.forms.append(None if whole else len(output))
 

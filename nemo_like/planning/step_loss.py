@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.planning.reasons import without_values
+from nemo_like.planning.reasons import in_a_line, is_ours, without_values
 from nemo_like.tensors import tensors_in
 
 
@@ -39,10 +39,12 @@ def _told_loss(output: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Ten
     try:
         with without_values("StepSpec.loss_fn cannot be planned for: it"):
             loss = loss_fn(output)
-    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+    except Exception as error:  # the caller's code raises what it likes
+        if is_ours(error):
+            raise
         raise ValueError(
             f"StepSpec.loss_fn failed on what the model returns ({type(output).__name__}, without values, on the CPU): "
-            f"{str(error).strip().splitlines()[0]}. It is called with the output alone; labels it uses must be on the CPU."
+            f"{in_a_line(error)}. It is called with the output alone; labels it uses must be on the CPU."
         ) from error
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         raise ValueError(f"StepSpec.loss_fn returned {loss!r}; it must return one number that has a gradient.")

@@ -109,7 +109,10 @@ def run_model(model: nn.Module, sample: Any) -> Any:
 def _loss(model: nn.Module, output: Any, loss_fn: LossFn | None) -> torch.Tensor:
     """`loss_fn` of the output; else the output's own ``loss``; else the sum of every output that has a gradient."""
     if loss_fn is not None:
-        return loss_fn(output)
+        told = loss_fn(output)
+        if not isinstance(told, torch.Tensor) or told.numel() != 1 or not told.requires_grad:
+            raise ValueError(f"loss_fn returned {told!r}; it must return a tensor of one number that has a gradient.")
+        return told
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.distributed.launch import checked_device
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.log import say_once
+from nemo_like.module_tree import check_model
 from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
 from nemo_like.profiling.measured_run import preserved_state
 from nemo_like.profiling.profile_report import MB, LayerProfile, ProfileReport
@@ -54,6 +56,9 @@ class MemoryProfiler:
             ValueError: the model is not on `device`, or on a device that cannot be measured.
             LayersNotFoundError: `layers` names something that the model does not have.
         """
+        check_model(model)
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output, or None.")
         places = {parameter.device for parameter in model.parameters()}
         self._device = _device(device, places, type(model).__name__)
         self._model = model
@@ -218,7 +223,7 @@ def _spread(values: Sequence[float]) -> float:
 def _device(asked: str | torch.device | None, places: set[torch.device], model: str) -> torch.device:
     if len(places) > 1:
         raise ValueError(f"{model} has parameters on {', '.join(sorted(map(str, places)))}; it must be on one device.")
-    device = torch.device(asked) if asked is not None else next(iter(places), torch.device("cpu"))
+    device = checked_device(asked) if asked is not None else next(iter(places), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; a profile runs the model, on 'cpu' or a CUDA device.")
     if device.type == "cuda" and device.index is None:

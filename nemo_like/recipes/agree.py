@@ -41,6 +41,11 @@ class Ranks:
         return self.rank % (self.world_size // self.pp) // (self.tp * self.cp)
 
     @property
+    def tp_group(self) -> int:
+        """Which of the groups of `tp` this rank is in: ranks of one group compute the same, and drop the same."""
+        return self.rank // self.tp
+
+    @property
     def data_ranks(self) -> int:
         """How many shares a batch is cut into."""
         return self.world_size // (self.tp * self.cp * self.pp)

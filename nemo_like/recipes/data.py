@@ -87,7 +87,7 @@ class TextData:
     name: str
     """Where the text came from, for people."""
     fingerprint: str
-    """Changes with any file's name, size or first 8 KiB: recognises the data when a run resumes."""
+    """Changes with any file's size or first 8 KiB, and with which are held out: recognises the data when a run resumes."""
 
 
 def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
@@ -107,18 +107,23 @@ def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
             raise ValueError(f"This Python has no standard library at {root} to read as text; {hint}.")
         raise ValueError(f"--data is {os.fspath(data)!r}, and nothing exists there; {hint}.")
     name = f"the standard library's text in {root}" if data is None else str(root)
-    digest = hashlib.sha256()
+    heads: dict[Path, bytes] = {}
     found: list[tuple[str, Piece]] = []
     for path in _list_files(root, stdlib=data is None):
         size, head = _peek(path)
         if size == 0 or b"\0" in head:
             continue
         relative = path.name if path == root else path.relative_to(root).as_posix()
-        digest.update(f"{relative}\0{size}\0".encode(errors="surrogateescape") + head)
+        heads[path] = head
         found.append((relative, Piece(path, 0, size)))
     if not found:
         raise ValueError(f"--data is {str(root)!r}, which holds no text: every file is empty or binary.")
     train, held_out = _split(found)
+    digest = hashlib.sha256()
+    for part in (train, held_out):
+        digest.update(f"{len(part)}\0".encode())
+        for piece in part:
+            digest.update(f"{piece.length}\0".encode() + heads[piece.path])
     return TextData(Corpus(train), Corpus(held_out), name, digest.hexdigest()[:16])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_like.options.words import a_or_an
 from nemo_like.recipes.sample_files import BadSampleError
 
 
@@ -165,7 +166,7 @@ def check_form(encoder: Encoder, sample: dict[str, Any]) -> None:
         )
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"The data has messages, and a {type(tokenizer).__name__} cannot say where in the text its tokens stand, so "
+            f"The data has messages, and {a_or_an(tokenizer)} cannot say where in the text its tokens stand, so "
             "answers cannot be told apart. Write prompt and completion, or use a fast tokenizer (tokenizer.json)."
         )
 

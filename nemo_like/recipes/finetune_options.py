@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from nemo_like.console import flag
 from nemo_like.options import FLOAT8, Precision, parse_dtype
 from nemo_like.recipes.option_sources import parse_command_line
-from nemo_like.recipes.run_options import RunOptions, flag, option
+from nemo_like.recipes.run_options import RunOptions, option
+
+HELP = "fine-tune a Hugging Face model on samples: on one device, or on many with torchrun"
+EXAMPLES = (
+    "--model my-model --data samples.jsonl --lora",
+    "--model my-model --data samples.jsonl --qlora --pack --seq-len 2048 --sample 'What is 1 and 2?'",
+    "--model my-model --data samples.jsonl --lr 2e-5 --ac 40GiB --output tuned --resume=auto",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +83,7 @@ class FinetuneOptions(RunOptions):
     loss: str = option("chunked", "model | chunked: head and loss of a few tokens at a time, never the whole logits")
     seq_len: int = option(1024, "longest sample, in tokens; what is longer is cut at its end", int)
     lr: float = option(2e-4, "peak learning rate of AdamW; a tenth of it is usual without --lora", float)
-    warmup_steps: int = option(10, "steps of linear warm-up", int)
+    warmup_steps: int | None = option(None, "steps of linear warm-up (default: 10, or all of fewer --steps)", int)
     weight_decay: float = option(0.0, "AdamW's weight decay, on parameters with two dims or more", float)
 
     @property
@@ -83,7 +92,7 @@ class FinetuneOptions(RunOptions):
 
     @property
     def least(self) -> Mapping[str, float]:
-        at_least_0 = ("steps", "epochs", "sample_every", "lora_alpha", "lora_dropout")
+        at_least_0 = ("steps", "epochs", "sample_every", "lora_dropout")
         return {**super().least, **dict.fromkeys(at_least_0, 0), **dict.fromkeys(("lora_rank", "sample_tokens"), 1)}
 
     def __post_init__(self) -> None:
@@ -103,15 +112,36 @@ class FinetuneOptions(RunOptions):
             )
         if self.merge and not self.lora:
             raise ValueError("--merge adds adapters to the weights, and without --lora there are none.")
+        if not 0 < self.lora_alpha < math.inf:
+            raise ValueError(f"--lora-alpha is {self.lora_alpha}; it scales what the adapters give, and must be > 0.")
         if self.lora_dropout >= 1:
             raise ValueError(f"--lora-dropout is {self.lora_dropout}; it must be less than 1.")
         if self.export == "best" and self.eval_samples == 0:
             raise ValueError("--export best takes the best of the evaluations, and --eval-samples 0 makes none.")
-        parse_dtype("--precision", self.compute)
+        parse_dtype("--precision", self.compute, FLOAT8)
         if self.float8 and self.lora:
             raise ValueError(
                 f"--precision is {self.precision!r} beside adapters, whose frozen weights stay bfloat16. Use bf16."
             )
+
+    usual_warmup: ClassVar[int] = 10
+
+    @property
+    def read_beside(self) -> Iterable[tuple[bool, str, tuple[str, ...]]]:
+        return (
+            *super().read_beside,
+            (self.lora or self.qlora, "--lora", ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")),
+            (self.sample is not None, "--sample", ("sample_every", "sample_tokens")),
+            (self.eval_samples > 0, "--eval-samples above 0", ("eval_data",)),
+        )
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        return (*super().fixed, "lora", "qlora", "lora_rank", "lora_alpha", "lora_targets", "train")
+
+    @property
+    def elsewhere(self) -> str:
+        return "--output" if self._has_own_checkpoints else super().elsewhere
 
     def planned_input(self, rows: int, width: int) -> Any:
         made = super().planned_input(rows, width)
@@ -120,10 +150,13 @@ class FinetuneOptions(RunOptions):
     def _own_checkpoints(self) -> str:
         return str(Path(self.output) / "checkpoints")
 
+    @property
+    def _has_own_checkpoints(self) -> bool:
+        return self.checkpoint_dir == self._own_checkpoints()
+
     def as_said(self) -> dict[str, Any]:
         # Else a run from another's file would write into its checkpoints, whatever --output says.
-        own = self.checkpoint_dir == self._own_checkpoints()
-        return super().as_said() | ({"checkpoint_dir": None} if own else {})
+        return super().as_said() | ({"checkpoint_dir": None} if self._has_own_checkpoints else {})
 
     def _check_precision(self) -> None:
         if not self.float8:
@@ -152,6 +185,7 @@ def parse_finetune_options(arguments: Sequence[str] | None = None) -> FinetuneOp
     return parse_command_line(
         FinetuneOptions,
         "python -m nemo_like.recipes.finetune",
-        "Fine-tune a Hugging Face model on samples: on one device, or on many with torchrun.",
+        HELP,
+        EXAMPLES,
         arguments,
     )

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.console import check_picture, flag
 from nemo_like.extras import require
 from nemo_like.losses.targets import IGNORED
+from nemo_like.models import ModelSource, check_positions
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
 from nemo_like.recipes.finetune_options import FinetuneOptions
@@ -44,11 +46,18 @@ class FineTuner(TrainingJob):
     def __init__(self, options: FinetuneOptions, ranks: Ranks):
         with ranks.together("looking at the folders"):
             check_output(options, ranks.rank)
+            for wanted, name in ((options.tensorboard, "tensorboard"), (options.wandb is not None, "wandb")):
+                if wanted and ranks.rank == 0:
+                    require(name, name, f"for {flag(name)}")
+            if options.plot:
+                check_picture("--plot", Path(options.output) / "plot.png")
             self.source = find_model(options)
             self.tokenizer = load_tokenizer(
                 options.tokenizer or options.model, trust_remote_code=options.trust_remote_code
             )
             check_vocabulary(self.tokenizer, self.source.vocab_size, options.model)
+            if options.sample is not None:
+                check_prompt(self.tokenizer, options, self.source)
         self.rows, self.held_out = _samples(options, self.tokenizer, ranks)
         if options.steps == 0:
             steps = math.ceil(options.epochs * self.rows.order.rows_per_epoch / options.batch_size)
@@ -68,8 +77,6 @@ class FineTuner(TrainingJob):
                 Path(options.output), self.step, active=ranks.rank == 0, tensorboard=options.tensorboard,
                 wandb=options.wandb, options=dataclasses.asdict(options),
             )  # fmt: skip
-            if options.plot:
-                require("matplotlib", "plot", "for --plot")
             if ranks.rank == 0:
                 (Path(options.output) / "options.yaml").write_text(config_text(options), encoding="utf-8")
 
@@ -85,8 +92,9 @@ class FineTuner(TrainingJob):
         self.trained, self.parameters = sum(counts), sum(p.numel() for p in self.model.parameters())
         self.model = self._sharded(self.model)
         self.optimizer = make_optimizer(self.model, options)
-        self.about = about_run(options, self.rows.fingerprint, self.model)
+        self.about = about_run(options, self.rows.samples.files.fingerprint, self.model)
         self.about |= {"base": folder_fingerprint(options.model), "trained": self.trained}
+        self.about["samples"] = self.rows.fingerprint
         self._loss = MeanLoss(options.loss == "chunked")
         self._begin()
         self._try_largest_step()
@@ -204,7 +212,13 @@ class FineTuner(TrainingJob):
         if about.get("base") != self.about["base"] or about.get("trained") != self.about["trained"]:
             raise ValueError(
                 "--resume: the checkpoint's run had other weights in --model, or trained other parameters of it. Give the "
-                "same again, or start anew with another --checkpoint-dir."
+                f"same again, or start anew with another {self.options.elsewhere}."
+            )
+        if about.get("samples") != self.about["samples"]:
+            raise ValueError(
+                "--resume: --data is what the checkpoint's run read, but it trained on other samples of it, or on other "
+                "tokens of them. Give --tokenizer, --eval-samples, --eval-data and --skip-bad as they were, or start anew "
+                f"with another {self.options.elsewhere}."
             )
         self.about["base_eval_loss"] = about.get("base_eval_loss")
         if about.get("best") is not None:
@@ -275,6 +289,20 @@ def mean_loss(model: nn.Module, samples: SampleSet, ranks: Ranks, size: int, mea
             total += mean.total(model, batch, len(mine)).cpu()
     model.train()
     return float(ranks.sum(total)) / sum(samples.targets)
+
+
+def check_prompt(tokenizer: Any, options: FinetuneOptions, source: ModelSource) -> None:
+    """Raise ValueError where ``--sample`` cannot be continued: found now, rather than after the last step."""
+    try:
+        tokens = len(tokenizer(options.sample)["input_ids"])
+    except Exception as error:  # each kind of tokenizer has errors of its own
+        raise ValueError(f"--sample is {options.sample!r}, which the tokenizer does not take: {error}.") from error
+    if tokens == 0:
+        raise ValueError(
+            f"--sample is {options.sample!r}, of which the tokenizer makes no token: there is nothing to continue. Give a "
+            "prompt, or leave --sample out."
+        )
+    check_positions(source.config, "--sample with --sample-tokens", tokens + options.sample_tokens)
 
 
 @torch.no_grad()

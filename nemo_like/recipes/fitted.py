@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like.console import flag
 from nemo_like.distributed.launch import local_world_size
 from nemo_like.json_file import write_json
 from nemo_like.log import say_once
@@ -24,7 +25,7 @@ from nemo_like.planning.fit import Candidate, FitReport, fit
 from nemo_like.planning.plan import FORMAT, Plan, gib, layer_signature
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.host_memory import host_bytes
-from nemo_like.recipes.run_options import RESHARD, RunOptions, flag
+from nemo_like.recipes.run_options import RESHARD, RunOptions
 
 FILE = "fit.json"
 """In the folder of checkpoints."""

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.models import check_positions
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import device_at_hand
 from nemo_like.planning.larger_batch import most_elements
@@ -59,7 +60,7 @@ class TrainingJob:
         self.ranks = ranks
         self.fitted: Fitted | None = None
         """What ``--fit`` chose, which `options` has, too."""
-        self.schedule = Schedule(options.schedule, options.lr, options.warmup_steps, options.steps, options.lr_floor)
+        self.schedule = Schedule(options.schedule, options.lr, options.warmup, options.steps, options.lr_floor)
         self.step = 0
         """Steps done since step 0 of the first run."""
         self.store: CheckpointStore | None = None
@@ -138,6 +139,7 @@ class TrainingJob:
     def _look_at(self, model: nn.Module, width: int) -> None:
         """Count the FLOPs of the bare `model`, and have ``--fit`` choose for it and rows of up to `width` tokens, where it
         was asked for. A collective."""
+        check_positions(getattr(model, "config", None), "--seq-len", width)
         self.width = width
         device = device_at_hand(self.ranks.device.type)
         self.utilisation = Utilisation.of(model, device, self.options.mixed_precision)
@@ -182,8 +184,8 @@ class TrainingJob:
             newest = self.ranks.largest(max(store.steps(), default=-1))
             if newest >= 0:
                 raise ValueError(
-                    f"--checkpoint-dir {str(store.folder)!r} has checkpoints up to step {newest} already. Go on from "
-                    "them with --resume, or give another folder."
+                    f"{str(store.folder)!r} has checkpoints up to step {newest} already. Go on from them with --resume, or "
+                    f"give another {options.elsewhere}."
                 )
             return
         state = self._state()
@@ -191,14 +193,15 @@ class TrainingJob:
         if step is None:
             if options.resume == "must":
                 raise ValueError(
-                    f"--resume finds no checkpoint in {str(store.folder)!r}. Check --checkpoint-dir, or write "
+                    f"--resume finds no checkpoint in {str(store.folder)!r}. Check {options.elsewhere}, or write "
                     "--resume=auto to start anew where there is none."
                 )
             return
         self.step = step
 
     def _check_checkpoint(self, about: Any) -> None:
-        check_same_run(about, self.about)
+        way_out = f"Give the same again, or start anew with another {self.options.elsewhere}."
+        check_same_run(about, self.about, way_out)
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
@@ -269,7 +272,7 @@ class TrainingJob:
 
     def _train_step(self, step: int) -> None:
         # Seeded per step: the random numbers of a step depend on nothing before it, so no state has to be saved.
-        seed_all(self.options.seed, step + 1, self.ranks.data_rank)
+        seed_all(self.options.seed, step + 1, self.ranks.data_rank, self.ranks.tp_group)
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.at(step)
         loss = self._train(step)
@@ -292,10 +295,17 @@ def _check_ranks(options: RunOptions, ranks: Ranks) -> None:
         )
 
 
-def seed_all(seed: int, step: int = 0, data_rank: int = 0) -> None:
-    """Seed every generator that a model may draw from. Ranks that share a sample (tensor parallel) draw alike."""
-    mixed = (seed * 1_000_003 + step) * 1_000_003 + data_rank
-    torch.manual_seed(mixed % 2**63)
+def seed_all(seed: int, step: int = 0, data_rank: int = 0, tp_group: int = 0) -> None:
+    """Seed every generator that a model may draw from.
+
+    Args:
+        data_rank: ranks of one number read the same samples, and draw alike from Python and NumPy, of which models make
+            choices (what to mask, which layer to leave out).
+        tp_group: ranks of one number compute the same, and draw alike from torch. Others have other tokens or layers.
+    """
+    start = (seed * 1_000_003 + step) * 1_000_003
+    torch.manual_seed((start + tp_group) % 2**63)
+    mixed = start + data_rank
     random.seed(mixed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(mixed % 2**32)

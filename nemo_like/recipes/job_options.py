@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_like.console import check_new_folder, flag
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.options import PipelineParallel
 from nemo_like.recipes.option_sources import parse_command_line
-from nemo_like.recipes.run_options import RunOptions, flag, option
+from nemo_like.recipes.run_options import RunOptions, option
 
+HELP = "train a decoder on text, byte by byte: on one device, or on many with torchrun"
+EXAMPLES = (
+    "--steps 200",
+    "--model llama-small --data corpus.txt --ac selective --checkpoint-dir run --resume=auto",
+    "--model llama3-8b --init sharded --precision bfloat16 --tp 2 --ac 40GiB --fit",
+)
 INITS = ("host", "sharded")
 TOKENIZERS = ("bytes", "bpe")
 
@@ -53,8 +59,20 @@ class Options(RunOptions):
     )
 
     @property
+    def fixed(self) -> tuple[str, ...]:
+        return (*super().fixed, "tokenizer", "vocab_size")
+
+    @property
     def searched(self) -> tuple[str, ...]:
         return (*super().searched, "tp", "cp", "ep", "pp_schedule")
+
+    @property
+    def read_beside(self) -> Iterable[tuple[bool, str, tuple[str, ...]]]:
+        return (
+            *super().read_beside,
+            (self.tokenizer == "bpe", "--tokenizer bpe", ("vocab_size",)),
+            (self.pp > 1, "--pp above 1", ("pp_schedule",)),
+        )
 
     def planned_input(self, rows: int, width: int) -> Any:
         if self.pp == 1:
@@ -79,8 +97,8 @@ class Options(RunOptions):
         super().__post_init__()
         if self.pp > 1:
             self._check_pipeline()
-        if self.export is not None and Path(self.export).exists():
-            raise ValueError(f"--export is {self.export!r}, which exists already and is not overwritten.")
+        if self.export is not None:
+            check_new_folder("--export", self.export)
 
     def _check_pipeline(self) -> None:
         for name, off in (("pack", False), ("init", "host"), ("cpu_offload", False)):
@@ -122,6 +140,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     return parse_command_line(
         Options,
         "python -m nemo_like.recipes.pretrain",
-        "Train a decoder on text, byte by byte: on one device, or on many with torchrun.",
+        HELP,
+        EXAMPLES,
         arguments,
     )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed import shard_sequence
-from nemo_like.distributed.documents import since_start
+from nemo_like.distributed.document_numbers import since_start
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.losses.model_loss import chunked_in_evaluation
 from nemo_like.losses.targets import IGNORED, predicts_next_token

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nemo_like.console import examples, flag
 from nemo_like.extras import require
 from nemo_like.options import did_you_mean
-from nemo_like.recipes.run_options import RunOptions, flag
+from nemo_like.options.words import a_or_an
+from nemo_like.recipes.run_options import RunOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[RunOptions]) -> None:
-    """Add each option to `parser`; what is not given on the command line is left out of the namespace."""
+    """Add ``--config`` and each option to `parser`; an option that is not given is left out of the namespace."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the same options, by name; both spellings")
     for field in dataclasses.fields(kind_of_options):
         kind, text = field.metadata["kind"], field.metadata["help"]
         argument = dict(field.metadata["argument"])
@@ -34,25 +37,37 @@ def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[RunOpti
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
 
 
-def parse_command_line(
-    kind_of_options: type[AnyOptions], prog: str, description: str, arguments: Sequence[str] | None = None
-) -> AnyOptions:
-    """The options of a YAML file (``--config FILE``) and of the command line, which wins over the file.
+def read_options(kind_of_options: type[AnyOptions], found: argparse.Namespace) -> AnyOptions:
+    """The options of a YAML file (``--config FILE``) and of the command line that `found` has, which wins over the file.
 
-    A wrong one ends the process with code 2 and one line that says why.
+    Raises:
+        ValueError, MissingExtraError: a wrong one, or a file that cannot be read.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the same options, by name; both spellings")
+    fields = {field.name for field in dataclasses.fields(kind_of_options)}
+    given = {name: value for name, value in vars(found).items() if name in fields}
+    given = (read_config(found.config, kind_of_options) if found.config else {}) | given
+    options = kind_of_options(**given)
+    if options.fit == "all":  # of several options given, --fit leaves them alone
+        free = [name for name in options.searched if name not in given]
+        options = dataclasses.replace(options, fit=",".join(free) or "no")
+    return options
+
+
+def parse_command_line(
+    kind_of_options: type[AnyOptions], program: str, description: str, lines: Sequence[str],
+    arguments: Sequence[str] | None = None,
+) -> AnyOptions:  # fmt: skip
+    """`read_options` of a program's own command line; `lines`: examples of it.
+
+    A wrong option ends the process with code 2 and one line that says why.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, epilog=examples(program, lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add_arguments(parser, kind_of_options)
-    given = vars(parser.parse_args(arguments))
-    path = given.pop("config")
     try:
-        given = (read_config(path, kind_of_options) if path else {}) | given
-        options = kind_of_options(**given)
-        if options.fit == "all":  # of several options given, --fit leaves them alone
-            free = [name for name in options.searched if name not in given]
-            options = dataclasses.replace(options, fit=",".join(free) or "no")
-        return options
+        return read_options(kind_of_options, parser.parse_args(arguments))
     except (ValueError, TypeError, ImportError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
@@ -69,7 +84,7 @@ def read_config(path: str, kind_of_options: type[RunOptions]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"--config {path} must have one 'option: value' a line; it is a {type(loaded).__name__}.")
+        raise ValueError(f"--config {path} must have one 'option: value' a line; it is {a_or_an(loaded)}.")
     fields = {field.name: field for field in dataclasses.fields(kind_of_options)}
     hints = typing.get_type_hints(kind_of_options)
     found: dict[str, Any] = {}

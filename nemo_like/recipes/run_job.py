@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from nemo_like.console import start_logging
 from nemo_like.distributed import launch
 from nemo_like.distributed.sources import CheckpointUnreadableError
 from nemo_like.extras import MissingExtraError
@@ -42,8 +42,7 @@ _REPORTED = (
 def run_on_ranks(options: RunOptions, train: Callable[[Any, Ranks], int]) -> int:
     """Run `train(options, ranks)` on every rank; the process's exit code: 0, `BAD_INPUT`, or 128 + the signal that
     stopped it."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("nemo_like").setLevel(logging.INFO)
+    start_logging()
     try:
         # An error leaves through `joined`, which then waits for no other rank, and is reported outside of it.
         with joined(options) as ranks:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
-from nemo_like.extras import MissingExtraError, require
+from nemo_like.extras import require
 from nemo_like.log import warn_once
 
 
@@ -37,12 +36,12 @@ class RunLog:
         kept = [record for record in read_log(self.path) if record["step"] <= first_step] if first_step else []
         self.path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         if tensorboard:
-            _import("tensorboard", "--tensorboard")
+            require("tensorboard", "tensorboard", "for --tensorboard")
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         if wandb is not None:
-            package = _import("wandb", "--wandb")
+            package = require("wandb", "wandb", "for --wandb")
             self._wandb = package.init(project=wandb, dir=str(folder), config=options)
 
     def add(self, step: int, **values: Any) -> None:
@@ -73,14 +72,6 @@ class RunLog:
             self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def _import(name: str, flag: str) -> Any:
-    """A package that no extra of ours brings."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{flag} needs {name!r}, which is not installed: pip install {name}") from error
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -6,15 +6,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from nemo_like.console import check_writable, flag
 from nemo_like.distributed.launch import BACKENDS
 from nemo_like.options import (
     COMPILE_BACKENDS,
@@ -97,7 +96,7 @@ class RunOptions:
     steps: int = option(200, "steps of the whole run, those before a resume included", int)
     lr: float = option(3e-3, "peak learning rate of AdamW", float)
     schedule: str = option("cosine", f"learning rate after the warm-up: {' | '.join(SCHEDULES)}")
-    warmup_steps: int = option(20, "steps of linear warm-up", int)
+    warmup_steps: int | None = option(None, "steps of linear warm-up (default: 20, or all of fewer --steps)", int)
     lr_floor: float = option(0.1, "learning rate at the last step, as a share of the peak", float)
     weight_decay: float = option(0.1, "AdamW's weight decay, on parameters with two dims or more", float)
     beta1: float = option(0.9, "AdamW's first decay rate", float)
@@ -146,11 +145,22 @@ class RunOptions:
             self._normalise_choice(name, known)
         for name, least in self.least.items():
             value = getattr(self, name)
+            if value is None and name == "warmup_steps":
+                continue
             if isinstance(value, bool) or not math.isfinite(value) or value < least:
                 raise ValueError(f"{flag(name)} is {value!r}; it must be a finite number >= {least}.")
         for name, limit in (("beta1", 1.0), ("beta2", 1.0)):
             if getattr(self, name) >= limit:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)!r}; it must be less than {limit}.")
+        if self.lr_floor > 1:
+            raise ValueError(
+                f"--lr-floor is {self.lr_floor!r}; it is a share of the peak rate, and must be from 0 to 1."
+            )
+        if self.steps and self.warmup > self.steps:
+            raise ValueError(
+                f"--warmup-steps is {self.warmup_steps}, and the run has {self.steps} steps: it would end before the "
+                "warm-up does. Give fewer, or more --steps."
+            )
         if self.batch_size % self.grad_accum:
             raise ValueError(
                 f"--grad-accum is {self.grad_accum}, which does not divide --batch-size {self.batch_size}; "
@@ -164,8 +174,8 @@ class RunOptions:
         except ValueError as error:
             raise ValueError(f"--ac: {error}") from error
         self._check_fit()
-        if self.json is not None:
-            check_writable("--json", Path(self.json).absolute().parent)
+        self._check_unread()
+        check_writable("--json", self.json)
 
     def _check_fit(self) -> None:
         unknown = [name for name in self.free if name not in self.searched]
@@ -175,18 +185,15 @@ class RunOptions:
                 f"{', '.join(self.searched)}." + did_you_mean(unknown[0], self.searched)
             )
         if not self.free:
-            for name in ("fit_memory", "fit_host_memory"):
-                if (value := getattr(self, name)) is not None:
-                    raise ValueError(f"{flag(name)} is {value!r}, and without --fit nothing reads it. Add --fit.")
             return
         for name, only in (("strategy", "fsdp2"), ("scope", "all")):
             if getattr(self, name) != only:
                 raise ValueError(
                     f"{flag(name)} is {getattr(self, name)!r}, with which --fit predicts nothing. Leave one of the two out."
                 )
-        for size in (self.fit_memory, self.fit_host_memory):
-            if size is not None:
-                parse_bytes(size)
+        for name in ("fit_memory", "fit_host_memory"):
+            if (size := getattr(self, name)) is not None:
+                parse_bytes(size, flag(name))
         budget = parse_ac(self.ac)
         if "ac" not in self.free and (
             budget.fraction is not None
@@ -197,6 +204,27 @@ class RunOptions:
                 f"--ac is {self.ac!r}, with which --fit predicts nothing: it knows none, full, selective and budgets in "
                 "bytes. Leave --ac to it, or leave --fit out."
             )
+
+    @property
+    def read_beside(self) -> Iterable[tuple[bool, str, tuple[str, ...]]]:
+        """Options that are read only beside others: whether they are now, what it takes, and their names."""
+        return (
+            (bool(self.free), "--fit", ("fit_memory", "fit_host_memory")),
+            (self.checkpoint_dir is not None, "--checkpoint-dir", ("save_every", "keep", "sync_save")),
+            (self.eval_samples > 0, "--eval-samples above 0", ("eval_every",)),
+            (self.schedule != "constant", "another --schedule", ("lr_floor",)),
+            (self.strategy == "fsdp2", "--strategy fsdp2", ("cpu_offload", "reshard_after_forward")),
+        )
+
+    def _check_unread(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for read, beside, names in self.read_beside:
+            for name in names:
+                if not read and getattr(self, name) != defaults[name]:
+                    raise ValueError(
+                        f"{flag(name)} is {getattr(self, name)!r}, and without {beside} nothing reads it. Add that, or "
+                        f"leave {flag(name)} out."
+                    )
 
     def _check_precision(self) -> None:
         if parse_dtype("--precision", self.precision) is torch.float16:
@@ -264,6 +292,14 @@ class RunOptions:
             "device": device,
         }
 
+    usual_warmup: ClassVar[int] = 20
+    """Steps of warm-up where nobody says."""
+
+    @property
+    def warmup(self) -> int:
+        """Steps of warm-up."""
+        return min(self.usual_warmup, self.steps) if self.warmup_steps is None else self.warmup_steps
+
     @property
     def passes(self) -> int:
         """How often a rank runs forward and backward in a step."""
@@ -293,6 +329,16 @@ class RunOptions:
         return dataclasses.asdict(self)
 
     @property
+    def fixed(self) -> tuple[str, ...]:
+        """Options without which a checkpoint's weights or place in the data would mean nothing: a resumed run has them."""
+        return ("seq_len", "batch_size", "seed", "pack")
+
+    @property
+    def elsewhere(self) -> str:
+        """The option that gives a run other checkpoints."""
+        return "--checkpoint-dir"
+
+    @property
     def scopes(self) -> str | list[str]:
         """`scope` as `parallelize` takes it."""
         return self.scope.split(",") if "," in self.scope else self.scope
@@ -305,17 +351,3 @@ class RunOptions:
                 f"{flag(name)} is {value!r}; it must be one of {', '.join(known)}." + did_you_mean(str(word), known)
             )
         object.__setattr__(self, name, word)
-
-
-def flag(name: str) -> str:
-    """The command-line option of a field."""
-    return "--" + name.replace("_", "-")
-
-
-def check_writable(name: str, folder: Path) -> None:
-    """Raise ValueError where `folder`, of the option `name`, is none or may not be written to."""
-    # Asked before training: a file that cannot be written would only be noticed at the end.
-    if not folder.is_dir():
-        raise ValueError(f"{name} names a file in {str(folder)!r}, which is not an existing folder; create it.")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{name} names a file in {str(folder)!r}, where this user may not write.")

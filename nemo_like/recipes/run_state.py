@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like.console import flag
 from nemo_like.distributed import get_model_state
+from nemo_like.distributed.strided_shards import in_boxes
 from nemo_like.log import warn_once
 from nemo_like.recipes.run_options import RunOptions
 
-# Another of these makes another run: the checkpoint's weights or place in the data would mean nothing.
-_SAME = ("seq_len", "batch_size", "seed", "pack")
 # These may change on purpose (train longer, with another rate); the change is said.
 _MAY_CHANGE = (
     "steps",
@@ -69,44 +69,52 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, frozen: 
             kept["step"] = torch.tensor(0.0)
             kept["exp_avg"] = torch.zeros_like(parameter)
             kept["exp_avg_sq"] = torch.zeros_like(parameter)
-        moments[name] = dict(kept)
+        moments[name] = {key: in_boxes(value) for key, value in kept.items()}
     if not frozen:
         still = {name for name, parameter in _bare(model).named_parameters() if not parameter.requires_grad}
         weights = {name: tensor for name, tensor in weights.items() if name not in still}
     return {"model": weights, "optimizer": moments}
 
 
-def about_run(options: Any, text: str, model: nn.Module) -> dict[str, Any]:
-    """The facts that go beside a checkpoint's tensors; `text` is the training text's fingerprint."""
+def about_run(options: Any, files: str, model: nn.Module) -> dict[str, Any]:
+    """The facts that go beside a checkpoint's tensors; `files` is the fingerprint of what ``--data`` names."""
     shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(get_model_state(model).items())]
     return {
         "model": options.model,
         "shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
-        "text": text,
-        **{name: getattr(options, name) for name in (*_SAME, *_MAY_CHANGE)},
+        "data": options.data,
+        "files": files,
+        "fixed": {name: getattr(options, name) for name in options.fixed},
+        **{name: getattr(options, name) for name in _MAY_CHANGE},
     }
 
 
-def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], way_out: str) -> None:
     """Raise ValueError where the checkpoint belongs to another run; say once which optional facts changed."""
-    way_out = "Give the same again, or start anew with another --checkpoint-dir."
+    # Options first: another one of them may change the samples and the shapes, too.
+    for name, value in now["fixed"].items():
+        before = saved.get("fixed", {}).get(name)
+        if before != value:
+            raise ValueError(
+                f"--resume: {flag(name)} was {before!r} when the checkpoint was written, and is {value!r} now. {way_out}"
+            )
+    if saved.get("files") != now["files"]:
+        raise ValueError(
+            f"--resume: {_said(now)} holds other data than the checkpoint's run read, from {_said(saved)}. {way_out}"
+        )
     if saved.get("shapes") != now["shapes"]:
         # The path or preset may differ for the same model, and be the same for another.
         raise ValueError(
             f"--resume: the model's weights, of --model {now['model']}, have other names or shapes than the "
             f"checkpoint's, of {saved.get('model')}. {way_out}"
         )
-    if saved.get("text") != now["text"]:
-        raise ValueError(f"--resume: the training text is not the one that the checkpoint's run read. {way_out}")
-    for name in _SAME:
-        if saved.get(name) != now[name]:
-            raise ValueError(
-                f"--resume: --{name.replace('_', '-')} was {saved.get(name)!r} when the checkpoint was written, and is "
-                f"{now[name]!r} now. {way_out}"
-            )
     changed = [f"{name} {saved.get(name)!r} -> {now[name]!r}" for name in _MAY_CHANGE if saved.get(name) != now[name]]
     if changed:
         warn_once(f"Resuming with other options than before: {', '.join(changed)}. The run goes on with the new ones.")
+
+
+def _said(about: Mapping[str, Any]) -> str:
+    return "the standard library (no --data)" if about.get("data") is None else f"--data {about['data']!r}"
 
 
 def _bare(model: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ MAX_LINE_BYTES = 4 * 2**20
 """A longer line is refused: it is a file that lost its line ends, or a book that should be cut where it makes sense."""
 _CHUNK = 1 << 20
 _PARQUET = (".parquet", ".pq")
+_SEEN = 32  # rows at the beginning and at the end that a data set is recognised by
 
 
 class BadSampleError(ValueError):
@@ -51,7 +52,8 @@ class JsonLines:
         for path in paths:
             starts = _line_starts(path)
             self._files.append(starts)
-            digest.update(f"{path.name}\0{len(starts)}\0".encode(errors="surrogateescape") + starts.tobytes())
+            # Not its name: a copy under another one has the same samples.
+            digest.update(f"{len(starts)}\0".encode() + starts.tobytes())
             with path.open("rb") as file:
                 digest.update(file.read(8192))
         self.fingerprint = digest.hexdigest()[:16]
@@ -90,6 +92,7 @@ class JsonLines:
             raise BadSampleError(f"it is not JSON: {error}") from error
         if not isinstance(sample, dict):
             raise BadSampleError(f"it is a JSON {type(sample).__name__}, not an object with keys")
+        _check_characters(text, sample)
         return sample
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -103,7 +106,8 @@ class ArrowRows:
     def __init__(self, rows: Any, name: str):
         self._rows = rows
         self._name = name
-        self.fingerprint = hashlib.sha256(f"{name}{len(rows)}{rows.features}".encode()).hexdigest()[:16]
+        seen = f"{len(rows)}{rows.features}{rows[:_SEEN]}{rows[-_SEEN:]}"
+        self.fingerprint = hashlib.sha256(seen.encode(errors="surrogateescape")).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -163,6 +167,17 @@ def _files(path: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(folder, name) for name in sorted(names) if name.endswith((".jsonl", ".ndjson", *_PARQUET)))
+
+
+def _check_characters(text: str, sample: dict[str, Any]) -> None:
+    """Raise BadSampleError where a JSON escape of `text` is half a character, which no tokenizer takes."""
+    if "\\ud" not in text.lower():
+        return
+    try:
+        json.dumps(sample, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise BadSampleError(f"it has {half!r}, one half of a surrogate pair, which is not a character") from error
 
 
 def _line_starts(path: Path) -> array[int]:

@@ -43,6 +43,18 @@ def test_packed_documents_are_apart_without_checkpointing_too(name: str) -> None
 
 
 @pytest.mark.parametrize("ac", MODES)
+def test_packed_documents_train_the_same_under_every_mode(ac: str) -> None:
+    """With the cache on, which keeps transformers from telling documents apart."""
+    none, model = parallelize(build("llama"), "single", "none"), parallelize(build("llama"), "single", ac)
+    expected, loss = _packed_loss(none), _packed_loss(model)
+    assert torch.equal(loss, expected)
+    expected.backward()
+    loss.backward()
+    for p, q in zip(none.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("ac", MODES)
 def test_a_mode_trains_what_the_bare_model_trains_without_a_cache(ac: str) -> None:
     reference, model = build("llama"), apply_activation_checkpointing(build("llama"), ac)
     expected, loss = _packed_loss(reference, use_cache=False), _packed_loss(model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -243,3 +243,82 @@ def test_hidden_states_are_recorded_at_every_layer(family: str, mode: str) -> No
     assert all(torch.equal(state, bare) for state, bare in zip(hidden, expected, strict=True))
     hidden[1].square().sum().backward()
     assert wrapped.get_input_embeddings().weight.grad.abs().sum() > 0
+
+
+class ListedModel(nn.Module):
+    """Layers that are plain sequences: the containers that a caller indexes are what is wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 3
+
+
+def _change(sequence: Any) -> list[Any]:
+    """What a caller may do with an `nn.Sequential`, and what it answers."""
+    torch.manual_seed(1)
+    answers = [len(sequence), bool(sequence), [type(module) for module in sequence]]
+    answers += [[type(module) for module in reversed([*sequence])], sequence[0] in sequence, len(sequence + sequence)]
+    sequence[0] = Scaled(8, 8)
+    sequence[-1] = Scaled(8, 8)
+    del sequence[1]
+    sequence.append(nn.Sigmoid())
+    sequence.insert(1, nn.ReLU())
+    sequence.extend([nn.Linear(8, 8)])
+    sequence += nn.Sequential(nn.Tanh())
+    sequence.add_module("last", Scaled(8, 8))
+    sequence.further = Scaled(8, 8)
+    del sequence.last
+    return [*answers, len(sequence), [type(module) for module in sequence]]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [("scaled", "submodule"), ("listed", "full"), ("listed", "offload"), ("listed", "offload+full")]
+)
+def test_a_wrapped_sequence_is_changed_as_a_bare_one_is(family: str, mode: str) -> None:
+    def build_one() -> tuple[nn.Module, str]:
+        torch.manual_seed(0)
+        return (ScaledModel().double(), "layers.1.attn") if family == "scaled" else (ListedModel().double(), "layers.1")
+
+    bare, name = build_one()
+    model, _ = build_one()
+    for part in mode.split("+")[::-1]:
+        if part == "offload":
+            apply_offloading(model, [layer.module for layer in find_layers(model)], "all")
+        else:
+            apply_activation_checkpointing(model, part)
+    before = model.get_submodule(name)
+    assert _change(model.get_submodule(name)) == _change(bare.get_submodule(name))
+    assert model.get_submodule(name) is before
+    model, bare = model.double(), bare.double()
+    assert list(model.state_dict()) == list(bare.state_dict())
+    assert WALKS["named_parameters"](model) == WALKS["named_parameters"](bare)
+    x = torch.randn(5, 8, dtype=torch.float64)
+    results = []
+    for one in (model, bare):
+        loss = one(x).square().sum()
+        loss.backward()
+        results.append([loss, *(parameter.grad for parameter in one.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_wrapped_sequence_is_copied_and_saved_and_only_it_is_a_collection() -> None:
+    wrapped = CheckpointWrapper(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    file = io.BytesIO()
+    torch.save(wrapped, file)
+    file.seek(0)
+    for again in (copy.deepcopy(wrapped), torch.load(file, weights_only=False)):
+        assert type(again) is type(wrapped) and isinstance(again, CheckpointWrapper) and len(again) == 2
+        again[0] = nn.Identity()
+        assert list(again.state_dict()) == [] and len(list(wrapped.parameters())) == 2
+    norm = CheckpointWrapper(nn.LayerNorm(4))
+    assert bool(norm) and not isinstance(norm, Collection) and not hasattr(norm, "__len__")

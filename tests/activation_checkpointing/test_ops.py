@@ -140,7 +140,7 @@ def test_additions_and_removals():
     "name", ["aten.nm.default", "mm", "torch.ops.nothing.here.default", "__import__('os')", "", "a b.c"]
 )
 def test_unknown_names_raise_with_the_value(name):
-    with pytest.raises(ValueError, match="is no operator of this torch"):
+    with pytest.raises(ValueError, match="which is not an operator of this torch"):
         resolve_op(name)
 
 
@@ -150,7 +150,7 @@ def test_a_close_name_is_suggested():
 
 
 def test_what_is_no_operator_is_a_type_error():
-    with pytest.raises(TypeError, match="is no operator"):
+    with pytest.raises(TypeError, match="is not an operator"):
         resolve_op(3)
 
 

@@ -81,7 +81,7 @@ def test_operators_that_must_run_again_are_refused():
     ("table", "message"),
     [
         ({"aten.mm": [SAVE]}, "overloads; name one"),
-        ({"aten.mn.default": [SAVE]}, "is no operator"),
+        ({"aten.mn.default": [SAVE]}, "is not an operator"),
         ({"aten.mm.default": ["keep"]}, "is no decision"),
         ({"aten.native_dropout.default": [SKIP]}, "draws random numbers"),
         ({"aten.topk.default": [RECOMPUTE]}, "must not run twice"),

@@ -343,6 +343,9 @@ def test_trl_sft_trainer(tmp_path: Path) -> None:
     class SFTTrainer(CheckpointingMixin, ActivationOffloadingMixin, trl.SFTTrainer):
         pass
 
+    class AsDocumented(CheckpointingMixin, trl.SFTTrainer):
+        pass
+
     import datasets
     import pyarrow
 
@@ -371,9 +374,15 @@ def test_trl_sft_trainer(tmp_path: Path) -> None:
         return trainer, _weights(trainer.model)
 
     _, expected = train(trl.SFTTrainer, trl.SFTConfig)
-    trainer, actual = train(SFTTrainer, SFTArguments, ac="selective", activation_offloading=True)
-    assert _same(actual, expected)
-    assert trainer.activation_offload_context.stats.copies > 0 and _regions(trainer.model) == decoders.LAYERS
+    for setting in (dict(activation_offloading=True), dict(offload=OffloadConfig(mode="saved", min_bytes=0))):
+        trainer, actual = train(SFTTrainer, SFTArguments, ac="selective", **setting)
+        assert _same(actual, expected)
+        assert trainer.activation_offload_context.stats.copies > 0 and _regions(trainer.model) == decoders.LAYERS
+    trainer, actual = train(AsDocumented, SFTArguments, ac="selective", loss="chunked")
+    assert _same(actual, expected) and _regions(trainer.model) == decoders.LAYERS
+    assert isinstance(trainer.maybe_activation_offload_context, contextlib.nullcontext), (
+        "TRL's own is off, as by default"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- the context itself
@@ -469,3 +478,32 @@ def test_unknown_settings_are_refused(tmp_path: Path) -> None:
             train_dataset=Rows(),
             activation_offloading="disk",
         )
+
+
+def test_what_the_arguments_ask_for_is_done_or_refused(tmp_path: Path) -> None:
+    class Plain(CheckpointingMixin, transformers.Trainer):
+        pass
+
+    def refused(message: str, kind: Any, callbacks: Any = None, **settings: Any) -> None:
+        model = decoders.build("llama")
+        modules = dict(model.named_modules())
+        with pytest.raises(ValueError, match=message):
+            kind(model=model, args=_arguments(tmp_path, **settings), train_dataset=Rows(), callbacks=callbacks)
+        assert dict(model.named_modules()) == modules
+
+    callback = [CheckpointingCallback("full")]
+    refused("offload is 'saved' .*nothing here reads it.*ActivationOffloadingMixin", Plain, offload="saved")
+    refused("offload is 'saved' .*nothing here reads it", transformers.Trainer, callback, offload="saved")
+    refused("cp is 2 .*nothing here reads it.*CheckpointingMixin", transformers.Trainer, callback, cp=2)
+
+
+def test_fields_that_would_hide_a_hosts_are_refused() -> None:
+    @dataclass
+    class Host:
+        offload: bool = False
+
+    with pytest.raises(TypeError, match="mixes CheckpointingArguments with Host, and both have a field 'offload'"):
+
+        @dataclass
+        class Mixed(CheckpointingArguments, Host):
+            pass

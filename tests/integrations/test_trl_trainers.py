@@ -6,7 +6,7 @@ GRPO, `generate` in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,8 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def _train(
-    folder: Path, kind: str, bare: bool, lora: bool = False, sample: Any = None, reference: bool = False, **settings: Any
+    folder: Path, kind: str, bare: bool, lora: bool = False, sample: Any = None, reference: bool = False,
+    kind_of_trainer: Any = None, **settings: Any,
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     theirs, their_arguments, ours, our_arguments = KINDS[kind]
     common: dict[str, Any] = dict(
@@ -102,7 +103,7 @@ def _train(
         more["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], lora_dropout=0.1)
     if sample is not None:
         more["ac_sample_input"] = sample
-    kinds = (theirs, their_arguments) if bare else (ours, our_arguments)
+    kinds = (theirs, their_arguments) if bare else (kind_of_trainer or ours, our_arguments)
     torch.manual_seed(0)
     trainer = kinds[0](
         model=decoders.build("llama"), args=kinds[1](**common), train_dataset=_rows(kind),
@@ -125,7 +126,7 @@ def _regions(model: nn.Module) -> int:
 def test_no_weight_changes(tmp_path: Path, kind: str, lora: bool) -> None:
     _, expected = _train(tmp_path / "bare", kind, bare=True, lora=lora)
     for settings in (
-        dict(ac="selective", activation_offloading=OffloadConfig(mode="saved", min_bytes=0)),
+        dict(ac="selective", offload=OffloadConfig(mode="saved", min_bytes=0)),
         dict(ac="full"),
     ):
         trainer, actual = _train(tmp_path / "ours", kind, bare=False, lora=lora, **settings)
@@ -182,6 +183,38 @@ def test_dpo_of_an_adapter_against_another_model(tmp_path: Path) -> None:
         for name, value in expected.items():
             assert torch.equal(actual[name], value), (ac, name)
         assert _regions(trainer.ref_model) == 0, "no backward goes through it"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in trl.__all__
+        if name.endswith("Config") and "learning_rate" in vars(getattr(trl, name)).get("__dataclass_fields__", ())
+    ],
+)
+def test_no_field_of_trls_arguments_is_hidden(tmp_path: Path, name: str) -> None:
+    theirs = getattr(trl, name)
+    mixed: Any = dataclass(type("Mixed", (CheckpointingArguments, theirs), {}))
+    made = mixed(output_dir=str(tmp_path), bf16=False, use_cpu=True, ac="full", offload="saved")
+    plain = theirs(output_dir=str(tmp_path), bf16=False, use_cpu=True)
+    same = {field.name for field in fields(theirs)} - {"logging_dir"}
+    assert {key: getattr(made, key) for key in same} == {key: getattr(plain, key) for key in same}
+    assert (made.ac, made.offload) == ("full", "saved")
+
+
+def test_two_settings_of_offloading_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="offload is 'saved' and activation_offloading is True"):
+        _train(tmp_path, "dpo", bare=False, offload="saved", activation_offloading=True)
+
+
+def test_the_documented_classes_train_dpo_without_trls_offloader(tmp_path: Path) -> None:
+    class Documented(CheckpointingMixin, trl.DPOTrainer):
+        pass
+
+    _, expected = _train(tmp_path / "bare", "dpo", bare=True)
+    trainer, actual = _train(tmp_path / "ours", "dpo", bare=False, kind_of_trainer=Documented, ac="selective")
+    assert all(torch.equal(actual[name], value) for name, value in expected.items()) and _regions(trainer.model) > 0
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])

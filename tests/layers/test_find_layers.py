@@ -278,7 +278,7 @@ def test_wrong_objects_are_errors() -> None:
         find_layers(model, [Block()])
     with pytest.raises(LayersNotFoundError, match="the model itself"):
         find_layers(model, [model])
-    with pytest.raises(TypeError, match="7, a int"):
+    with pytest.raises(TypeError, match="7, an int"):
         find_layers(model, [7])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="layers is 7"):
         find_layers(model, 7)  # type: ignore[arg-type]

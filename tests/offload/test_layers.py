@@ -216,7 +216,7 @@ def test_checkpointing_around_offloading_is_refused(how: str) -> None:
         (lambda m: [], "all", "was given no layers"),
         (lambda m: list(m.layers), "saved", "no layer is checkpointed"),
         (lambda m: list(m.layers), "savd", "mode is 'savd'"),
-        (lambda m: list(m.layers), 7, "offload is 7, a int"),
+        (lambda m: list(m.layers), 7, "offload is 7, an int"),
     ],
 )
 def test_bad_arguments_change_nothing(layers: Any, mode: Any, message: str) -> None:

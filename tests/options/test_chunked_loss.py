@@ -23,7 +23,7 @@ def test_tokens_of_a_chunk():
     [
         (dict(chunk_tokens=0), "chunk_tokens is 0"),
         (dict(chunk_tokens=True), "chunk_tokens is True"),
-        (dict(chunk_bytes="1 parsec"), "no size in bytes"),
+        (dict(chunk_bytes="1 parsec"), "chunk_bytes is '1 parsec', which is not a number of bytes"),
         (dict(chunk_bytes=0), "at least one byte"),
         (dict(chunk_bytes=1.5), "chunk_bytes is 1.5"),
         (dict(grads_in_float32=1), "grads_in_float32 is 1"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.pipeline.dealing import deal, slices
+from nemo_like.distributed.pipeline.cut import cut
+from nemo_like.distributed.pipeline.dealing import StageParts, deal, slices
 from nemo_like.layers import find_layers
-from nemo_like.planning.stage_parts import StageParts, stage_parts
+from nemo_like.planning.stage_parts import check_stages, stage_parts
+from tests.models.families import FAMILIES
 from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import Block, llama, tokens
 
@@ -107,3 +110,83 @@ def test_layers_are_dealt_out_so_that_the_dearest_stage_costs_least() -> None:
     assert [piece.layers for piece in slices([2, 1])] == [range(2), range(2, 3)]
     with pytest.raises(ValueError, match="2 layers cannot be dealt out to 3 stages"):
         deal([1.0, 1.0], 3)
+
+
+def test_a_tower_is_refused_with_the_shapes_that_differ() -> None:
+    model = FAMILIES["vit"].build()
+    reason = r"returns hidden states of shape \(2, 17, 32\) for a sample of 2 rows and 3 tokens"
+    with pytest.raises(ValueError, match=reason):
+        stage_parts(model, find_layers(model), dict(FAMILIES["vit"].inputs()))
+
+
+class _Experts(nn.Module):
+    """A block whose experts are a list: each gets the rows that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mine = chosen == index
+            if mine.any():
+                out[mine] = expert(x[mine])
+        return x + out
+
+
+def test_a_list_of_experts_is_refused_without_a_word_of_budgets() -> None:
+    model = _Odd(lambda model, x: [x := layer(x) for layer in model.layers][-1])
+    model.layers = nn.ModuleList(_Experts() for _ in range(4))
+    with pytest.raises(
+        ValueError, match=r"_Odd cannot be cut into stages by pp: .*'layers\.0\.experts' is a list"
+    ) as error:
+        _parts(model)
+    assert "budget" not in str(error.value) and "strategy='fsdp2' with tp, cp or ep" in str(error.value)
+
+
+class _AsksItsLayers(nn.Module):
+    """Reads of each layer what kind it is, and of the first one the shape of a weight."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = (
+            nn.Embedding(64, 16),
+            nn.ModuleList(Block() for _ in range(4)),
+            nn.Linear(16, 64),
+        )
+        for index, layer in enumerate(self.layers):
+            layer.kind = index
+        self.fails = fails
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first: Any = self.layers[0]
+        assert first.norm.eps == 1e-5 and first.up.weight.shape == (32, 16)
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            assert layer.kind == index
+            if self.fails:
+                x = x + 0 * next(layer.parameters()).sum()
+            x = layer(x)
+        return self.head(x).sum()
+
+
+def test_absent_layers_answer_for_those_that_they_stand_for() -> None:
+    model = _AsksItsLayers()
+    parts = _parts(model)
+    stages = slices([2, 2])
+    check_stages(model, parts, stages, {"ids": tokens()})
+    tree, _ = cut(model, parts, stages[1], torch.device("cpu"))
+    absent = tree.layers[0]  # type: ignore[index, union-attr]
+    assert absent.kind == 0 and not list(absent.parameters()) and not absent.state_dict()
+    assert not hasattr(absent, "nothing_of_that_name")
+
+
+def test_a_stage_that_fails_without_the_others_layers_is_refused() -> None:
+    model = _AsksItsLayers()
+    parts = _parts(model)
+    model.fails = True
+    with pytest.raises(
+        ValueError, match="pp cannot cut _AsksItsLayers into stages: stage 0 of 2 fails without the layers"
+    ):
+        check_stages(model, parts, slices([2, 2]), {"ids": tokens()})

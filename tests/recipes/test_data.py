@@ -78,13 +78,23 @@ def test_two_large_files_hold_out_the_smaller(tmp_path: Path):
     assert (_bytes_of(text.train), _bytes_of(text.held_out)) == (b"a" * 60, b"b" * 50)
 
 
-def test_fingerprint_knows_names_sizes_and_contents(tmp_path: Path):
+def test_fingerprint_of_a_copy_under_another_name_is_the_same(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"some text")
+    (tmp_path / "b.txt").write_bytes(b"some text")
+    (tmp_path / "c.txt").write_bytes(b"same text")
+    same, copy, other = (load_text(tmp_path / f"{name}.txt").fingerprint for name in "abc")
+    assert same == copy != other
+
+
+def test_fingerprint_knows_what_is_held_out_sizes_and_contents(tmp_path: Path):
     seen = {load_text(_write(tmp_path, a=b"abc", b=b"def")).fingerprint}
     assert load_text(tmp_path).fingerprint in seen
-    seen.add(load_text(_write(tmp_path, b=b"dex")).fingerprint)
-    seen.add(load_text(_write(tmp_path, b=b"defg")).fingerprint)
     (tmp_path / "b").rename(tmp_path / "c")
+    assert load_text(tmp_path).fingerprint in seen  # a is held out, whatever the other one is called
+    (tmp_path / "a").rename(tmp_path / "z")
     seen.add(load_text(tmp_path).fingerprint)
+    seen.add(load_text(_write(tmp_path, c=b"dex")).fingerprint)
+    seen.add(load_text(_write(tmp_path, c=b"defg")).fingerprint)
     assert len(seen) == 4
 
 

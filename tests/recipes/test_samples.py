@@ -57,6 +57,9 @@ BROKEN = {
     json.dumps({"text": "x" * 10 * 2**20}): "the line has 10,485,773 bytes, more than 4,194,304",
     '{"text": "\udcff"}': "it is not UTF-8: invalid start byte at byte 10",
     "[" * 100_000: "it is not JSON",
+    '{"text": "half \\ud83d a face"}': r"it has '\\ud83d', one half of a surrogate pair, which is not a character",
+    '{"prompt": "1", "completion": "2", "more": ["\\uDC00"]}': r"it has '\\udc00', one half of a surrogate pair",
+    '{"messages": [{"role": "assistant", "content": "\\udc00\\ud800"}]}': r"it has '\\udc00', one half of a surrogate",
 }
 
 
@@ -73,6 +76,27 @@ def test_a_broken_line_is_named_and_may_be_skipped(
         found = read_samples(path, tokenizer, skip_bad=True)
     assert (found.index, found.skipped) == ([0, 3], 1)
     assert re.search(rf"1 of 4 samples are left out; the first is .*, line 3: {BROKEN[line]}", caplog.text)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a \\ud83d\\ude00 face"}\n')
+    samples = read_samples(path, tokenizer)
+    assert tokenizer.decode(samples.encoded(0).tokens) == "a \U0001f600 face<|eos|>"
+
+
+def test_data_is_recognised_by_its_contents_and_not_by_its_name(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra 'finetune' is not installed")
+    rows, others = [{"text": f"{i} one"} for i in range(3)], [{"text": f"{i} two"} for i in range(3)]
+    jsonl = [
+        write_lines(tmp_path / f"{name}.jsonl", lines) for name, lines in (("a", rows), ("b", rows), ("c", others))
+    ]
+    saved = [tmp_path / name for name in "abc"]
+    for folder, lines in zip(saved, (rows, rows, others), strict=True):
+        datasets.Dataset.from_list(lines).save_to_disk(str(folder))
+    for paths in (jsonl, saved):
+        same, copy, other = (open_samples("--data", str(path)).fingerprint for path in paths)
+        assert same == copy != other
 
 
 def test_nothing_usable(tokenizer: Any, tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nemo_like.activation_checkpointing import ops
-from nemo_like.activation_checkpointing.engine.contexts import eager_contexts, keep_nothing_here
+from nemo_like.activation_checkpointing.engine.contexts import eager_contexts
 from nemo_like.activation_checkpointing.engine.dispatch import COPY, RANDOM, TRACKED, kinds_for
+from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision, Policy, SelectivePolicy
 from nemo_like.log import warn_once
 from nemo_like.torch_compat import graph_is_being_made, op_output, without_innermost_saved_tensor_hooks
@@ -56,15 +58,37 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
     return policy_fn
 
 
-def selective_contexts(policy: Policy) -> ContextPair:
-    """The pair of contexts for one region: PyTorch's own while it is traced, since the partitioner reads their tags.
+class _LeftToEager(AbstractContextManager[None]):
+    """Around the forward of a region that Dynamo was to trace, where `checkpoint` runs outside of a graph in the making.
 
-    Ours in eager mode, where a compiled graph is run without a compiler (backend ``"eager"``): PyTorch's refuse there
-    what a model changes in place after it was kept, such as the router's top values in Mixtral.
+    Then a region of ours takes over inside. Else a backend runs Dynamo's graph as it is, and PyTorch would recompute
+    with other random numbers (the graph never preserves them), and update running statistics twice.
     """
+
+    inside: ClassVar[ContextVar[_LeftToEager | None]] = ContextVar("inside", default=None)
+
+    def __init__(self, region: str) -> None:
+        self.region, self.taken_over = region, False
+
+    def __enter__(self) -> None:
+        self.token = self.inside.set(self)
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        self.inside.reset(self.token)
+        if kind is None and not self.taken_over:
+            raise RegionError(
+                f"Region {self.region!r} was compiled by a backend that runs the graph as it is (eager, a function of your "
+                "own): its recompute would draw other random numbers, so gradients would be wrong. Use inductor or "
+                "aot_eager, whose partitioner follows what ac= says; or parallelize(compile='eager'), which compiles inside "
+                "of regions."
+            )
+
+
+def _contexts_under_dynamo(policy: Policy, region: str) -> ContextPair:
+    """The pair of contexts for one region: PyTorch's own while it is traced, since the partitioner reads their tags."""
     if graph_is_being_made():
         return create_selective_checkpoint_contexts(torch_policy_fn(policy))
-    return eager_contexts(policy)
+    return _LeftToEager(region), nullcontext()
 
 
 def compiled_region(
@@ -85,14 +109,13 @@ def compiled_region(
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         say_left_to_eager(options["name"])
-        keep_nothing_here()
+        if (around := _LeftToEager.inside.get()) is not None:
+            around.taken_over = True
         with without_innermost_saved_tensor_hooks():
             return run_eagerly(fn, args, kwargs, **options)
 
-    rng, policy = options["preserve_rng_state"], options["policy"]
-    if policy.keeps_nothing:
-        return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=rng, **kwargs)
-    contexts = functools.partial(selective_contexts, policy)
+    rng = options["preserve_rng_state"]
+    contexts = functools.partial(_contexts_under_dynamo, options["policy"], options["name"])
     return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=rng, context_fn=contexts, **kwargs)
 
 
@@ -110,14 +133,17 @@ def make_selective_checkpoint_context_fn(policy: Policy | None = None) -> Callab
     """A ``context_fn`` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
 
     Each call of it makes the contexts of one region, with matmul counts of their own for forward and for replay.
-    In eager mode they count tracked operators only; under `torch.compile` they are PyTorch's, which the partitioner
-    reads. `policy` defaults to `SelectivePolicy()`.
+    In eager mode they count tracked operators only, and give replay forward's random numbers, since a compiled graph
+    that a backend runs as it is does not; under `torch.compile` they are PyTorch's, which the partitioner reads.
+    `policy` defaults to `SelectivePolicy()`.
 
     >>> forward, replay = make_selective_checkpoint_context_fn()()
     """
     chosen = SelectivePolicy() if policy is None else policy
 
     def context_fn() -> ContextPair:
-        return selective_contexts(chosen)
+        if graph_is_being_made():
+            return create_selective_checkpoint_contexts(torch_policy_fn(chosen))
+        return eager_contexts(chosen)
 
     return context_fn

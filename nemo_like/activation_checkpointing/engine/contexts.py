@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from torch import Tensor
 
+from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
 from nemo_like.activation_checkpointing.engine.kept import map_tensors, private_copy
 from nemo_like.activation_checkpointing.engine.transfer import SynchronousTransfer
 from nemo_like.activation_checkpointing.policy import SAVE, Policy
 
 
-class _Entered(threading.local):
-    """The forward contexts that this thread is inside of, innermost last."""
+class _ForwardContext(ForwardMode):
+    """`ForwardMode` that needs no `Region` to cut what it kept from the graph, nor to note where random numbers are."""
 
-    def __init__(self) -> None:
-        self.contexts: list[ForwardContext] = []
-
-
-_entered = _Entered()
-
-
-class ForwardContext(ForwardMode):
-    """`ForwardMode` that needs no `Region` to cut what it kept from the graph."""
-
-    def __enter__(self) -> ForwardContext:
-        super().__enter__()
-        _entered.contexts.append(self)
-        return self
+    def __enter__(self) -> _ForwardContext:
+        self.rng = rng_state()
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _entered.contexts.remove(self)
         super().__exit__(*error)
         for entry in self.kept:
             if entry.decision is SAVE:
@@ -40,14 +28,12 @@ class ForwardContext(ForwardMode):
                 entry.value = map_tensors(Tensor.detach, entry.value)
 
 
-def keep_nothing_here() -> None:
-    """The innermost forward context of this thread keeps nothing more: somebody inside does its work."""
-    if _entered.contexts:
-        _entered.contexts[-1].paused = True
-
-
 class _ReplayContext(ReplayMode):
     """Starts over each time it is entered, so that every replay of the region finds what forward kept."""
+
+    def __init__(self, forward: _ForwardContext) -> None:
+        super().__init__(forward.kinds, forward.kept, [], forward.region_name)
+        self.forward = forward
 
     def __enter__(self) -> _ReplayContext:
         self.position = 0
@@ -57,11 +43,17 @@ class _ReplayContext(ReplayMode):
             if entry.decision is SAVE:
                 value = map_tensors(private_copy if entry.private else Tensor.detach, value)
             self.values.append(value)
+        # `checkpoint` does so, too, but not where Dynamo's graph calls it.
+        self.rng_outside = rng_state()
+        set_rng_state(self.forward.rng)
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        set_rng_state(self.rng_outside)
 
 
 def eager_contexts(policy: Policy) -> tuple[ForwardMode, ReplayMode]:
     """Forward and replay contexts of one region under `policy`."""
-    kinds = kinds_for(policy)
-    forward = ForwardContext(kinds, policy.start(), [], SynchronousTransfer(), "torch.utils.checkpoint")
-    return forward, _ReplayContext(kinds, forward.kept, [], "torch.utils.checkpoint")
+    forward = _ForwardContext(kinds_for(policy), policy.start(), [], SynchronousTransfer(), "torch.utils.checkpoint")
+    return forward, _ReplayContext(forward)

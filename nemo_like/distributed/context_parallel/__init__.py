@@ -16,19 +16,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.distributed.context_parallel import attention
 from nemo_like.distributed.context_parallel.cached import count_from_the_whole, counts_positions
 from nemo_like.distributed.context_parallel.parts import MARK, Parts
-from nemo_like.distributed.context_parallel.plain import AttentionHooks, GivenPositions, PositionHook, takes_positions
+from nemo_like.distributed.context_parallel.plain import (
+    AttentionHooks,
+    OwnPositions,
+    PositionHook,
+    counts_along,
+)
 from nemo_like.distributed.context_parallel.plain_flex import replace_flex
 from nemo_like.distributed.context_parallel.relative_bias import over_whole_sequences
 from nemo_like.distributed.context_parallel.sequence_ops import name_group
-from nemo_like.distributed.context_parallel.stack_calls import StackHooks
+from nemo_like.distributed.context_parallel.stack_calls import StackHooks, gather_before, gather_behind
 from nemo_like.distributed.context_parallel.stacks import CutStack, find_stacks
 from nemo_like.distributed.context_parallel.whole_loss import RootHooks
 from nemo_like.layers import Layer
+from nemo_like.layers.structure import is_callable, is_container
 from nemo_like.module_tree import bare
 from nemo_like.options import ContextParallel
+from nemo_like.options.words import a_or_an
 
 __all__ = ["apply_context_parallel", "check_context_parallel"]
 
+_STATES = "encoder_hidden_states"
 _INTERNAL = "_attn_implementation_internal"
 
 
@@ -108,30 +116,37 @@ def install(
     undo: list[Any] = []
     called = model if call is None else call
     plain = [stack for stack in stacks if not stack.transformers]
-    # Of attention that layers compute themselves no structure says that it is right, nor of our ring.
-    parts.compared = parts.method == "ring" or any(not stack.transformers or stack.cached for stack in stacks)
-    root = RootHooks(model, parts, called)
+    root = RootHooks(model, parts, called, is_stack=any(stack.call is called for stack in stacks))
     undo.append(called.register_forward_pre_hook(root.before, with_kwargs=True).remove)
     undo.append(called.register_forward_hook(root.after, always_call=True, prepend=True).remove)
     if plain:
         hooks = AttentionHooks(parts)
         undo.append(called.register_forward_pre_hook(hooks.before).remove)
         undo.append(called.register_forward_hook(hooks.after, always_call=True).remove)
+    paired = len(stacks) > 1 and any(_STATES in stack.arguments for stack in stacks)
     for stack in stacks:
-        inner = StackHooks(stack, parts)
+        inner = StackHooks(stack, parts, paired)
         undo.append(stack.call.register_forward_pre_hook(inner.before, with_kwargs=True).remove)
         undo.append(stack.call.register_forward_hook(inner.after, always_call=True).remove)
+        inside = {module for layer in stack.layers for module in layer.modules()}
         for module in stack.module.modules():
             setattr(module, MARK, parts)
             undo.append(_Delete(module, MARK))
             if stack.transformers:
                 undo.extend(over_whole_sequences(module, parts))
-                if takes_positions(module) and "position_ids" not in stack.arguments:
-                    undo.append(module.register_forward_pre_hook(GivenPositions(parts), with_kwargs=True).remove)
+                if "position_ids" not in stack.arguments and module not in inside and counts_along(module):
+                    table = OwnPositions(module, parts)
+                    undo.append(module.register_forward_pre_hook(table.before, with_kwargs=True).remove)
+                    undo.append(module.register_forward_hook(table.after, always_call=True).remove)
                 if counts_positions(module):
                     undo.append(module.register_forward_pre_hook(count_from_the_whole, with_kwargs=True).remove)
             elif type(module) is nn.Embedding:
                 undo.append(module.register_forward_pre_hook(PositionHook(parts)).remove)
+        for name, module in stack.module.named_children():
+            if "pool" in name.lower() and inside.isdisjoint(module.modules()):
+                undo.append(module.register_forward_pre_hook(gather_before, with_kwargs=True).remove)
+            if inside.issubset(module.modules()) and is_callable(module) and not is_container(module):
+                undo.append(module.register_forward_hook(gather_behind).remove)
         if not stack.transformers:
             undo.extend(replace_flex(stack.module))
         elif not stack.cached:
@@ -210,6 +225,6 @@ def _check_heads(stack: CutStack, options: ContextParallel) -> None:
     for name, module in stack.module.named_modules():
         if attention.uses_interface(module) and (own := [name for name, _ in module.named_parameters(recurse=False)]):
             raise ValueError(
-                f"method='ulysses' gives each rank some heads, and {name}, a {type(module).__name__}, holds {own[0]} for "
+                f"method='ulysses' gives each rank some heads, and {name}, {a_or_an(module)}, holds {own[0]} for "
                 "all of them (attention sinks): use method='all_gather'."
             )

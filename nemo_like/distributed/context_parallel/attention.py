@@ -73,9 +73,8 @@ def _attend(
     if parts.method == "ring":
         beside = [name for name in _BESIDE_RING if kwargs.get(name) is not None]
         causal = causal and attention_mask is None and implementation == "sdpa" and not beside
-        return _in_a_ring(
-            parts, query, key, value, bool(causal), kwargs.get("dropout"), kwargs.get("scaling")
-        ).transpose(1, 2), None
+        attended = _in_a_ring(parts, query, key, value, bool(causal), kwargs.get("dropout"), kwargs.get("scaling"))
+        return attended.transpose(1, 2).contiguous(), None
     keys = key.shape[2]
     key, value = parts.gather(key, 2), parts.gather(value, 2)
     kwargs = _with_whole_bias(kwargs, keys, key.shape[2])
@@ -129,7 +128,8 @@ def _causal_in_chunks(
     ends = parts.chunk_ends(key.shape[2])
     out = [
         own(
-            module, part, key[:, :, :end], value[:, :, :end], parts.triangle(chunk, end, query.dtype, query.device),
+            module, part, key[:, :, :end], value[:, :, :end],
+            parts.triangle(chunk, end, query.dtype, query.device)[None, None],  # of one query, transformers asks its heads
             **kwargs | {"is_causal": False},
         )[0]
         for part, end in zip((heads, tails), ends)

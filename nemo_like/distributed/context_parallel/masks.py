@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nemo_like.distributed.context_parallel import block_masks, layout
-from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
+from nemo_like.distributed.context_parallel.parts import CURRENT, WHOLE, Parts, StackCall
+from nemo_like.distributed.document_numbers import kept_apart
 
 
 def causal(parts: Parts, columns: int, query: Tensor, *, additive: bool) -> Tensor:
@@ -39,7 +40,7 @@ def make(
         return mapping[implementation](
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
             attention_mask=attention_mask, device=device, dtype=dtype,
-            **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+            **kwargs if WHOLE.get() else kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
         )  # fmt: skip
     own = call.masked or call.documents is not None
     plain = mask_function is sys.modules["transformers.masking_utils"].causal_mask_function
@@ -83,6 +84,8 @@ def _looks(
     documents = call.documents
     if documents is not None and documents.shape[-1] != columns:
         documents = None
+    if documents is not None:
+        kept_apart()
 
     def looks(b: Any, h: Any, q: Any, k: Any) -> Any:
         mask = mask_function(b, h, q, k)

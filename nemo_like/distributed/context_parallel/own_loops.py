@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.distributed.context_parallel import layout
 from nemo_like.distributed.context_parallel.sequence_ops import gather_sequence, name_group
 from nemo_like.distributed.mesh import axis_size
+from nemo_like.options.words import a_or_an
 
 T = TypeVar("T", bound=Tensor | Mapping[str, Any])
 
@@ -70,6 +71,6 @@ def unshard_sequence(part: Tensor, mesh: DeviceMesh, *, dim: int = 1, length: in
 def _place(mesh: DeviceMesh) -> tuple[int, int]:
     """Ranks of the ``cp`` axis, and which of them this one is."""
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}; it must be the DeviceMesh that the model was cut over.")
+        raise TypeError(f"mesh is {a_or_an(mesh)}; it must be the DeviceMesh that the model was cut over.")
     ranks = axis_size(mesh, "cp")
     return ranks, mesh["cp"].get_local_rank() if ranks > 1 else 0

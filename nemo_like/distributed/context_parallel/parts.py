@@ -45,11 +45,13 @@ class Parts:
     method: str = "all_gather"
     planning: bool = False
     """Tensors have no values, and there are no other ranks."""
-    compared: bool = False
-    """The first call is compared with whole sequences, because structure alone does not say that parts are right."""
     masks: MasksOfAllLayers = field(default_factory=MasksOfAllLayers)
     verifying: str | None = None
     """``whole`` or ``parts`` in the two calls that are compared."""
+    seen: list[Tensor] = field(default_factory=list)
+    """In these calls: the hidden states that the stacks gave."""
+    whole_head: bool = False
+    """In this call, what comes behind the stacks gets whole sequences, on every rank."""
     idle: bool = False
     """This call is not cut: every rank has whole sequences (generation with a cache)."""
 
@@ -98,10 +100,17 @@ class StackCall:
     """Whether the caller gave an attention mask."""
     documents: Tensor | None = None
     """(B, S) numbers of packed documents; None: one document per row."""
+    last: bool = True
+    """No other stack reads its hidden states."""
 
     @property
     def padded(self) -> bool:
         return layout.padded_length(self.length, self.parts.ranks) != self.length
+
+
+def gathers_whole(call: StackCall | None) -> bool:
+    """Whether what comes behind the stack that runs gets whole sequences."""
+    return call is not None and call.last and call.parts.whole_head
 
 
 CURRENT: contextvars.ContextVar[StackCall | None] = contextvars.ContextVar("nemo_like_stack_call", default=None)
@@ -111,3 +120,7 @@ def parts_of(module: nn.Module) -> Parts | None:
     """The `Parts` of a module below a cut stack; None elsewhere, and while the model runs on whole sequences."""
     parts = getattr(module, MARK, None)
     return None if parts is None or parts.idle else parts
+
+
+WHOLE: contextvars.ContextVar[bool] = contextvars.ContextVar("nemo_like_whole_call", default=False)
+"""A call on whole sequences runs that others are compared with: to the bit as it would without ``cp``."""

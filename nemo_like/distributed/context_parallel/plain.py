@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_like.distributed.context_parallel import layout
 from nemo_like.distributed.context_parallel.attention import plain_attention
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts
 from nemo_like.layers.structure import class_of
@@ -54,19 +56,56 @@ class PositionHook:
         )
 
 
-def takes_positions(module: nn.Module) -> bool:
-    """Whether `module` is a table of positions that counts them where it is given none (BART and its kin)."""
-    return isinstance(module, nn.Embedding) and "position_ids" in inspect.signature(class_of(module).forward).parameters
+_TABLE = re.compile(r"position\w*embeddings?$", re.IGNORECASE)
 
 
-class GivenPositions:
-    """A forward pre-hook of a table for which `takes_positions` holds: it is given this rank's."""
+def counts_along(module: nn.Module) -> bool:
+    """Whether `module` makes the embeddings of positions, and counts these along its input where it is given none (BART,
+    Marian, M2M-100)."""
+    cls = class_of(module)
+    return _TABLE.search(cls.__name__) is not None and cls.forward is not nn.Embedding.forward
 
-    def __init__(self, parts: Parts) -> None:
+
+class OwnPositions:
+    """The hooks of a module for which `counts_along` holds, in a stack that takes no positions: it is given this rank's;
+    where it takes none itself, it sees whole sequences, and its output is cut."""
+
+    def __init__(self, module: nn.Module, parts: Parts) -> None:
         self._parts = parts
+        self._names = tuple(inspect.signature(class_of(module).forward).parameters)[1:]
+        self._padded: list[int | None] = []
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if CURRENT.get() is None or self._parts.idle or not args or not isinstance(args[0], Tensor) or args[0].ndim < 2:
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pre-hook."""
+        call = CURRENT.get()
+        self._padded.append(None)
+        if call is None or self._parts.idle:
             return None
-        whole = args[0].shape[1] * self._parts.ranks
-        return args, kwargs | {"position_ids": self._parts.positions(whole, args[0].device)}
+        given = dict(zip(self._names, args)) | kwargs
+        padded = layout.padded_length(call.length, self._parts.ranks)
+        if "position_ids" in self._names:
+            device = next(module.parameters()).device
+            return (), given | {"position_ids": self._parts.positions(padded, device)}
+        self._padded[-1] = padded
+        return (), {name: self._whole(value, padded) for name, value in given.items()}
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward hook, also after an exception."""
+        padded = self._padded.pop() if self._padded else None
+        if padded is None or not isinstance(output, Tensor):
+            return None
+        dim = output.ndim - 2
+        if dim < 0 or output.shape[dim] != padded:
+            raise NotImplementedError(
+                f"cp gives {type(module).__name__} whole sequences of {padded} tokens to count positions in, and its output "
+                f"{tuple(output.shape)} has no such dim before its last. Use cp=1."
+            )
+        return self._parts.cut(output, dim)
+
+    def _whole(self, value: Any, padded: int) -> Any:
+        part = padded // self._parts.ranks
+        if isinstance(value, torch.Size) and len(value) > 1 and value[1] == part:
+            return torch.Size((value[0], padded, *value[2:]))
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == part:
+            return self._parts.gather(value.detach(), 1)
+        return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,10 +28,13 @@ def over_whole_sequences(module: nn.Module, parts: Parts) -> Iterator[Any]:
             rows = torch.arange(query_length * parts.ranks, device=device)
         columns = torch.arange(key_length * parts.ranks, device=device)
         bucket: Any = getattr(module, "_relative_position_bucket")  # noqa: B009
-        found = bucket(
-            columns[None] - rows[:, None], bidirectional=not module.is_decoder,
-            num_buckets=module.relative_attention_num_buckets, max_distance=module.relative_attention_max_distance,
-        )  # fmt: skip
+        settings = {
+            "bidirectional": not module.is_decoder,
+            "num_buckets": module.relative_attention_num_buckets,
+            "max_distance": module.relative_attention_max_distance,
+        }
+        asked = inspect.signature(bucket).parameters  # UMT5 reads them of itself
+        found = bucket(columns[None] - rows[:, None], **{name: settings[name] for name in asked if name in settings})
         return table(found).permute(2, 0, 1)[None]
 
     module.compute_bias = compute_bias  # type: ignore[assignment]

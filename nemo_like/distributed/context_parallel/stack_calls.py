@@ -7,6 +7,7 @@ over all keys), a 4-D one keeps this rank's rows, and positions are counted befo
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -14,14 +15,18 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout, masks
 from nemo_like.distributed.context_parallel.cached import CACHE, OwnMasks, cache_for
-from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall
+from nemo_like.distributed.context_parallel.mixers import positions_of_ids
+from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall, gathers_whole
 from nemo_like.distributed.context_parallel.stacks import CutStack
-from nemo_like.distributed.documents import documents_of
+from nemo_like.distributed.document_numbers import documents_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.torch_compat import is_fake
 
 _LENGTH = "_nemo_like_whole_length"
+_WHOLE = "_nemo_like_whole_states"
 _MAIN = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
+_MASK_OF_IDS = "make_default_2d_attention_mask"
+"""A function of T5Gemma's file, which is called where no mask is given."""
 _PARTS = ("encoder_hidden_states",)
 """Arguments that another stack made, and that are parts already."""
 
@@ -29,8 +34,9 @@ _PARTS = ("encoder_hidden_states",)
 class StackHooks:
     """Of one stack of one model."""
 
-    def __init__(self, stack: CutStack, parts: Parts) -> None:
-        self._stack, self._parts = stack, parts
+    def __init__(self, stack: CutStack, parts: Parts, paired: bool = False) -> None:
+        """paired: it is an encoder or a decoder, and which of the two its calls show."""
+        self._stack, self._parts, self._paired = stack, parts, paired
         self._cached = stack.cached
         self._tokens: list[Any] = []
         self._own_masks: list[OwnMasks] = []
@@ -62,7 +68,7 @@ class StackHooks:
             self._own_masks.append(OwnMasks())
         return (), cut
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         call = CURRENT.get()
         if self._tokens:
             CURRENT.reset(self._tokens.pop())
@@ -70,10 +76,15 @@ class StackHooks:
             self._own_masks.pop().put_back()
             if isinstance(output, dict):
                 output[CACHE] = None  # the one that gathers is none to go on with
-        if call is not None and output is not None:
-            states = output if isinstance(output, Tensor) else next(iter(_tensors(output)), None)
-            if states is not None:
-                setattr(states, _LENGTH, call.length)
+        states = next(iter(tensors_of(output)), None)
+        if states is None:
+            return None
+        if self._parts.verifying is not None:
+            self._parts.seen.append(states)
+        if call is None:
+            return None
+        setattr(states, _LENGTH, call.length)
+        return _gathered(call, output, states)
 
     def _call(self, given: dict[str, Any]) -> StackCall:
         main = main_input(given)
@@ -94,7 +105,8 @@ class StackHooks:
         masked = mask is not None
         if masked and self._parts.method == "ring":  # which takes no mask: one that hides nothing is none
             masked = not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()))
-        return StackCall(self._parts, length, masked, documents)
+        last = not self._paired or given.get("encoder_hidden_states") is not None
+        return StackCall(self._parts, length, masked, documents, last)
 
     def _cut(self, call: StackCall, name: str, value: Any, given: dict[str, Any]) -> Any:
         parts, length = self._parts, call.length
@@ -142,13 +154,16 @@ class StackHooks:
         assert main is not None  # `_call` looked
         padded = layout.padded_length(call.length, parts.ranks)
         if "position_ids" in names and given.get("position_ids") is None:
-            if any(hasattr(module, "create_position_ids_from_input_ids") for module in self._stack.module.modules()):
-                raise ValueError(
-                    f"{type(self._stack.module).__name__} counts its positions from the ids that are no padding, and cp "
-                    "counts them before the cut: pass position_ids."
-                )
             self._refuse_positions_of_a_mask(given.get("attention_mask"))
-            cut["position_ids"] = parts.positions(padded, main.device)[None]
+            counted = positions_of_ids(self._stack.module, given.get("input_ids"))
+            own = parts.positions(padded, main.device)[None]
+            cut["position_ids"] = own if counted is None else parts.cut(_continued(counted, parts.ranks), 1)
+        stack = self._stack.module
+        if given.get("attention_mask") is None and hasattr(sys.modules.get(type(stack).__module__), _MASK_OF_IDS):
+            raise ValueError(
+                f"{type(stack).__name__} makes its mask from the ids that are no padding, and cp makes it before the cut: "
+                "pass attention_mask (and decoder_attention_mask)."
+            )
         # A mask that is there tells transformers how many keys there are, and that position_ids are no sign of packing.
         if "attention_mask" in names and cut.get("attention_mask") is None:
             real = torch.ones(main.shape[0], call.length, dtype=torch.long, device=main.device)
@@ -200,9 +215,52 @@ def _deepstack(parts: Parts, embeds: Any, where: Tensor | None) -> Any:
     return [features[mine] for features in embeds]
 
 
-def _tensors(output: Any) -> Any:
+def tensors_of(output: Any) -> list[Tensor]:
+    """Those that a model returned, but for what stands in containers of their own."""
+    if isinstance(output, Tensor):
+        return [output]
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    return (value for value in values if isinstance(value, Tensor))
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def exchange(output: Any, old: Tensor, new: Tensor) -> Any:
+    """What a model returned, with `new` in the place of `old`."""
+    if output is old:
+        return new
+    if isinstance(output, dict):
+        return type(output)(**{key: new if value is old else value for key, value in output.items()})
+    items = [new if item is old else item for item in output]
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+
+
+def _gathered(call: StackCall, output: Any, states: Tensor) -> Any:
+    """`output` with whole sequences in the place of a part's hidden `states`; None: as it is."""
+    part = layout.padded_length(call.length, call.parts.ranks) // call.parts.ranks
+    if not gathers_whole(call) or states.shape[1] != part or getattr(states, _WHOLE, False):
+        return None
+    whole = call.parts.gather(states, 1)[:, : call.length]
+    setattr(whole, _WHOLE, True)
+    return exchange(output, states, whole)
+
+
+def gather_behind(module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook of what runs the layers of a stack, where something comes behind it in the stack (a pooler)."""
+    call, states = CURRENT.get(), next(iter(tensors_of(output)), None)
+    return None if call is None or states is None else _gathered(call, output, states)
+
+
+def gather_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook of what a stack pools its sequence with: on every rank, it gets the whole."""
+    call = CURRENT.get()
+    if call is None or call.parts.idle or gathers_whole(call):
+        return None
+    part = layout.padded_length(call.length, call.parts.ranks) // call.parts.ranks
+
+    def whole(value: Any) -> Any:
+        fits = isinstance(value, Tensor) and value.ndim == 3 and value.shape[1] == part
+        return call.parts.gather(value, 1)[:, : call.length] if fits else value
+
+    return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
 
 
 def _shape(value: Any) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from nemo_like.distributed.context_parallel.attention import attention_of, uses_interface
 from nemo_like.distributed.context_parallel.cached import CACHE, asks_a_cache
 from nemo_like.distributed.context_parallel.mixers import sequence_mixers
-from nemo_like.distributed.context_parallel.plain import takes_positions
+from nemo_like.distributed.context_parallel.plain import counts_along
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import class_of
 from nemo_like.module_tree import bare
@@ -150,7 +150,7 @@ def _check_positions(where: str, stack: CutStack) -> None:
     if "position_ids" in stack.arguments or "cache_position" in stack.arguments:
         return
     for name, module in stack.module.named_modules():
-        if isinstance(module, nn.Embedding) and "pos" in name.lower() and not takes_positions(module):
+        if isinstance(module, nn.Embedding) and "pos" in name.lower() and not counts_along(module):
             raise ValueError(
                 f"{where}cp gives every rank the positions of its tokens, and {type(stack.module).__name__} takes no "
                 f"position_ids, while {name} ({class_of(module).__name__}) counts them itself. Use cp=1."

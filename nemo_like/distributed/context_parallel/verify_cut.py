@@ -1,66 +1,136 @@
 """A call on parts of sequences compared with the same call on whole ones, on the same weights.
 
-Plain models are compared once, on the first tokens of their first batch: nothing in their structure says where positions
-come from, or that no other function than torch's attention looks along the sequence. ``NEMO_LIKE_VERIFY=1`` compares
-the whole first batch of any model (which takes the memory of whole sequences), ``0`` none.
+Nothing in a model's structure says for certain where positions come from, that no other function than attention looks along
+the sequence, or what its loss is made of. So the first tokens of a model's first batch are run twice, and the hidden states,
+the outputs and the loss compared. ``NEMO_LIKE_VERIFY=1`` compares the whole first batch (which takes the memory of whole
+sequences), ``0`` none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed.context_parallel import layout
 from nemo_like.distributed.context_parallel.block_masks import first_tokens as first_of_mask
 from nemo_like.distributed.context_parallel.block_masks import is_block_mask
-from nemo_like.distributed.context_parallel.parts import Parts
+from nemo_like.distributed.context_parallel.parts import WHOLE, Parts
+from nemo_like.distributed.context_parallel.sequence_ops import find_group
+from nemo_like.distributed.context_parallel.stack_calls import main_input, tensors_of
+from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
 
 VARIABLE = "NEMO_LIKE_VERIFY"
 _TOKENS_PER_RANK = 16
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
-"""Relative to the norm of what is compared; other dtypes round more."""
-_LOWER = 3e-2
+_EXACT = {torch.float32: 1e-4, torch.float64: 1e-6}
+"""What is allowed, relative to the norm of what is compared."""
+_LOWER, _LOWER_LOSS = 0.1, 3e-2
+"""Where something is computed with fewer bits: of tensors, and of the loss, a mean over tokens."""
+_LEFT_OUT = 4
+"""One token in so many, the furthest off, does not count: rounding may send it to another expert."""
+_MEDIA = re.compile(r"pixel|image|video|audio|speech|feature|grid|media|vision|visual", re.IGNORECASE)
+_PLACEHOLDER = re.compile(r"^(image|video|audio|speech|media|vision)\w*_token_(id|index)$")
 
 
-def wanted(plain: bool) -> int | None:
+def wanted() -> int | None:
     """How many times the ranks' number of tokens to compare; 0: all; None: nothing is compared."""
-    value = os.environ.get(VARIABLE)
-    if value == "1":
-        return 0
-    return _TOKENS_PER_RANK if plain and value != "0" else None
+    return {"0": None, "1": 0}.get(os.environ.get(VARIABLE, ""), _TOKENS_PER_RANK)
 
 
-def verify_cut(model: nn.Module, parts: Parts, given: dict[str, Any], length: int, tokens: int) -> None:
+def verify_cut(
+    model: nn.Module,
+    parts: Parts,
+    given: Mapping[str, Any],
+    tokens: int,
+    look: Callable[[dict[str, Any], Any, int], None],
+) -> None:
     """Raise ValueError, on every rank, where `model` answers otherwise on parts than on whole sequences.
 
-    given: arguments of the call by name; length: tokens of its sequences; tokens: as `wanted` gives.
+    Args:
+        given: arguments of the call by name.
+        tokens: as `wanted` gives.
+        look: called with the arguments of the call on whole sequences, what the model gave, and their length, before it is
+            called on parts.
     """
-    inputs = first_tokens(given, length, tokens, parts.ranks)
-    with torch.no_grad(), torch.random.fork_rng(), evaluating(model):
-        parts.verifying = "whole"
-        try:
-            whole = answers(model(**inputs))
-            parts.verifying = "parts"
-            cut = answers(model(**inputs))
-        finally:
-            parts.verifying = None
-    refuse_others(model, parts, max(excess(parts, found, expected) for found, expected in zip(cut, whole)))
+    main = main_input(dict(given))
+    assert main is not None  # the caller looked
+    inputs = first_tokens(given, sequence_length(main), tokens, parts.ranks, placeholders(model))
+    main = main_input(inputs)
+    assert main is not None
+    with as_it_was(model), chunked_in_evaluation(model):
+        whole, expected = _run(model, parts, inputs, "whole")
+        look(inputs, whole, sequence_length(main))
+        _, found = _run(model, parts, inputs, "parts")
+    shown = inputs.get("attention_mask")
+    bits = fewer_bits(model, expected)
+    pairs = zip(found, expected, strict=True) if len(found) == len(expected) else ()
+    off = max((excess(parts, *pair, bits, shown) for pair in pairs), default=float("inf"))
+    worst = torch.tensor([off], device=main.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=find_group(parts.group))
+    refuse_others(model, parts, worst.item())
 
 
-def excess(parts: Parts, found: Tensor, expected: Tensor) -> float:
-    """How far what parts gave is off what whole sequences gave, as a multiple of what is allowed for its dtype.
+def _run(model: nn.Module, parts: Parts, inputs: Mapping[str, Any], word: str) -> tuple[Any, list[Tensor]]:
+    """What `model` gives, and what of it is compared."""
+    parts.verifying = word
+    token = WHOLE.set(word == "whole")
+    try:
+        output = model(**inputs)
+        return output, [*parts.seen, *answers(output)]
+    finally:
+        parts.verifying, parts.seen = None, []
+        WHOLE.reset(token)
 
-    found: (B, S / ranks, ...) of this rank, joined first; or anything of the shape of `expected`.
+
+def excess(
+    parts: Parts, found: Tensor, expected: Tensor, fewer_bits: bool = False, shown: Tensor | None = None
+) -> float:
+    """How far what parts gave is off what whole sequences gave, as a multiple of what is allowed.
+
+    Args:
+        found: (B, S / ranks, ...) of this rank, joined first; or anything of the shape of `expected`.
+        fewer_bits: something on the way was computed with less than float32.
+        shown: (B, S) mask; tokens that it hides are not compared.
     """
+    found, expected = (each.full_tensor() if isinstance(each, DTensor) else each for each in (found, expected))
     if found.ndim > 1 and found.shape != expected.shape:
         found = parts.gather(found, 1)[:, : expected.shape[1]]
-    error = ((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
-    return error / _TOLERANCE.get(expected.dtype, _LOWER) if error == error else float("inf")
+    if found.shape != expected.shape:
+        return float("inf")
+    allowed = _EXACT.get(expected.dtype)
+    if allowed is None or fewer_bits:
+        allowed = _LOWER if expected.ndim else _LOWER_LOSS
+    if expected.ndim > 2:
+        kept = slice(None)
+        if isinstance(shown, Tensor) and shown.shape == expected.shape[:2]:
+            kept = shown.flatten() != 0  # type: ignore[assignment]
+        found, expected = (each.flatten(0, 1).flatten(1)[kept] for each in (found, expected))
+    found, expected = found.double(), expected.double()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    error, scale = (found - expected).masked_fill(same, 0), expected.nan_to_num()
+    if expected.ndim == 2:
+        order = error.norm(dim=1).argsort()[: len(error) - len(error) // _LEFT_OUT]
+        error, scale = error[order], scale[order]
+    off = (error.norm() / scale.norm().clamp(min=1e-30)).item()
+    return off / allowed if off == off else float("inf")
+
+
+def fewer_bits(model: nn.Module, compared: list[Tensor]) -> bool:
+    """Whether `model` computes with less than float32 somewhere, as far as that shows."""
+    device = next((tensor.device.type for tensor in compared), "cpu")
+    return (
+        any(tensor.dtype not in _EXACT for tensor in compared)
+        or torch.is_autocast_enabled(device)
+        or (device != "cpu" and torch.get_float32_matmul_precision() != "highest")
+        or any("Float8" in type(module).__name__ for module in model.modules())
+    )
 
 
 def refuse_others(model: nn.Module, parts: Parts, worst: float) -> None:
@@ -68,18 +138,63 @@ def refuse_others(model: nn.Module, parts: Parts, worst: float) -> None:
     if worst > 1:
         raise ValueError(
             f"cp={parts.ranks} gives this {type(model).__name__} other outputs than whole sequences do (off by {worst:.0f} "
-            "times what rounding is allowed): something in it looks along the sequence, or counts positions, without the "
-            "function that cp replaces. Use cp=1, or take positions as an argument position_ids."
+            "times what rounding is allowed): something in it looks along the sequence, counts positions, or makes its loss "
+            "of a part, without the functions that cp replaces. Use cp=1, or take positions as an argument position_ids."
         )
 
 
-def first_tokens(given: Mapping[str, Any], length: int, tokens: int, ranks: int) -> dict[str, Any]:
-    """`given` with the first tokens of its sequences of `length`: `tokens` for each of `ranks`; 0: all.
+def sequence_length(main: Tensor) -> int:
+    """Tokens per row of ids (B, S), or with choices or codebooks beside them, or of embeddings (B, S, D)."""
+    return main.shape[1] if main.is_floating_point() else max(main.shape[1:])
 
-    Where the whole sequences are padded, one less, so that these are, too.
+
+def placeholders(*models: nn.Module) -> list[int]:
+    """The ids in whose places the states of pictures and sounds are put."""
+    found: set[int] = set()
+    for module in (module for model in models for module in model.modules()):
+        for name, value in vars(getattr(module, "config", object)).items():
+            if _PLACEHOLDER.match(name) and isinstance(value, int):
+                found.add(value)
+    return sorted(found)
+
+
+def first_tokens(
+    given: Mapping[str, Any], length: int, tokens: int, ranks: int, placeholders: list[int] | None = None
+) -> dict[str, Any]:
+    """`given` with the first tokens of its sequences of `length`: `tokens` for each of `ranks`; 0: all, as it is.
+
+    Where the whole sequences are padded, one less, so that these are, too. Text alone: pictures and sounds are left out, and
+    an id for the `placeholders` in which they would be put. Where none of these tokens has a label that counts, or a row
+    shows none, all have and do.
     """
-    few = tokens * ranks - (layout.padded_length(length, ranks) != length) if tokens else length
-    return {name: _first(value, length, min(length, few)) for name, value in given.items()}
+    if not tokens:
+        return dict(given)
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        if "token_type" in name or not _MEDIA.search(name):
+            own = length if not _own_length(name, value) else value.shape[1]
+            few = tokens * ranks - (layout.padded_length(own, ranks) != own)
+            made[name] = _first(value, own, min(own, few))
+    for name, value in made.items():
+        if not isinstance(value, Tensor) or value.is_floating_point():
+            continue
+        if name in LABELS and value.ndim > 1 and bool((value < 0).all()):
+            made[name] = torch.zeros_like(value)
+        elif name == "attention_mask" and value.ndim == 2 and not bool(value.any(1).all()):
+            made[name] = torch.ones_like(value)
+        elif name == "mm_token_type_ids":
+            made[name] = torch.zeros_like(value)
+        elif name in ("input_ids", "decoder_input_ids") and placeholders:
+            hidden = torch.isin(value, torch.tensor(placeholders, device=value.device))
+            made[name] = value.masked_fill(
+                hidden, next(i for i in range(len(placeholders) + 1) if i not in placeholders)
+            )
+    return made
+
+
+def _own_length(name: str, value: Any) -> bool:
+    """Whether `value` has a sequence of its own: of labels or a decoder, beside an encoder's."""
+    return isinstance(value, Tensor) and value.ndim > 1 and (name in LABELS or name.startswith("decoder_"))
 
 
 def _first(value: Any, length: int, few: int) -> Any:
@@ -94,21 +209,38 @@ def _first(value: Any, length: int, few: int) -> Any:
 
 
 def answers(output: Any) -> list[Tensor]:
-    """The loss, if there is one, and the first tensor of the sequence."""
-    if isinstance(output, Tensor):
-        return [output]
-    values = list(output.values()) if isinstance(output, dict) else list(output)
-    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    scalars, others = [t for t in tensors if t.ndim == 0], [t for t in tensors if t.ndim > 1]
-    return scalars[:1] + others[:1]
+    """What of the output of a model is compared: the loss, and its other tensors."""
+    return [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+
+
+@contextlib.contextmanager
+def as_it_was(*models: nn.Module) -> Iterator[None]:
+    """Within it, `models` are called for a comparison: in evaluation mode, without gradients, and uncompiled, or layers
+    would be compiled for other lengths. Random numbers, buffers and plain attributes are put back after."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for model in models:
+            stack.enter_context(evaluating(model))
+        yield
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
+    """Within it, `model` is in evaluation mode; its buffers and plain attributes are put back after."""
+    plain = [(own, {k: v for k, v in own.items() if isinstance(v, _PLAIN)}) for own in map(vars, model.modules())]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for own, values in plain:
+            own.update(values)  # `training`, too
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+_PLAIN = int | float | str | None

@@ -3,11 +3,15 @@
 The model computes its loss as it always does, from its part of the logits and of the labels. While it runs, the targets
 of its cross entropy are exchanged for the right ones (the label of a part's last token is another rank's first), and
 what a "mean" divides by is counted on the whole labels, which every rank has. The parts are summed over the ranks.
+
+A loss that is none of tokens (a class per row, where an answer starts), and outputs that are made of a row, are computed
+from whole sequences on every rank: what comes behind the layers is given them.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +22,10 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.parts import Parts
 from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_parts
-from nemo_like.distributed.context_parallel.stack_calls import main_input
+from nemo_like.distributed.context_parallel.stack_calls import exchange, main_input, tensors_of
 from nemo_like.distributed.context_parallel.verify_cut import verify_cut, wanted
+from nemo_like.layers.structure import class_of
+from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.targets import IGNORED
 from nemo_like.module_tree import base_model
@@ -31,26 +37,35 @@ _CACHES = ("past_key_values", "cache_params", "past_key_value")
 class RootHooks:
     """The hooks of a whole model."""
 
-    def __init__(self, model: nn.Module, parts: Parts, call: nn.Module) -> None:
-        """call: whose hooks these are; another than `model`, where this is a pipeline's stage."""
+    def __init__(self, model: nn.Module, parts: Parts, call: nn.Module, is_stack: bool = False) -> None:
+        """call: whose hooks these are; another than `model`, where this is a pipeline's stage. is_stack: it is a stack
+        itself."""
         self._model, self.parts = model, parts
-        self._whole = call is model
+        self._whole, self._is_stack = call is model, is_stack
         self._open: list[_Loss | None] = []
-        self._idle: list[bool] = []
+        self._before: list[tuple[bool, bool]] = []
+        self._pools = self._other_loss = False
+        """Whether the first call has shown that outputs are made of whole rows, or its loss not of tokens."""
+        self._watched = WatchedLosses()
         self.shifts: bool | None = None
         """Whether the model's own loss shifts its labels by one; None: no call has shown it yet."""
         self._checked = parts.planning
         self._names = tuple(inspect.signature(base_model(call).forward).parameters)
+        config = getattr(base_model(model), "config", None)
+        self._decodes = "decoder_input_ids" in self._names and bool(getattr(config, "is_encoder_decoder", False))
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self._names
         given = dict(zip(names, args)) | kwargs
-        self._idle.append(self.parts.idle)
+        self._before.append((self.parts.idle, self.parts.whole_head))
         self._open.append(None)
         self.parts.idle = any(given.get(name) is not None for name in _CACHES)
         if self.parts.idle:
             self._refuse_cache_in_training(given)
-        self.parts.idle |= self.parts.verifying == "whole"
+        if self.parts.verifying == "whole":
+            self.parts.idle = True
+            self._watched = WatchedLosses()
+            self._watched.__enter__()
         if self.parts.idle:
             return None
         if given.get("return_dict") is False or given.get("logits_to_keep") not in (None, 0):
@@ -59,8 +74,9 @@ class RootHooks:
                 "rank's part."
             )
         self._check_first_call(given)
-        names_given = [name for name in LABELS if isinstance(given.get(name), Tensor)]
-        if not names_given:
+        names_given, others = self._labels(given)
+        self.parts.whole_head = not self._is_stack and (others or self._other_loss or (self._pools and not names_given))
+        if self.parts.whole_head or not names_given:
             return None
         # Where the caller has shifted them, the model's loss reads those alone.
         name = "shift_labels" if "shift_labels" in names_given else names_given[0]
@@ -79,11 +95,28 @@ class RootHooks:
         if not self._open:
             return None
         loss = self._open.pop()
-        self.parts.idle = self._idle.pop()
+        if self.parts.verifying == "whole":
+            self._watched.__exit__()
+        self.parts.idle, self.parts.whole_head = self._before.pop()
         if loss is None:
             return None
         loss.__exit__()
         return None if output is None else loss.put_sum(output)
+
+    def _labels(self, given: dict[str, Any]) -> tuple[list[str], bool]:
+        """The names of labels of tokens, and whether there are others (of rows; real numbers; places in the sequence)."""
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        places = ("start_positions", "end_positions")
+        named = [name for name in tensors if name in LABELS or "label" in name or name in places]
+        main = main_input(given)
+        read = None if main is None else main.shape[: 1 if self._decodes else 2]  # a decoder has tokens of its own
+        of_tokens = [
+            name
+            for name in LABELS
+            if name in named and (labels := tensors[name]).ndim > 1 and not labels.is_floating_point()
+            and (read is None or labels.shape[: len(read)] == read)
+        ]  # fmt: skip
+        return of_tokens, len(of_tokens) < len(named)
 
     def _refuse_cache_in_training(self, given: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and self._model.training:
@@ -98,11 +131,11 @@ class RootHooks:
         if self._checked or main is None:
             return
         self._checked = True
-        self._check_same_batch(given)
-        tokens = wanted(self.parts.compared)
+        tokens = wanted()
         if tokens is not None and self._whole:  # a pipeline compares all its stages
-            verify_cut(self._model, self.parts, given, main.shape[1], tokens)
+            verify_cut(self._model, self.parts, given, tokens, self._look)
 
+<<<<<<< HEAD
     def _check_same_batch(self, given: dict[str, Any]) -> None:
         digest = torch.stack([_digest(value) for value in given.values() if isinstance(value, Tensor)]).sum()
         if is_fake(digest):
@@ -115,14 +148,38 @@ class RootHooks:
                 f"The {self.parts.ranks} ranks of a cp group got different batches: each must get the same whole sequences "
                 "and cuts its part itself. Give the sampler the data-parallel rank (rank // cp) and their number."
             )
+=======
+    def _look(self, given: dict[str, Any], output: Any, length: int) -> None:
+        """At what the model gives for whole sequences of `length` tokens: outputs without a sequence, or a loss that is no
+        cross entropy of labels of tokens."""
+        of_tokens, _ = self._labels(given)
+        if not of_tokens:
+            found = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+            self._pools = any(tensor.ndim < 2 or tensor.shape[1] != length for tensor in found)
+            return
+        loss = next((tensor for tensor in tensors_of(output) if tensor.ndim == 0), None)
+        labels = given["shift_labels" if "shift_labels" in of_tokens else of_tokens[0]]
+        self._other_loss = loss is not None and not self._watched.make(loss, labels, given.get("num_items_in_batch"))
+>>>>>>> main
 
     def _make_decoder_inputs(self, given: dict[str, Any], labels: Tensor) -> None:
         """Of an encoder-decoder that makes its decoder's input from its labels: from whole ones."""
-        model = base_model(self._model)
-        if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        made = given.get("decoder_input_ids") is not None or given.get("decoder_inputs_embeds") is not None
+        if not self._decodes or made:
             return
-        if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
-            given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]
+        model: Any = base_model(self._model)
+        prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        shift = getattr(sys.modules.get(class_of(model).__module__), "shift_tokens_right", None)
+        if prepare is not None:
+            given["decoder_input_ids"] = prepare(labels)
+        elif shift is not None:
+            start = model.config.decoder_start_token_id
+            given["decoder_input_ids"] = shift(labels, model.config.pad_token_id, start)
+        else:
+            raise NotImplementedError(
+                f"cp cuts labels, and how {class_of(model).__name__} makes its decoder's input of them is not known: pass "
+                "decoder_input_ids."
+            )
 
     def agree(self, plain: bool, shifted: bool, target: Tensor) -> tuple[bool, bool]:
         """What all ranks have seen: one of them may have labels that tell nothing."""
@@ -165,8 +222,7 @@ class _Loss:
             input, mine, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )
         if reduction == "mean":
-            counts = whole != ignore_index
-            total = total / (counts.sum() if weight is None else (weight[whole.where(counts, 0)] * counts).sum())
+            total = mean_of(total, LossCall(whole, ignore_index, weight, reduction))
         self.found.append(total)
         return total
 
@@ -203,44 +259,53 @@ class _Loss:
         parts = self.hooks.parts
         loss = output.get("loss") if isinstance(output, dict) else None
         if loss is None:
-            loss = next((item for item in _flat(output) if any(item is one for one in self.found)), None)
+            loss = next((item for item in tensors_of(output) if any(item is one for one in self.found)), None)
         if loss is None or not self.found or not self._is_found(loss):
             raise NotImplementedError(
                 f"cp sums a model's cross entropy over ranks, and the loss of this {type(self.hooks._model).__name__} "
                 + (
-                    "has other terms beside it (an auxiliary loss of a router?). Turn them off, "
+                    "has other terms beside it (an auxiliary loss of a router?). Turn them off, or compute"
                     if self.found
-                    else "is none. "
+                    else "is none. Compute"
                 )
-                + "or compute the loss outside, from shard_sequence's labels."
+                + " the loss outside, from shard_sequence's labels."
             )
-        return _exchange(output, loss, sum_parts(loss, parts.ranks, parts.group))
+        return exchange(output, loss, sum_parts(loss, parts.ranks, parts.group))
 
     def _is_found(self, loss: Tensor) -> bool:
-        if self.hooks.parts.planning or any(loss is one for one in self.found):
-            return True
-        sums = torch.stack([one.detach() for one in self.found]).sum()
-        candidates = [sums] if self.items is None else [sums, sums / self.items]
-        return any(torch.allclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True) for one in candidates)
+        return self.hooks.parts.planning or _is_sum(loss, self.found, self.items)
 
 
-def _digest(value: Tensor) -> Tensor:
-    """One number that other contents, another order or another shape change."""
-    flat = value.detach().reshape(-1).nan_to_num().double()
-    return len(flat) + (flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).sin()).sum()
+def _is_sum(loss: Tensor, terms: list[Tensor], items: Any) -> bool:
+    """Whether `loss` is made of cross entropies `terms`, divided by the number of `items` or not."""
+    if any(loss is term for term in terms):
+        return True
+    total = torch.stack([term.detach() for term in terms]).sum()
+    candidates = [total] if items is None else [total, total / items]
+    return any(torch.allclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True) for one in candidates)
 
 
-def _flat(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    return [value for value in values if isinstance(value, Tensor)]
+class WatchedLosses:
+    """Watches which cross entropies are computed, and of what."""
 
+    def __init__(self) -> None:
+        self._found: list[tuple[Tensor, int]] = []
+        self._before: Callable[..., Tensor] = F.cross_entropy
 
-def _exchange(output: Any, old: Tensor, new: Tensor) -> Any:
-    if output is old:
-        return new
-    if isinstance(output, dict):
-        return type(output)(**{key: new if value is old else value for key, value in output.items()})
-    items = [new if item is old else item for item in output]
-    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    def __enter__(self) -> None:
+        self._before = F.cross_entropy
+        F.cross_entropy = self._cross_entropy
+
+    def __exit__(self, *error: object) -> None:
+        F.cross_entropy = self._before
+
+    def _cross_entropy(self, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        loss = self._before(input, target, *args, **kwargs)
+        self._found.append((loss, target.numel()))
+        return loss
+
+    def make(self, loss: Tensor, labels: Tensor, items: Any) -> bool:
+        """Whether `loss` is made of those that were watched, each of a target for each of `labels`."""
+        if not self._found or any(count != labels.numel() or term.ndim for term, count in self._found):
+            return False
+        return _is_sum(loss, [term for term, _ in self._found], items)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.module_tree import bare
+from nemo_like.options.words import a_or_an
 from nemo_like.tensors import tensors_in
 
 
@@ -22,7 +23,7 @@ def check_list(fqn: str, experts: nn.Module) -> None:
     """Raise ValueError where the modules of the list `fqn` cannot be stacked: they must be of one kind."""
     if type(experts).forward is not nn.ModuleList.forward:
         raise ValueError(
-            f"{fqn!r}, a {type(experts).__name__}, is a list of experts with a forward of its own, which is not understood: "
+            f"{fqn!r}, {a_or_an(experts)}, is a list of experts with a forward of its own, which is not understood: "
             "keep them in a plain nn.ModuleList that the block calls, or stack their weights. Or use ep=1."
         )
     if own := next(iter([*experts._parameters, *experts._buffers]), None):
@@ -44,8 +45,8 @@ def check_list(fqn: str, experts: nn.Module) -> None:
     for number, member in enumerate(members):
         if type(member) is not type(members[0]) or _signature(member) != first:
             raise ValueError(
-                f"The experts of {fqn!r} are not alike: number {number}, a {type(member).__name__}, has other weights than "
-                f"number 0, a {type(members[0]).__name__}. Split over ranks, they are stacked. Use ep=1."
+                f"The experts of {fqn!r} are not alike: number {number}, {a_or_an(member)}, has other weights than "
+                f"number 0, {a_or_an(members[0])}. Split over ranks, they are stacked. Use ep=1."
             )
         if buffer := next((name for name, _ in member.named_buffers()), None):
             raise ValueError(
@@ -240,7 +241,7 @@ def _tied(out: Any, zero: Tensor) -> Any:
         return out + zero.to(out.dtype)
     if isinstance(out, tuple | list) and out:
         return type(out)([_tied(out[0], zero), *out[1:]])
-    raise NotImplementedError(f"A block with a list of experts that ep splits gives a {type(out).__name__}: use ep=1.")
+    raise NotImplementedError(f"A block with a list of experts that ep splits gives {a_or_an(out)}: use ep=1.")
 
 
 class _AnsweredOnce:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.expert_parallel.find_experts import EVERY, Experts, find_experts
 from nemo_like.distributed.mesh import axis_size
+from nemo_like.module_tree import check_model
 from nemo_like.torch_compat import in_backward
 
 
@@ -32,6 +33,7 @@ def watch_expert_load(model: nn.Module, plan: Mapping[str, str] | None = None) -
     Raises:
         ValueError: the model has no such experts.
     """
+    check_model(model)
     found = [
         experts
         for experts in find_experts(model, plan)

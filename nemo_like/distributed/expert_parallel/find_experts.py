@@ -11,6 +11,7 @@ from torch import nn
 
 from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts, check_list
 from nemo_like.module_tree import bare_modules, glob_to_regex
+from nemo_like.options.words import a_or_an
 
 ROUTED, EVERY, EACH = "routed", "every", "each"
 _DISPATCHED = "ep_dispatch_experts"  # what plans of transformers call a module that is called with the routing
@@ -98,7 +99,7 @@ def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
                 continue
             if _fused_rows(module) is None:
                 raise ValueError(
-                    f"ExpertParallel.plan names {name!r}, a {type(module).__name__}, whose own parameters are not fused "
+                    f"ExpertParallel.plan names {name!r}, {a_or_an(module)}, whose own parameters are not fused "
                     "weights: it must have some of three dims, with the experts as the first, as many in all of them. For "
                     "a list of experts, say 'each'."
                 )
@@ -126,7 +127,7 @@ def _listed(name: str, module: nn.Module) -> Experts:
     if isinstance(module, StackedExperts):
         return Experts(name, module, len(module), EACH)
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not len(module):
-        raise ValueError(f"ExpertParallel.plan says 'each' for {name!r}, a {type(module).__name__}: it must be a list.")
+        raise ValueError(f"ExpertParallel.plan says 'each' for {name!r}, {a_or_an(module)}: it must be a list.")
     check_list(name, module)
     return Experts(name, module, len(module), EACH)
 

@@ -1,25 +1,23 @@
-"""A batch cut into microbatches, and what each of them counts in the mean loss."""
+"""A batch cut into microbatches, and what counts in each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_like.losses.targets import IGNORED
+from nemo_like.losses.batch_means import LossCall
+from nemo_like.losses.model_loss import LABELS
 
-_LABELS = ("labels", "shift_labels")
 
-
-def cut_batch(batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]], int, int]:
-    """`count` microbatches of equal size, their rows and their tokens.
-
-    Rows that are missing for that are copies of the last one with labels that count for nothing.
+def size_of(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and tokens of `batch`.
 
     Raises:
-        ValueError: no tensor of shape (rows, tokens, ...), or rows that are missing where there are no ``labels``.
+        ValueError: no tensor of shape (rows, tokens, ...).
     """
     first = next((value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2), None)
     if first is None:
@@ -27,21 +25,33 @@ def cut_batch(batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]
             f"A pipeline's batch has no tensor of shape (rows, tokens); it has {', '.join(batch) or 'nothing'}. Give by "
             "keyword what the model is called with: pipeline.step(input_ids=..., labels=...)."
         )
-    rows, tokens = first.shape[:2]
+    return first.shape[0], first.shape[1]
+
+
+def cut_batch(
+    batch: Mapping[str, Any], count: int, fill: Mapping[str, int] | None = None
+) -> tuple[list[dict[str, Any]], int, int]:
+    """`count` microbatches of equal size, their rows and their tokens.
+
+    Rows that are missing for that are copies of the last one, with the numbers of `fill` in the tensors that it names.
+
+    Raises:
+        ValueError: no tensor of shape (rows, tokens, ...), or rows that are missing where there is no `fill`.
+    """
+    rows, tokens = size_of(batch)
     missing = -rows % count
-    labels = batch.get("labels")
-    if missing and not (isinstance(labels, Tensor) and len(labels) == rows):
+    if missing and fill is None:
         raise ValueError(
-            f"The batch has {rows} rows and the pipeline {count} microbatches: give a multiple of {count} rows, or labels=, "
-            f"so that rows can be added which count for nothing ({IGNORED})."
+            f"The batch has {rows} rows and the pipeline {count} microbatches: give a multiple of {count} rows. Rows that "
+            "count for nothing are added where the loss is a cross entropy of labels (its ignore_index), and here it is not."
         )
     size = (rows + missing) // count
     made: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.dim() and len(value) == rows:
-            if missing:
+            if missing and fill is not None:
                 added = value[-1:].expand(missing, *value.shape[1:])
-                value = torch.cat([value, torch.full_like(added, IGNORED) if name in _LABELS else added])
+                value = torch.cat([value, torch.full_like(added, fill[name]) if name in fill else added])
             for part, chunk in zip(made, value.split(size)):
                 part[name] = chunk
         else:
@@ -50,59 +60,114 @@ def cut_batch(batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]
     return made, size, tokens
 
 
-def counted_tokens(labels: Tensor, shifted: bool) -> int:
-    """How many labels of (rows, tokens) count; `shifted`: the first of each row is no token's target.
-
-    No class has a negative number, so whatever a model's loss ignores (-100, -1) is negative.
-    """
-    return int((labels[:, 1:] if shifted else labels).ge(0).sum())
-
-
-def _targets(microbatches: Sequence[dict[str, Any]]) -> str | None:
-    """What a batch without ``labels`` calls them, if some count for nothing: whole numbers of which some are negative."""
-    found = {
-        name
-        for part in microbatches
-        for name, value in part.items()
-        if isinstance(value, Tensor) and value.dim() >= 2 and not value.is_floating_point() and bool((value < 0).any())
+def first_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The first `rows` rows of `batch`."""
+    whole, _ = size_of(batch)
+    return {
+        name: value[:rows] if isinstance(value, Tensor) and value.dim() and len(value) == whole else value
+        for name, value in batch.items()
     }
-    if len(found) > 1:
-        raise ValueError(
-            f"The batch has no labels=, and negative numbers in {', '.join(sorted(found))}: which of them says what counts "
-            "in the mean loss is not known. Call the targets labels=."
-        )
-    return found.pop() if found else None
 
 
-def loss_weights(microbatches: Sequence[dict[str, Any]], takes_items: bool) -> list[float]:
-    """What the loss of each microbatch is multiplied with, so that they add up to the mean over the batch.
+def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two microbatches of one batch as one of twice the rows."""
+    rows, _ = size_of(first)
+    return {
+        name: torch.cat([value, second[name]])
+        if isinstance(value, Tensor) and value.dim() and len(value) == rows
+        else value
+        for name, value in first.items()
+    }
 
-    Where the model takes the number of all tokens that count (``num_items_in_batch``, transformers), it is given it, and
-    divides by it itself.
 
-    Raises:
-        ValueError: a microbatch in which nothing counts, in a model that does not; no telling what the targets are.
+_WINDOWS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda tensor: tensor,
+    "next": lambda tensor: tensor[..., 1:],
+    "but the last": lambda tensor: tensor[..., :-1],
+}
+"""Which entries along the last dimension a loss may read: of labels of the next token, the first one is nobody's."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What counts in a mean over entries of one of a batch's tensors."""
+
+    name: str
+    window: str
+    """A key of `_WINDOWS`."""
+    ignored: int | None = None
+    """The number that is no class, as no negative one is."""
+    sums: bool = False
+    """The entries are those of a mask, and added up."""
+
+    def of(self, microbatch: Mapping[str, Any], weight: Tensor | None = None) -> Tensor:
+        """How much counts in `microbatch`, 0-dim float64; `weight`: of each class."""
+        entries = _WINDOWS[self.window](microbatch[self.name])
+        if self.sums:
+            return entries.double().sum()
+        counts = _is_class(entries, self.ignored)
+        return (counts.sum() if weight is None else weight[entries[counts]].sum()).double()
+
+
+def targets_of(call: LossCall, batch: Mapping[str, Any]) -> list[Counted]:
+    """The entries of `batch` that the targets of `call` may be; those that are called as targets are, where there are some.
+
+    Targets are told by the numbers that count among them, in their order if any are, else in any order: a model may shift,
+    pad, select and transpose.
     """
-    if not all(isinstance(part.get("labels"), Tensor) for part in microbatches):
-        name = _targets(microbatches)
-        if name is None:
-            return [1 / len(microbatches)] * len(microbatches)
-        return _shares([counted_tokens(part[name], shifted=False) for part in microbatches])
-    names = [
-        "shift_labels" if takes_items and isinstance(p.get("shift_labels"), Tensor) else "labels" for p in microbatches
-    ]
-    counts = [counted_tokens(p[n], takes_items and n == "labels") for p, n in zip(microbatches, names, strict=True)]
-    if takes_items:
-        for part in microbatches:
-            part["num_items_in_batch"] = max(sum(counts), 1)
-        return [1.0] * len(counts)
-    return _shares(counts)
+    wanted = call.target[call.target != call.ignore_index]
+    ordered, others = [], []
+    for name, window, entries in _entries(batch):
+        if entries.dtype == torch.bool or entries.is_floating_point() or entries.is_complex():
+            continue
+        numbers = entries[_is_class(entries, call.ignore_index)].to(wanted.device)
+        if numbers.shape != wanted.shape:
+            continue
+        found = Counted(name, window, call.ignore_index)
+        if torch.equal(numbers, wanted):
+            ordered.append(found)
+        elif torch.equal(numbers.sort().values, wanted.sort().values):
+            others.append(found)
+    every = ordered or others
+    return [one for one in every if one.name in LABELS] or every
 
 
-def _shares(counts: Sequence[int]) -> list[float]:
-    if not all(counts):
-        raise ValueError(
-            f"Microbatch {counts.index(0)} has no label that counts, so its mean loss is no number. Give a batch in which "
-            "every microbatch has some, or fewer microbatches."
-        )
-    return [count / sum(counts) for count in counts]
+def masks_and_classes(batch: Mapping[str, Any]) -> list[Counted]:
+    """What may count in a mean that no function of torch takes: entries of masks, and those of classes that exist."""
+    found = []
+    for name, window, entries in _entries(batch):
+        if entries.is_complex() or not entries.numel():
+            continue
+        number = entries.dtype != torch.bool and not entries.is_floating_point()
+        if bool((entries >= 0).all()) and (not number or bool((entries <= 1).all())):
+            found.append(Counted(name, window, sums=True))
+        if number:
+            found.append(Counted(name, window))
+    return found
+
+
+def _entries(batch: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
+    rows, _ = size_of(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() and len(value) == rows:
+            for window, entries in _WINDOWS.items():
+                if value.dim() > 1 or window == "all":
+                    yield name, window, entries(value)
+
+
+def _is_class(entries: Tensor, ignored: int | None) -> Tensor:
+    return entries >= 0 if ignored is None else (entries >= 0) & (entries != ignored)
+
+
+def counts_of_all(
+    counted: Sequence[Counted],
+    microbatches: Sequence[Mapping[str, Any]],
+    weights: Sequence[Tensor | None] | None = None,
+) -> list[list[float]]:
+    """For each of `counted`, what it counts in each microbatch; the device is waited for once."""
+    weights = [None] * len(counted) if weights is None else weights
+    found = [[one.of(part, weight) for part in microbatches] for one, weight in zip(counted, weights)]
+    device = next((count.device for row in found for count in row if count.device.type != "cpu"), torch.device("cpu"))
+    if not found:
+        return []
+    return torch.stack([torch.stack([count.to(device) for count in row]) for row in found]).tolist()

@@ -8,20 +8,20 @@ in whose place stands a tensor of zeros in one element of memory, since the code
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.documents import packed_calls
+from nemo_like.distributed.documents import PackedCalls
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.losses.model_loss import loss_hooks
-from nemo_like.losses.targets import predicts_next_token
 from nemo_like.module_tree import bare, join
 from nemo_like.options import ChunkedLoss
+from nemo_like.options.words import a_or_an
 
 STAGE_MARK = "_nemo_like_pipeline_stage"
 """Attribute of a stage's tree."""
@@ -43,11 +43,19 @@ class Received:
 
 
 class AbsentLayer(nn.Module):
-    """In the place of another stage's layer."""
+    """In the place of another stage's layer.
 
-    def __init__(self, received: Received, form: int | None, place: int | str, ends: bool) -> None:
+    Attributes that a model's loop reads of its layers (which mask to give to it, whether batches come first) are those of
+    `layer`, a copy without weights.
+    """
+
+    def __init__(self, layer: nn.Module, received: Received, form: int | None, place: int | str, ends: bool) -> None:
         super().__init__()
         self._received, self._form, self._place, self._ends = received, form, place, ends
+        self.__dict__["_layer"] = layer  # no child: its tensors are no state of this stage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__.get("_layer"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What was received, as the layer would return it; or the stage's end."""
@@ -67,18 +75,16 @@ def cut(
     """
     received = Received()
     own = {parts.layers[index] for index in stage.layers}
-    absent = {
-        name: AbsentLayer(received, parts.forms[index], parts.inputs[index], ends=index >= stage.layers.stop)
-        for index, name in enumerate(parts.layers)
-        if name not in own
-    }
+    absent = {name: index for index, name in enumerate(parts.layers) if name not in own}
     made: dict[int, nn.Module] = {}
 
     def copied(module: nn.Module, name: str) -> nn.Module:
-        if name in absent:
-            return absent[name]
         if name in own:
             return module
+        if name in absent:
+            index = absent.pop(name)
+            layer = copied(module, name)
+            return AbsentLayer(layer, received, parts.forms[index], parts.inputs[index], index >= stage.layers.stop)
         if id(module) in made:
             return made[id(module)]
         twin = made[id(module)] = object.__new__(type(module))
@@ -141,6 +147,15 @@ def call_of(model: nn.Module) -> nn.Module:
     return found
 
 
+class MicrobatchShares(Protocol):
+    """What part the loss of each microbatch has in that of the whole batch."""
+
+    shares: Sequence[float]
+
+    def calls(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the loss of microbatch `number` is computed."""
+
+
 class StageForward:
     """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss.
 
@@ -149,17 +164,16 @@ class StageForward:
 
     def __init__(
         self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor],
-        in_chunks: ChunkedLoss | None = None, takes_items: bool | None = None,
+        packed: PackedCalls | None, in_chunks: ChunkedLoss | None = None,
     ) -> None:  # fmt: skip
-        """takes_items: whether the whole model divides its loss by ``num_items_in_batch``; None: `model` shows it."""
+        """packed: what keeps documents apart in the whole model."""
         self.call = MicrobatchCall(model, model.forward)
         self._received, self._stage, self._loss_of = received, stage, loss_of
-        self.takes_items = divides_by_items(model) if takes_items is None else takes_items
-        self._model, self._packed = model, packed_calls(model)
+        self._model, self._packed = model, packed
         self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
-        self.weights: Sequence[float] = ()
-        """What the loss of each microbatch counts."""
+        self.shares: MicrobatchShares | None = None
+        """Of the loss of the whole batch; None: there is one microbatch."""
 
     def __call__(self, *given: Tensor, microbatch: Tensor | None = None, **more: Any) -> Any:
         """`given`: the number of the microbatch on the first stage; on others what the one before sent, as a rule the hidden
@@ -170,15 +184,22 @@ class StageForward:
             for tensor in self._received.tensors:
                 # torch 2.11 detaches what a stage has sent, in place: the buffer itself, where it is handed on as it came.
                 tensor.requires_grad_()
+        calls = contextlib.nullcontext() if self.shares is None else self.shares.calls(number)
+        batch, output, sent = {**self.microbatches[number], **more}, None, None
         try:
-            output = self._output(self._apart({**self.microbatches[number], **more}))
+            changed = None if self._packed is None else self._packed(self._model, (), batch)
+            with calls:
+                output = self._output(batch if changed is None else changed[1])
         except StageEnd as end:
-            return end.sent
+            sent = end.sent
         finally:
             self._received.tensors = ()
             if self._packed is not None:
-                self._packed.after(self._model, None, None)
-        return torch.stack([self._loss_of(output).reshape(()) * self.weights[number]])
+                self._packed.after(self._model, (), sent if output is None else output)
+        if output is None:
+            return sent
+        loss = self._loss_of(output).reshape(())
+        return torch.stack([loss if self.shares is None else loss * self.shares.shares[number]])
 
     def _output(self, batch: dict[str, Any]) -> Any:
         if self._in_chunks is None:
@@ -193,21 +214,7 @@ class StageForward:
 
     def whole_batch(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """`batch` before it is cut: the labels of packed documents' first tokens count for nothing."""
-        try:
-            return self._apart(dict(batch))
-        finally:
-            if self._packed is not None:
-                self._packed.after(self._model, None, None)
-
-    def _apart(self, batch: dict[str, Any]) -> dict[str, Any]:
-        changed = None if self._packed is None else self._packed(self._model, (), batch)
-        return batch if changed is None else changed[1]
-
-
-def divides_by_items(model: nn.Module) -> bool:
-    """Whether the model divides its loss by ``num_items_in_batch``, as the causal models of transformers do."""
-    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
-    return predicts_next_token(model) and inspect.Parameter.VAR_KEYWORD in kinds
+        return batch if self._packed is None else self._packed.whole_batch(self._model, dict(batch))
 
 
 def loss_of(output: Any) -> Tensor:
@@ -227,6 +234,6 @@ def loss_of(output: Any) -> Tensor:
     if len(scalars) == 1:
         return scalars[0]
     raise ValueError(
-        f"The last stage's model returned a {type(output).__name__} without a loss: give labels= to step(), to a model that "
+        f"The last stage's model returned {a_or_an(output)} without a loss: give labels= to step(), to a model that "
         "returns a loss then (as .loss, as the one scalar of a tuple, or alone)."
     )

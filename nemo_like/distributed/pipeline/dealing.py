@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from nemo_like.options import PipelineParallel
 
@@ -43,6 +44,9 @@ class StagesOfModel(Protocol):
             rows, tokens: of it, on one rank of ``cp``.
         """
 
+    def passing(self, layer: int) -> Callable[..., Any] | None:
+        """What may stand in the place of a call of `layer`, and hands on its hidden states; None: it is not known."""
+
 
 @dataclass(frozen=True)
 class StageParts:
@@ -74,6 +78,16 @@ class StageParts:
     def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
         """As `StagesOfModel.sent`: the hidden states, whatever the stage."""
         return (TensorForm((rows, tokens, *self.hidden_width), self.hidden_dtype),)
+
+    def passing(self, layer: int) -> Callable[..., Any]:
+        """As `StagesOfModel.passing`."""
+        place = self.inputs[layer]
+        return lambda *args, **kwargs: self.returned(layer, args[place] if isinstance(place, int) else kwargs[place])
+
+    def returned(self, layer: int, hidden: Tensor) -> Any:
+        """`hidden` as `layer` would return it."""
+        form = self.forms[layer]
+        return hidden if form is None else (hidden, *[None] * (form - 1))
 
 
 @dataclass(frozen=True)

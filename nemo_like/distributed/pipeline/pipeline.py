@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.engine import half_of_backward
+from nemo_like.distributed.agreement import check_same_batch, mesh_groups, sharing_groups
 from nemo_like.distributed.clip import clip_stages_
 from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.materialize import materialize
-from nemo_like.distributed.pipeline.batches import cut_batch, loss_weights
 from nemo_like.distributed.pipeline.cut import StageForward, merged
 from nemo_like.distributed.pipeline.dealing import StageSlice, StagesOfModel, TensorForm
+from nemo_like.distributed.pipeline.learn_shares import SharesByNames
+from nemo_like.distributed.pipeline.loss_shares import BatchShares
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
 from nemo_like.distributed.pipeline.verify_stages import sequence_parts, verify_stages
-from nemo_like.distributed.slots import show_shards
+from nemo_like.distributed.slots import STAGES_MARK, find_slots, show_shards
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import ConnectedStage
 
@@ -51,12 +53,18 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.stages, self.parts, self.options, self.device = list(stages), parts, options, device
         self.group = mesh["pp"].get_group()
+        self._sharing = sharing_groups(mesh, ("pp", "cp", "tp"))
+        self.groups = mesh_groups(mesh)
+        """Of all axes: along them, every rank is heard."""
+        self.groups_of_stage = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "pp"]
+        self._shares = SharesByNames(self)
         self._last_rank = rank_of(options, options.stages - 1)
         self._schedules: dict[Any, Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
         self._verified = False
         self.sees: Callable[[Mapping[str, Any], int], None] | None = None
         """Called with each batch that `step` trains on, and how many microbatches it becomes."""
+        self._tie()
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -66,16 +74,18 @@ class Pipeline:
         Args:
             batch: what the model is called with, for all microbatches together: tensors with as many rows as there are
                 are cut along them, all else goes to every microbatch. The rows must be a multiple of the microbatches,
-                or there are ``labels``: then rows are added that count for nothing.
+                or the loss must be a cross entropy of labels: then rows are added that count for nothing.
 
         Returns:
-            The mean loss over the batch, 0-dim, the same on every rank of the pipeline.
+            The model's loss of the whole batch, 0-dim, the same on every rank of the pipeline.
 
         Raises:
-            ValueError: a batch that cannot be cut.
+            ValueError: a batch that cannot be cut; a loss that is not made of those of microbatches, in the first step with
+                such a batch.
         """
         if self.sees is not None:
             self.sees(batch, self.options.microbatches or 1)
+        self._shares.check_last_step()
         self._verify(batch)
         schedule = self._schedule(*self._cut(batch))
         numbers = torch.arange(self.options.microbatches or 1)
@@ -90,17 +100,21 @@ class Pipeline:
 
     @torch.no_grad()
     def eval_step(self, **batch: Any) -> Tensor:
-        """The mean loss of a batch, as `step` takes and returns it, without gradients.
+        """The loss of a batch, as `step` takes and returns it, without gradients.
 
         One stage after the other; torch's own way for this fails for schedules with several stages on a rank (torch 2.13).
         """
+        self._shares.check_last_step()
         self._verify(batch)
         return self._mean(self.forward(batch))
 
     def _verify(self, batch: Mapping[str, Any]) -> None:
-        """Under ``cp``, once: as `nemo_like.distributed.context_parallel.verify_cut` does for whole models."""
+        """Once: whether all ranks have this batch; under ``cp``, as
+        `nemo_like.distributed.context_parallel.verify_cut` does for whole models."""
         if not self._verified:
             self._verified = True
+            check_same_batch(batch, self._sharing)
+            self._cut(batch)  # first what calls the last stage by itself, whose outputs are none of those compared
             verify_stages(self, batch)
 
     @torch.no_grad()
@@ -142,24 +156,27 @@ class Pipeline:
     def _cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Give the stages the batch's microbatches; returns rows and tokens of each, those of one rank of ``cp``."""
         batch = self.stages[0].forward.whole_batch(batch)
-        microbatches, rows, tokens = cut_batch(batch, self.options.microbatches or 1)
-        weights = loss_weights(microbatches, self.stages[0].forward.takes_items)
+        microbatches, rows, tokens, shares = self._shares.cut(batch)
         for stage in self.stages:
-            stage.forward.microbatches, stage.forward.weights = microbatches, weights
+            stage.forward.microbatches, stage.forward.shares = microbatches, shares
         cut = sequence_parts(self)
         whole = not cut or cut[0].verifying == "whole"
         return rows, tokens if whole else padded_length(tokens, cut[0].ranks) // cut[0].ranks
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of what the last stage made of all microbatches, on every rank."""
+        shares = self.stages[-1].forward.shares if losses else None
         for stage in self.stages:
-            stage.forward.microbatches = ()
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
+            stage.forward.microbatches, stage.forward.shares = (), None
+        total = torch.zeros(2, dtype=torch.float32, device=self.device)
         for loss in losses:
             value = loss.detach()  # of logits that stay split by vocabulary a DTensor, whole on every rank of `tp`
-            total += (value.full_tensor() if isinstance(value, DTensor) else value).reshape(())
+            total[0] += (value.full_tensor() if isinstance(value, DTensor) else value).reshape(())
+        if isinstance(shares, BatchShares):
+            total[1] = shares.off(self.device)
         dist.broadcast(total, group=self.group, group_src=self._last_rank)
-        return total
+        self._shares.last_off = total[1]
+        return total[0]
 
     def _schedule(self, rows: int, tokens: int) -> Any:
         """torch's schedule for microbatches of this shape; the receiving buffers are made for it."""
@@ -212,10 +229,28 @@ class Pipeline:
             elif self._tied_group is not None and grads:
                 dist.all_reduce(grads[0], group=self._tied_group)
 
+    def _tie(self) -> None:
+        """Where this rank has the first and the last stage, give both the first one's parameter for what is tied.
+
+        FSDP2 shards the stages one by one. It takes what is registered when the first forward begins, and adds the
+        gradients of both stages into it.
+        """
+        first, last = self.stages[0], self.stages[-1]
+        if first is last or not (first.slice.is_first and last.slice.is_last):
+            return
+        own = {name: slot.tensor for slot in find_slots(first.module) for name in slot.names}
+        for slot in find_slots(last.module):
+            tied = self.parts.aliases.get(slot.name, slot.name)
+            if tied in self.parts.tied and slot.tensor is not own[tied]:
+                for module, name in slot.places:
+                    module.register_parameter(name, cast(nn.Parameter, own[tied]))
+
     @functools.cached_property
     def module(self) -> nn.Module:
         """All that this rank holds as one module, under the bare model's names: for state dicts. Not to be called."""
-        return merged([stage.module for stage in self.stages])
+        module = merged([stage.module for stage in self.stages])
+        setattr(module, STAGES_MARK, self.group)
+        return module
 
     # --- parameters and state -------------------------------------------------------------------------------------
 
@@ -310,6 +345,8 @@ class Pipeline:
             raise ValueError("A pipeline is materialized from a state_dict or from a checkpoint: give one of the two.")
         for stage in self.stages:
             materialize(stage.module, state_dict=state_dict, checkpoint=checkpoint, strict=False)
+        self._tie()
+        self.__dict__.pop("module", None)  # it has the parameters from before
         return self
 
     def clip_grad_norm_(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_like.distributed.context_parallel.parts import MARK, Parts
+from nemo_like.distributed.context_parallel.parts import MARK, WHOLE, Parts
+from nemo_like.distributed.context_parallel.sequence_ops import find_group
 from nemo_like.distributed.context_parallel.verify_cut import (
     answers,
-    evaluating,
+    as_it_was,
     excess,
+    fewer_bits,
     first_tokens,
+    placeholders,
     refuse_others,
     wanted,
 )
@@ -36,22 +38,26 @@ def sequence_parts(pipeline: Pipeline) -> list[Parts]:
 def verify_stages(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
     """Raise ValueError, on every rank, where the stages answer otherwise on parts than on whole sequences.
 
-    Compared is what `nemo_like.distributed.context_parallel.verify_cut.wanted` says: nothing as a rule, the first tokens
-    where structure does not say that parts are right, the whole batch with ``NEMO_LIKE_VERIFY=1``.
+    Compared is what `nemo_like.distributed.context_parallel.verify_cut.wanted` says: the first tokens, and with
+    ``NEMO_LIKE_VERIFY=1`` the whole batch.
     """
     cut = sequence_parts(pipeline)
-    tokens = wanted(cut[0].compared) if cut else None
+    tokens = wanted() if cut else None
     if tokens is None:
         return
     length = next(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1)
-    inputs = first_tokens(batch, length, tokens, cut[0].ranks)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
-        for stage in pipeline.stages:
-            stack.enter_context(evaluating(stage.module))
+    models = [stage.module for stage in pipeline.stages]
+    inputs = first_tokens(batch, length, tokens, cut[0].ranks, placeholders(*models))
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:  # what a hidden token computes is nobody's
+        inputs["attention_mask"] = torch.ones_like(mask)
+    with as_it_was(*models):
         expected, found = (_answers(pipeline, cut, inputs, word) for word in ("whole", "parts"))
-    worst = torch.tensor([max(excess(cut[0], *pair) for pair in zip(found, expected))], device=pipeline.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=pipeline.group)
+    bits = any(fewer_bits(model, expected) for model in models)
+    off = [excess(cut[0], *pair, bits) for pair in zip(found, expected, strict=True)]
+    worst = torch.tensor([max(off)], device=pipeline.device)
+    for group in (find_group(cut[0].group), pipeline.group):
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     refuse_others(pipeline.stages[0].module, cut[0], worst.item())
 
 
@@ -65,11 +71,13 @@ def _answers(pipeline: Pipeline, cut: list[Parts], inputs: Mapping[str, Any], wo
     ]
     for parts in cut:
         parts.verifying = word
+    token = WHOLE.set(word == "whole")
     try:
         pipeline.forward(inputs, seen)
     finally:
+        WHOLE.reset(token)
         for parts in cut:
-            parts.verifying = None
+            parts.verifying, parts.seen = None, []
         for handle in handles:
             handle.remove()
     return seen

@@ -18,7 +18,7 @@ from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once
-from nemo_like.models import resolve_model
+from nemo_like.models import check_positions, resolve_model
 from nemo_like.options import MemoryBudget, Precision, StepSpec, parse_bytes
 from nemo_like.planning.devices import Device, calibrated, device_at_hand, resolve_device
 from nemo_like.planning.fit.advice import binds, ways_out
@@ -119,7 +119,7 @@ class FitReport:
 
 
 def fit(
-    model: nn.Module | str, *, gpus: int, gpu: str | Device | None = None, seq_len: int = 4096,
+    model: nn.Module | str, *, gpus: int, gpu: str | Device | None = None, seq_len: int | None = None,
     global_batch: int | None = None, memory: int | str | None = None, host_memory: int | str = HOST_MEMORY,
     precision: Any = None,
     optimizer: str | Sequence[str] | None = None, step: StepSpec | None = None, imbalance: float | None = None,
@@ -132,7 +132,7 @@ def fit(
         model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
         gpus: how many devices.
         gpu: a name of `nemo_like.planning.devices.known_devices`, a file, or a `Device`. Default: the one at hand.
-        seq_len: tokens per sequence. Where they differ, say one of
+        seq_len: tokens per sequence; default: 4096. Where they differ, say one of
         max_seq_len, p99, lengths: tokens of the longest; what 99 of 100 do not exceed; a histogram, sequences by tokens. The
             step is planned for the largest microbatch, all of whose sequences are as long as the longest; with `p99` alone
             for that length, which the report says.
@@ -227,7 +227,7 @@ def _limit(device: Device, memory: int | str | None) -> int:
 
 
 def _bytes(name: str, given: int | str, least: int) -> int:
-    size = parse_bytes(given) if isinstance(given, str) else given
+    size = parse_bytes(given, name) if isinstance(given, str) else given
     if isinstance(size, bool) or not isinstance(size, int) or size < least:
         raise ValueError(f"{name} is {given!r}; it must be a number of bytes >= {least}, or a string like '70GiB'.")
     return size
@@ -311,6 +311,11 @@ def _counts_of_experts(model: nn.Module) -> list[int]:
 def _room(model: nn.Module, question: Question) -> Room:
     layers = find_layers(model)
     experts = _counts_of_experts(model)
+    if question.imbalance is not None and not experts:
+        raise ValueError(
+            f"imbalance is {question.imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it "
+            "out."
+        )
     host = question.device.gpus_per_host
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
     return Room(
@@ -350,6 +355,7 @@ def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
             f"{type(model).__name__} has no config, so its input is unknown. Give sample=, a function of the number of "
             "sequences that returns what the model is called with."
         )
+    check_positions(config, "seq_len", seq_len)
 
     def make(batch: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(batch, seq_len, dtype=torch.long)

@@ -6,14 +6,17 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+USUAL = 4096
+"""Tokens of a sequence where nobody says."""
+
 
 def planned_length(
-    seq_len: int, longest: int | None = None, p99: int | None = None, histogram: Mapping[int, int] | None = None
+    seq_len: int | None, longest: int | None = None, p99: int | None = None, histogram: Mapping[int, int] | None = None
 ) -> tuple[int, str]:
     """Tokens of the longest sequence that a step is planned for, and in words what for.
 
     Args:
-        seq_len: what is planned for where nothing else is known.
+        seq_len: what is planned for where nothing else is known; None: `USUAL`.
         longest: no sequence has more tokens.
         p99: 99 of 100 sequences have no more.
         histogram: sequences by their tokens; its longest is planned for.
@@ -35,6 +38,13 @@ def planned_length(
         longest = _longest(histogram)
     if longest is not None and p99 is not None and p99 > longest:
         raise ValueError(f"p99 is {p99}, and max_seq_len, {longest}, is less. Exchange them, or leave one out.")
+    least = p99 if longest is None else longest
+    if seq_len is not None and least is not None and seq_len > least:
+        name = "lengths" if histogram is not None else "p99" if longest is None else "max_seq_len"
+        raise ValueError(
+            f"seq_len is {seq_len}, and {name} says that sequences have up to {least} tokens. Leave seq_len out, or give a "
+            f"larger {name}."
+        )
     if longest is not None:
         return longest, f"the longest sequences, of {longest} tokens"
     if p99 is not None:
@@ -42,6 +52,7 @@ def planned_length(
             f"sequences of {p99} tokens: 1 of 100 is longer, and a step with such a one takes more than is said; give "
             "max_seq_len to plan for the longest"
         )
+    seq_len = USUAL if seq_len is None else seq_len
     return seq_len, f"sequences of {seq_len} tokens"
 
 

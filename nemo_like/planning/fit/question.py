@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_like.options import LOSSES, SCHEDULES, OffloadConfig, Precision, StepSpec, did_you_mean, normalise
+from nemo_like.options.parallel import check_imbalance
 from nemo_like.planning.devices import Device
 from nemo_like.planning.planner import HOST_MEMORY
 
@@ -55,6 +56,9 @@ class Question:
             raise ValueError(
                 f"step has microbatches={self.step.microbatches}, which fit looks for itself; pin grad_accum instead."
             )
+        if self.imbalance is not None:
+            most = max(self.pins["ep"]) if "ep" in self.pins else None
+            check_imbalance("imbalance", self.imbalance, most)
         self._check_sizes()
         self._check_host()
 

@@ -1,0 +1,42 @@
+"""`nemo-like completion`: a script that has a shell complete commands and their options."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from nemo_like.extras import require
+
+HELP = "print a script that has a shell complete the commands and their options"
+EXAMPLES = (
+    "bash >> ~/.bash_completion",
+    "zsh > ~/.zfunc/_nemo-like",
+    "fish > ~/.config/fish/completions/nemo-like.fish",
+)
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+_FILES = ("PATH", "FILE")
+"""What stands for a file's name in the help of an option."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("shell", choices=SHELLS, help="which shell the script is for")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script, made from the parsers of all commands."""
+    shtab = require("shtab", "completion", "to write the script")
+    _complete_files(args.parser, shtab.FILE)
+    sys.stdout.write(shtab.complete(args.parser, shell=args.shell) + "\n")
+    return 0
+
+
+def _complete_files(parser: argparse.ArgumentParser, kind: Any) -> None:
+    """Mark the options whose value is a file."""
+    for action in parser._actions:
+        if isinstance(action.choices, dict):  # the commands
+            for inner in action.choices.values():
+                _complete_files(inner, kind)
+        elif action.metavar in _FILES:
+            action.complete = kind  # type: ignore[attr-defined]

@@ -1,0 +1,25 @@
+"""`nemo-like pretrain`: the job `nemo_like.recipes.pretrain`, also under ``torchrun -m nemo_like pretrain``."""
+
+from __future__ import annotations
+
+import argparse
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from nemo_like.recipes.job_options import EXAMPLES, HELP, Options
+from nemo_like.recipes.option_sources import add_arguments as add_options
+from nemo_like.recipes.option_sources import read_options
+from nemo_like.recipes.pretrain import train
+from nemo_like.recipes.run_job import run_on_ranks
+
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_options(parser, Options)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job on this rank; its exit code."""
+    return record(run_on_ranks)(read_options(Options, args), train) or 0

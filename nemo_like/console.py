@@ -1,0 +1,108 @@
+"""What our programs share: what they say, examples in their help, and options that are refused before long work."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+from nemo_like.extras import require
+from nemo_like.torch_compat import PYTREE_LOGGER
+
+
+class _Without(logging.Filter):
+    """Drops records whose message has `words` in it."""
+
+    def __init__(self, words: str):
+        super().__init__()
+        self._words = words
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._words not in record.getMessage()
+
+
+_NOISE = {
+    # transformers imports torchao wherever it is installed, with kernels for devices that are not here.
+    "torchao": _Without("Failed to load "),
+    "torchao.kernel.intmm": _Without("Detected no triton"),
+    PYTREE_LOGGER: _Without("is an Enum subclass and is now natively supported"),
+    # A kernel of bitsandbytes for generation, on CPUs that have AVX-512.
+    "bitsandbytes.backends.cpu.ops": _Without("Failed to load CPU gemm_4bit_forward from kernels-community"),
+}
+"""By logger, what it says while it is imported."""
+
+
+def start_logging() -> None:
+    """Have the library's messages, and warnings of others, written to standard error. For a program, not for a library."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("nemo_like").setLevel(logging.INFO)
+    for name, noise in _NOISE.items():
+        logging.getLogger(name).addFilter(noise)
+    # What peft asks transformers for.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+
+def examples(program: str, lines: Iterable[str]) -> str:
+    """The end of a program's help: command lines with these options.
+
+    >>> print(examples("nemo-like layers", ["--model llama3-8b"]))
+    examples:
+      nemo-like layers --model llama3-8b
+    """
+    return "\n".join(["examples:", *(f"  {program} {line}" for line in lines)])
+
+
+def flag(name: str) -> str:
+    """The command-line option of a setting.
+
+    >>> flag("seq_len")
+    '--seq-len'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def refuse_unread(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise ValueError where an option out of `names` was given, which nothing reads here; `why`: a sentence."""
+    for name in names:
+        value = getattr(args, name)
+        if value != args.own.get_default(name):
+            raise ValueError(f"{flag(name)} is {value!r}, and nothing reads it: {why} Leave it out.")
+
+
+def check_writable(option: str, path: str | Path | None) -> None:
+    """Raise ValueError where the file `path`, of `option`, could not be written later; None and ``-`` name no file."""
+    if path is None or str(path) == "-":
+        return
+    path, folder = Path(path), Path(path).absolute().parent
+    if path.is_dir():
+        raise ValueError(f"{option} is {str(path)!r}, which is a folder. Give the name of a file.")
+    if not folder.is_dir():
+        raise ValueError(f"{option} names a file in {str(folder)!r}, which is not an existing folder; create it.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{option} is {str(path)!r}, where this user may not write. Give another file.")
+
+
+def check_new_folder(option: str, path: str) -> None:
+    """Raise ValueError where the folder `path`, of `option`, is there already, or could not be made later."""
+    if Path(path).exists():
+        raise ValueError(f"{option} is {path!r}, which exists already and is not overwritten. Give another folder.")
+    above = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"{option} is {path!r}, and in {str(above)!r} this user can make no folder. Give another one.")
+
+
+def check_picture(option: str, path: str | Path | None) -> None:
+    """`check_writable` for a picture; raise, too, where matplotlib is absent or does not know the name's ending."""
+    if path is None:
+        return
+    check_writable(option, path)
+    known = require("matplotlib.figure", "plot", f"for {option}").Figure().canvas.get_supported_filetypes()
+    ending = Path(path).suffix.removeprefix(".").lower()
+    if ending and ending not in known:
+        raise ValueError(
+            f"{option} is {str(path)!r}, and no picture ends with '.{ending}': {', '.join(sorted(known))}."
+        )

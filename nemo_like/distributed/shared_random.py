@@ -1,0 +1,158 @@
+"""The same random numbers on all ranks of a ``tp`` group, which compute alike what they hold whole.
+
+Dropout of hidden states must drop the same elements on every rank of a group. Ranks that were seeded apart, as data-parallel
+ranks are, would drop others, without an error. DTensor has random numbers for operators on DTensors on an accelerator;
+between the linears that are cut, tensors are plain.
+
+What is cut (attention weights of a rank's own heads, its part of a sequence) is dropped from the same numbers: each element
+as often as it should be, at the same places as on the other ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nemo_like.distributed.agreement import gather, mesh_groups, wire_device
+from nemo_like.log import warn_once
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import is_fake, unseen
+
+
+class SharedRandom:
+    """Forward hooks of a tensor-parallel model, which have its ranks draw from the states of the group's first one.
+
+    A call that draws is compared in each later call of its mode (training or not), since a program may seed generators, or
+    draw from them, in between. torch's generators are compared in the first call of a mode whether it draws or not.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """mesh: the one-dimensional tensor-parallel mesh."""
+        self._mesh = mesh
+        self._generators = _generators(mesh.device_type)
+        self._torch = [name for name in self._generators if name not in ("Python", "NumPy")]
+        self._drawn: dict[bool, set[str]] = {}
+        """Generators that calls of a mode were seen to draw from, the same on every rank."""
+        self._began: dict[bool, dict[str, Any]] = {}
+        """The states with which a call began, and `_lent` those that a first call took from another rank, as they were."""
+        self._lent: dict[str, Any] = {}
+
+    def put(self, model: nn.Module) -> None:
+        """On `model`, in front of the hooks that are there."""
+        model.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True, with_kwargs=True)
+        model.register_forward_hook(torch.compiler.disable(self._after))
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if any(map(is_fake, tensors_in((args, kwargs)))):
+            return
+        drawn = self._drawn.get(model.training)
+        with unseen():
+            compared = self._now(self._generators if drawn is None else drawn)
+            differ = self._differing(compared)
+            if differ:
+                first, group = [{name: compared[name] for name in differ}], self._mesh.get_group()
+                dist.broadcast_object_list(first, group=group, group_src=0, device=wire_device(group))
+                self._put(first[0])
+                if drawn is None:
+                    self._lent = {name: compared[name] for name in differ if name not in self._torch}
+                self._say(model, [name for name in differ if name not in self._lent])
+            self._began[model.training] = self._now(self._torch if drawn is not None else self._generators)
+
+    def _after(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        began, known = self._began.pop(model.training, None), self._drawn.get(model.training)
+        if began is None:
+            return
+        with unseen():
+            now = self._now(began)
+            drew = [name for name, state in now.items() if state != began[name]]
+            if known is None:  # the first call: ranks tell each other
+                rows = gather(torch.tensor([int(name in drew) for name in now]), mesh_groups(self._mesh))
+                drew = [name for name, used in zip(now, rows.any(0).tolist()) if used]
+                self._drawn[model.training] = set(drew)
+                self._put({name: state for name, state in self._lent.items() if name not in drew})
+                self._say(model, [name for name in self._lent if name in drew])
+                self._lent = {}
+                self._check(
+                    model, {name: now[name] for name in drew if name in self._torch}, "drew different amounts of"
+                )
+            elif new := [name for name in drew if name not in known]:
+                self._check(model, {name: began[name] for name in new}, "drew different")
+                known.update(new)
+
+    def _check(self, model: nn.Module, states: Mapping[str, Any], problem: str) -> None:
+        if self._differing(states):
+            raise RuntimeError(
+                f"Ranks of a tp group {problem} random numbers in a call of this {_kind(model)}, so that what they "
+                "compute alike was not dropped alike. Seed them alike, have each rank draw the same amount, or set the "
+                "probabilities of dropout to 0."
+            )
+
+    def _say(self, model: nn.Module, names: list[str]) -> None:
+        if names:
+            warn_once(
+                f"Ranks of a tp group had different states of random numbers ({', '.join(names)}) when this "
+                f"{_kind(model)} was called: they go on with that of the group's first rank, in this and in every "
+                "later call that draws, so that all drop the same elements. Seed the ranks of a group alike to save this.",
+                key="random numbers of tp",
+            )
+
+    def _now(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self._generators[name][0]() for name in self._generators if name in names}
+
+    def _put(self, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            self._generators[name][1](state)
+
+    def _differing(self, states: Mapping[str, Any]) -> list[str]:
+        """The names of states that are not the same on all ranks; alike on every rank. A collective, but for no states."""
+        if not states:
+            return []
+        rows = gather(torch.tensor([_number(state) for state in states.values()]), mesh_groups(self._mesh))
+        return [name for name, other in zip(states, (rows != rows[0]).any(0).tolist()) if other]
+
+
+def _generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """How to read and set the state of each generator that a model may draw from: values to compare and to send."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+        "torch": (lambda: _bytes(torch.get_rng_state()), lambda state: torch.set_rng_state(_tensor(state)))
+    }
+    if device_type != "cpu":
+        device = torch.get_device_module(device_type)
+        found[device_type] = lambda: _bytes(device.get_rng_state()), lambda state: device.set_rng_state(_tensor(state))
+    return found | {"Python": (random.getstate, random.setstate), "NumPy": (_numpy_state, _set_numpy_state)}
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _numpy_state() -> Any:
+    """NumPy's global state; None where nobody has imported it, or put a generator of another kind in its place."""
+    state = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    return (state[0], state[1].tolist(), *state[2:]) if isinstance(state, tuple) else None
+
+
+def _set_numpy_state(state: Any) -> None:
+    if state is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state)
+
+
+def _kind(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _number(state: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(state).encode()).digest()[:8], "little", signed=True)

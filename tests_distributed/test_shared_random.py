@@ -1,0 +1,236 @@
+"""Dropout beside tensor parallelism: however ranks are seeded, a group drops the same elements of what all of it holds."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from nemo_like import parallelize
+from nemo_like.distributed.mesh import build_mesh
+from nemo_like.options import PipelineParallel, TensorParallel
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.job import seed_all
+from tests_distributed.small_model import WIDTH, SmallModel, tokens
+from tests_distributed.spawn import run_ranks
+
+transformers = pytest.importorskip("transformers")
+MODES = ("none", "full", "selective", "submodule", "sequential")
+
+
+def _phi(attention: float = 0.0, hidden: float = 0.2) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.PhiConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=64, resid_pdrop=hidden, embd_pdrop=hidden, attention_dropout=attention, use_cache=False,
+    )  # fmt: skip
+    return transformers.PhiForCausalLM(config).train()
+
+
+def _batch(rows: int = 4) -> dict[str, torch.Tensor]:
+    ids = torch.randint(64, (rows, 8), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _grads(model: Any) -> dict[str, torch.Tensor]:
+    found = {name.replace("_checkpoint_wrapped_module.", ""): _whole(p.grad) for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def _steps(model: Any, seeds: list[int | None]) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Loss and gradients of a step for each seed; None: not seeded again."""
+    found = []
+    for seed in seeds:
+        if seed is not None:
+            torch.manual_seed(seed)
+        loss = model(**_batch()).loss
+        loss.backward()
+        found.append((loss.detach(), _grads(model)))
+    return found
+
+
+def _as_one_process(rank: int, world_size: int, mode: str) -> None:
+    """Where nothing that is cut is dropped, a group draws what one process with its first rank's seeds draws."""
+    seeds = [100, None, 200]
+    expected = _steps(_phi(), seeds)
+    model = parallelize(_phi(), ac=mode, tp=2, device="cpu")
+    for (loss, grads), (wanted, others) in zip(_steps(model, [s and s + rank for s in seeds]), expected):
+        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+        for name, grad in grads.items():
+            torch.testing.assert_close(
+                grad, others[name], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_are_seeded_apart_drop_what_one_process_does(mode: str) -> None:
+    run_ranks(2, _as_one_process, mode)
+
+
+def _in_every_mode(rank: int, world_size: int) -> None:
+    seeds: list[int | None] = [100 + rank, None]
+    expected: Any = None
+    for mode in MODES:
+        found = _steps(parallelize(_phi(attention=0.1), ac=mode, tp=2, device="cpu"), seeds)
+        expected = expected or found
+        for (loss, grads), (wanted, others) in zip(found, expected):
+            assert torch.equal(loss, wanted), mode
+            assert all(torch.equal(grad, others[name]) for name, grad in grads.items()), mode
+    for loss, grads in expected:
+        norm = torch.stack([loss, grads["model.layers.0.input_layernorm.weight"].sum()])
+        alike = [torch.empty_like(norm) for _ in range(world_size)]
+        torch.distributed.all_gather(alike, norm)
+        assert torch.equal(*alike)
+
+
+def test_every_mode_gives_the_same_bits() -> None:
+    run_ranks(2, _in_every_mode)
+
+
+def _beside(rank: int, world_size: int, axis: str) -> tuple[float, bytes]:
+    torch.manual_seed(50 + rank)
+    if axis == "cp":
+        mesh = build_mesh(cp=2, tp=2, device_type="cpu")
+        model = parallelize(_phi(), ac="full", mesh=mesh, cp=2, tp=2)
+        torch.manual_seed(50 + rank)
+        loss = model(**_batch()).loss
+        loss.backward()
+    else:
+        sample = _batch(2)
+        model = parallelize(
+            _phi(), ac="full", tp=2, pp=PipelineParallel(2, microbatches=2), sample_input=sample, device="cpu"
+        )
+        torch.manual_seed(50 + rank)
+        loss = model.step(**_batch())
+    norms = {n: _whole(p.grad) for n, p in model.named_parameters() if "layernorm.weight" in n}
+    return [
+        float(loss.detach()),
+        *(float(grad.sum()) for grad in norms.values()),
+    ], torch.get_rng_state().numpy().tobytes()
+
+
+@pytest.mark.parametrize("axis", ["cp", "pp"])
+def test_groups_of_other_axes_draw_apart(axis: str) -> None:
+    (first, here), (second, there), (third, apart), (fourth, also) = run_ranks(4, _beside, axis)
+    assert first == second and third == fourth
+    assert here == there and apart == also and here != apart
+
+
+class Drawing(nn.Module):
+    """A block that draws as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(self.up(x).relu())
+        if self.how == "uneven":
+            torch.rand(1 + torch.distributed.get_rank())
+        elif self.how == "Python":
+            x = x * random.random()
+        elif self.how == "NumPy":
+            import numpy
+
+            x = x * float(numpy.random.rand())
+        return torch.nn.functional.dropout(x, 0.2) if self.how == "torch" else x
+
+
+def _drawing(how: str) -> Any:
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    return parallelize(SmallModel(lambda: Drawing(how)), ac="full", tp=TensorParallel(2, plan=plan), device="cpu")
+
+
+def _seed_apart(rank: int) -> None:
+    import numpy
+
+    torch.manual_seed(rank)
+    random.seed(rank)
+    numpy.random.seed(rank)
+
+
+def _other_generators(rank: int, world_size: int, how: str) -> tuple[list[float], Any, list[str]]:
+    import numpy
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nemo_like").addHandler(handler)
+    model = _drawing(how)
+    losses = []
+    for _ in range(2):
+        _seed_apart(rank)
+        losses.append(float(model(tokens(2)).detach()))
+    return losses, (random.random(), float(numpy.random.rand())), [text for text in said if "random numbers" in text]
+
+
+@pytest.mark.parametrize("how", ["torch", "Python", "NumPy", "nothing"])
+def test_generators_that_the_model_draws_from_are_shared(how: str) -> None:
+    (losses, (python, numpy), said), (others, (python_there, numpy_there), nothing) = run_ranks(
+        2, _other_generators, how
+    )
+    assert losses == others
+    assert (python == python_there, numpy == numpy_there) == (how == "Python", how == "NumPy"), "no other is changed"
+    assert len(said) == 1 and nothing == [], "on rank zero, once"
+
+
+def _uneven(rank: int, world_size: int) -> None:
+    model = _drawing("uneven")
+    with pytest.raises(RuntimeError, match="drew different amounts of random numbers in a call of this SmallModel"):
+        model(tokens(2))
+
+
+def test_ranks_that_draw_different_amounts_are_refused() -> None:
+    run_ranks(2, _uneven)
+
+
+def _later(rank: int, world_size: int) -> None:
+    """A model that draws from its third call on."""
+    model = _drawing("nothing")
+    torch.manual_seed(rank)
+    for _ in range(2):
+        model(tokens(2))
+    for layer in model.layers:
+        layer.how = "torch"
+    losses = [float(model(tokens(2)).detach()) for _ in range(2)]
+    torch.manual_seed(rank)
+    losses.append(float(model(tokens(2)).detach()))
+    everyone: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyone, losses)
+    assert everyone[0] == everyone[1]
+
+
+def _later_apart(rank: int, world_size: int) -> None:
+    model = _drawing("nothing")
+    model(tokens(2))
+    torch.manual_seed(rank)
+    for layer in model.layers:
+        layer.how = "torch"
+    with pytest.raises(RuntimeError, match="Ranks of a tp group drew different random numbers in a call"):
+        model(tokens(2))
+
+
+def test_a_model_that_begins_to_draw_later() -> None:
+    run_ranks(2, _later)
+    run_ranks(2, _later_apart)
+
+
+def test_a_job_seeds_the_groups_of_tp_apart() -> None:
+    drawn = []
+    for rank in range(8):
+        ranks = Ranks(rank, 8, torch.device("cpu"), tp=2, cp=2)
+        seed_all(7, 3, ranks.data_rank, ranks.tp_group)
+        drawn.append((float(torch.rand(())), random.random()))
+    of_torch, of_python = zip(*drawn)
+    assert of_torch[0::2] == of_torch[1::2] and len(set(of_torch)) == 4
+    assert len(set(of_python[:4])) == len(set(of_python[4:])) == 1 and len(set(of_python)) == 2, "by sample"
