@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.dry_run import dry_run
 from nemo_like.options import (
-    DDP,
     FSDP2,
-    CheckpointConfig,
     ContextParallel,
     ExpertParallel,
-    PipelineParallel,
     StepSpec,
     TensorParallel,
 )
-from nemo_like.torch_compat import fake_store
 from tests_distributed.allocated import loop_peak_bytes
-from tests_distributed.peak_families import FAMILIES, WELL_KNOWN, WITH_EXPERTS, build, tokens
+from tests_distributed.peak_families import build, tokens
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")

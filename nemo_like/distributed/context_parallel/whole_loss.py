@@ -29,7 +29,6 @@ from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.targets import IGNORED
 from nemo_like.module_tree import base_model
-from nemo_like.torch_compat import is_fake
 
 _CACHES = ("past_key_values", "cache_params", "past_key_value")
 
@@ -135,20 +134,6 @@ class RootHooks:
         if tokens is not None and self._whole:  # a pipeline compares all its stages
             verify_cut(self._model, self.parts, given, tokens, self._look)
 
-<<<<<<< HEAD
-    def _check_same_batch(self, given: dict[str, Any]) -> None:
-        digest = torch.stack([_digest(value) for value in given.values() if isinstance(value, Tensor)]).sum()
-        if is_fake(digest):
-            return  # nemo_like.dry_run: there are no values to compare
-        largest, least = digest.clone(), digest.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=find_group(self.parts.group))
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=find_group(self.parts.group))
-        if not torch.equal(largest, least):
-            raise ValueError(
-                f"The {self.parts.ranks} ranks of a cp group got different batches: each must get the same whole sequences "
-                "and cuts its part itself. Give the sampler the data-parallel rank (rank // cp) and their number."
-            )
-=======
     def _look(self, given: dict[str, Any], output: Any, length: int) -> None:
         """At what the model gives for whole sequences of `length` tokens: outputs without a sequence, or a loss that is no
         cross entropy of labels of tokens."""
@@ -160,7 +145,6 @@ class RootHooks:
         loss = next((tensor for tensor in tensors_of(output) if tensor.ndim == 0), None)
         labels = given["shift_labels" if "shift_labels" in of_tokens else of_tokens[0]]
         self._other_loss = loss is not None and not self._watched.make(loss, labels, given.get("num_items_in_batch"))
->>>>>>> main
 
     def _make_decoder_inputs(self, given: dict[str, Any], labels: Tensor) -> None:
         """Of an encoder-decoder that makes its decoder's input from its labels: from whole ones."""
