@@ -84,13 +84,28 @@ def step_peak_bytes(
     raise AssertionError(f"no step's events were complete: {left} bytes are left of the last")
 
 
-_IN_A_HURRY = 10
+_IN_A_HURRY = 3
 """Steps that are tried as they are."""
 
 
 class _BehindGloo(TorchDispatchMode):
-    """Waits a moment after each collective, in which gloo's thread drops its buffers: on a machine with nothing else to do
-    this thread is nearly always faster, and the last to drop them is the other one."""
+    """Waits a moment after each collective, in which gloo's thread drops its buffers: where both are as fast, the last to
+    drop them is now and then that thread. Before and after each wait for one, so that the other rank may be late."""
+
+    def __enter__(self) -> Any:
+        self._wait = wait = dist.Work.wait
+
+        def waited(*args: Any, **kwargs: Any) -> Any:
+            out = wait(*args, **kwargs)
+            time.sleep(0.002)
+            return out
+
+        dist.Work.wait = waited
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        dist.Work.wait = self._wait
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

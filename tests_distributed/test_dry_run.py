@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 
 FULLEST = ExpertParallel(2, imbalance=2.0)
-"""All rows of `build`'s models go to the experts of the first rank."""
+"""All rows of `build`'s models go to the experts of one rank, which is the one that a dry run stands for."""
 Cell = tuple[str, Any, dict[str, Any], int]
 """A family, its ``ac``, other arguments of `parallelize`, and microbatches."""
 
@@ -71,5 +71,5 @@ def test_a_rank_on_fake_tensors_takes_what_the_real_one_does(ranks: int, cells: 
         found = dry_run(
             build(family), _batch(), world_size=ranks, ac=ac, step=StepSpec(microbatches=microbatches), **job
         )
-        assert 0 <= real[0] - found.peak_bytes <= KEPT_NUMBERS, (cell, real, found)
+        assert 0 <= (max(real) if "ep" in job else real[0]) - found.peak_bytes <= KEPT_NUMBERS, (cell, real, found)
         assert found.peak_bytes == sum(found.parts.values())

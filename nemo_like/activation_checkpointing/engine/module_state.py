@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.torch_compat import is_fake
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
@@ -118,4 +119,6 @@ class BufferSnapshot:
 
 
 def _differs(now: Tensor | None, before: Tensor) -> bool:
-    return now is None or now.shape != before.shape or not torch.equal(now, before)
+    if now is None or now.shape != before.shape:
+        return True
+    return not is_fake(now) and not torch.equal(now, before)
