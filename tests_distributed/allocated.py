@@ -6,15 +6,14 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.distributed.context_parallel.parts import MARK
 from nemo_like.distributed.pipeline import Pipeline
@@ -63,9 +62,9 @@ def step_peak_bytes(
     """
     gc.collect()  # the models of earlier cases, which FSDP2 leaves in cycles
     found, peaks = None, Counter[int]()
-    for number in range(50):
+    for _ in range(50):
         before = state_bytes(model, optimizer, kept())
-        with nullcontext() if number < _IN_A_HURRY else _BehindGloo():
+        with _behind_gloo():
             peak, left = allocator_events(step)
         peaks[before + peak] += 1
         if found is None and left == state_bytes(model, optimizer, kept()) - before:
@@ -84,34 +83,22 @@ def step_peak_bytes(
     raise AssertionError(f"no step's events were complete: {left} bytes are left of the last")
 
 
-_IN_A_HURRY = 3
-"""Steps that are tried as they are."""
+@contextmanager
+def _behind_gloo() -> Iterator[None]:
+    """Within it, each wait for a collective takes a moment longer, in which gloo's thread drops its buffers: now and then
+    it would be the last to do so. A dispatch mode that waits would hold the arguments of operators for longer."""
+    wait = dist.Work.wait
 
-
-class _BehindGloo(TorchDispatchMode):
-    """Waits a moment after each collective, in which gloo's thread drops its buffers: where both are as fast, the last to
-    drop them is now and then that thread. Before and after each wait for one, so that the other rank may be late."""
-
-    def __enter__(self) -> Any:
-        self._wait = wait = dist.Work.wait
-
-        def waited(*args: Any, **kwargs: Any) -> Any:
-            out = wait(*args, **kwargs)
-            time.sleep(0.002)
-            return out
-
-        dist.Work.wait = waited
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        dist.Work.wait = self._wait
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
-            time.sleep(0.002)
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        out = wait(*args, **kwargs)
+        time.sleep(0.002)
         return out
+
+    dist.Work.wait = waited
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait
 
 
 def loop_peak_bytes(model: torch.nn.Module, batch: dict[str, Any], *, microbatches: int = 1, lr: float = 1e-4) -> int:
@@ -176,9 +163,9 @@ def pipeline_peak_range(pipeline: Pipeline, batch: dict[str, torch.Tensor], step
     """
     step, before = _pipeline_step(pipeline, batch)
     lowest, highest = 0, sys.maxsize
-    for number in range(steps):
+    for _ in range(steps):
         there = before()
-        with nullcontext() if number == 0 else _BehindGloo():
+        with _behind_gloo():
             peak, left = allocator_events(step)
         lowest, highest = max(lowest, there + peak - max(left, 0)), min(highest, there + peak)
         ready = torch.tensor(float(lowest >= highest))
