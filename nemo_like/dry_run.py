@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.pipeline.batches import repeated
 from nemo_like.layers import find_layers
-from nemo_like.log import say_once, unsaid, warn_once
-from nemo_like.module_tree import bare
+from nemo_like.log import say_once, unsaid
+from nemo_like.module_tree import bare, bare_modules
 from nemo_like.options import (
     ChunkedLoss,
     ContextParallel,
@@ -45,14 +49,14 @@ from nemo_like.planning.expert_twin import planned_group, planned_imbalance
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.fewer_layers import grown, leave_out, longest_repeats
 from nemo_like.planning.gradient_sums import SumsInPlace
-from nemo_like.planning.kinds import Kind
-from nemo_like.planning.peak import Peak
+from nemo_like.planning.kinds import Kind, ModelTrace
 from nemo_like.planning.plan import Plan
 from nemo_like.planning.planned_setup import Setup
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.reasons import without_values
+from nemo_like.planning.stage_plans import plan_pipeline
 from nemo_like.planning.step_loss import loss_of
-from nemo_like.planning.storage_ledger import PARAMETERS, Level, Place, StorageLedger
+from nemo_like.planning.storage_ledger import PARAMETERS, Level, Moment, StorageLedger
 from nemo_like.resolve import read_ac
 from nemo_like.tensors import split_sample
 from nemo_like.torch_compat import fake_store, forget_meshes
@@ -63,22 +67,28 @@ _UNCHECKED = {"NEMO_LIKE_VERIFY": "0", "NEMO_LIKE_COMPARE_PEAK": "0"}
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a step of one rank takes."""
+    """What a step of one rank takes: parameters, gradients, optimizer state, activations, what FSDP2 gathers and reduces,
+    and what a pipeline's stages receive into. Not counted: buffers and the batch, which are there before the first step."""
 
-    peak_bytes: int
-    """The most bytes alive in a step: parameters, gradients, optimizer state, activations, and what FSDP2 gathers and
-    reduces. Buffers and the batch, which are there before the first step, are not among them."""
-    at: str
-    """Where in the step."""
-    parts: dict[str, int]
-    """`peak_bytes` by what they are (`nemo_like.planning.storage_ledger.PARTS`)."""
-    against: Peak | None
-    """What the planner predicts of the same step; None: it plans no such `ac`."""
+    moments: Mapping[Moment, Level]
+    """The most bytes alive in each moment of the step, in order, and by what they are
+    (`nemo_like.planning.storage_ledger.PARTS`)."""
 
     @property
-    def error(self) -> float | None:
-        """Of the planner's prediction, as a share of `peak_bytes`."""
-        return None if self.against is None else self.against.total / self.peak_bytes - 1
+    def peak(self) -> tuple[Moment, Level]:
+        """The moment with the most bytes."""
+        return max(self.moments.items(), key=lambda pair: pair[1].total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive in the step."""
+        return self.peak[1].total
+
+    @property
+    def at(self) -> str:
+        """Where in the step the peak is."""
+        moment, level = self.peak
+        return f"{moment.where}, in {level.op}" if level.op else moment.where
 
 
 def dry_run(
@@ -89,50 +99,57 @@ def dry_run(
 
     Args:
         model: bare, on any device, `meta` included. A copy of it runs; it is not changed.
-        sample_input: what one step of one rank gives to the model.
+        sample_input: what one microbatch of one rank gives to the model. With ``pp``, a step has
+            ``PipelineParallel.microbatches`` of them.
         world_size: ranks of the job.
         rank: which of them this process stands for.
         step: how the loop goes through a step.
         depth: run with so many (4 or more) of the layers that repeat, and with one and two more; where each adds the same
-            bytes at every place of a step, the rest is extrapolated, else all run. None: all run.
+            bytes in every moment of a step, the rest is extrapolated, else all run. None: all run.
         job: `parallelize`'s other arguments. With ``ep``, this rank's experts are those that most rows come to, by
             ``ExpertParallel.imbalance``.
 
     Raises:
         ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values; a
             process group that is up.
-        NotImplementedError: what cannot be run so: pipelines, ``cp`` by ring, DDP, compilation, offloading, other dispatches
-            of experts than all-to-all, a step with an optimizer that torch does not bring, averaged weights.
+        NotImplementedError: what cannot be run so: stages of the caller's own, ``depth`` with ``pp``, ``cp`` by ring, DDP,
+            compilation, offloading, other dispatches of experts than all-to-all, a step with an optimizer that torch does
+            not bring, averaged weights.
     """
     loop = StepSpec.of(step, job.pop("optimizer", None))
-    _refuse(job, loop)
+    _refuse(job, loop, depth)
     _check_numbers(rank, world_size, depth)
     if sample_input is None:
-        raise ValueError("sample_input is None; give what one step of one rank gives to the model.")
-    planned = _planned(model, sample_input, world_size, loop, job)
+        raise ValueError("sample_input is None; give what one microbatch of one rank gives to the model.")
+    asked = read_ac(job.get("ac", "selective"))
+    if isinstance(asked, MemoryBudget):  # here, where no rank waits for what another one plans
+        job["ac"] = _plan(model, sample_input, world_size, loop, job, asked)
 
-    def run(skipped: Mapping[str, Kind]) -> dict[Place, Level]:
+    def run(skipped: Mapping[str, Kind]) -> dict[Moment, Level]:
         with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), _fake_ranks(rank, world_size):
-            return _run(model, sample_input, loop, job | planned.ac, skipped)
+            return _run(model, sample_input, loop, job, skipped)
 
-    levels = None if depth is None else _extrapolated(run, planned, depth)
-    levels = run({}) if levels is None else levels
-    place, level = max(levels.items(), key=lambda pair: pair[1].total)
-    at = f"{place.where}, in {level.op}" if level.op else place.where
-    return DryRun(level.total, at, {part: size for part, size in level.parts.items() if size}, planned.peak)
+    found = None
+    if depth is not None:
+        device, setup = resolve_device("cpu"), setup_of(world_size, loop, job)
+        with Planner(model, sample_input, device=device, setup=setup, layers=job.get("layers")) as planner:
+            found = _extrapolated(run, planner.traced, job.get("ac"), depth)
+    return DryRun(run({}) if found is None else found)
 
 
 def _extrapolated(
-    run: Callable[[Mapping[str, Kind]], dict[Place, Level]], planned: _Planned, depth: int
-) -> dict[Place, Level] | None:
-    """What each place of a step of the whole model reaches, by three runs of few layers; None: it is not known."""
-    names = list(planned.kinds)
-    repeats = longest_repeats([planned.keys[name] for name in names])
+    run: Callable[[Mapping[str, Kind]], dict[Moment, Level]], traced: ModelTrace, ac: Any, depth: int
+) -> dict[Moment, Level] | None:
+    """What each moment of a step of the whole model reaches, by three runs of few layers; None: it is not known."""
+    names = [call.fqn for call in traced.calls]
+    if len(set(names)) < len(names):
+        return None
+    kinds = {call.fqn: traced.kinds[call.kind] for call in traced.calls}
+    kept = {layer.fqn: repr(layer.decisions) for layer in ac.layers} if isinstance(ac, Plan) else {}
+    repeats = longest_repeats([(call.kind, kept.get(call.fqn)) for call in traced.calls])
     if repeats.count <= depth + 2:
         return None
-    runs = [
-        run({names[at]: planned.kinds[names[at]] for at in repeats.without(kept)}) for kept in range(depth, depth + 3)
-    ]
+    runs = [run({names[at]: kinds[names[at]] for at in repeats.without(count)}) for count in range(depth, depth + 3)]
     found = grown(runs, repeats.count - depth)
     if found is None:
         say_once(f"{depth} to {depth + 2} layers do not grow evenly: all of them run.")
@@ -141,7 +158,7 @@ def _extrapolated(
 
 def _run(
     model: nn.Module, sample_input: Any, loop: StepSpec, job: Mapping[str, Any], skipped: Mapping[str, Kind]
-) -> dict[Place, Level]:
+) -> dict[Moment, Level]:
     """The levels of a step without the layers in `skipped`."""
     mine, given = _on_meta(model), dict(job)
     names = [layer.fqn for layer in find_layers(model, given.get("layers")) if layer.fqn not in skipped]
@@ -150,34 +167,47 @@ def _run(
         given["layers"] = names
     if isinstance(given.get("ac"), Plan):
         given["ac"] = given["ac"].only([layer.fqn for layer in given["ac"].layers if layer.fqn not in skipped])
-    mine = parallelize(mine, **given, device="cpu", sample_input=sample_input, step=loop)
+    made = parallelize(mine, **given, device="cpu", sample_input=sample_input, step=loop)
+    modules = [stage.module for stage in made.stages] if isinstance(made, Pipeline) else [made]
     run = FakeRun(model=model)
     run.routed_by = _routing(model, ExpertParallel.of(given.get("ep", 1)))
-    _give_memory(mine, run)
+    _give_memory(modules, run)
     args, kwargs = run.sample(split_sample(sample_input))
-    optimizer = _optimizer(mine, loop.optimizer)
-    layers = {layer.fqn: bare(layer.module) for layer in find_layers(mine, names)}
     ledger = StorageLedger(on_cpu=True)
-    split_loss = TensorParallel.of(given.get("tp", 1)).loss_parallel and ChunkedLoss.of(given.get("loss", "model")) is None
-    step = _loop(mine, optimizer, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
+    if isinstance(made, Pipeline):
+        made.tie()
+        given_by_name = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+        go = _pipeline_loop(made, repeated(given_by_name, made.options.microbatches or 1), ledger)
+    else:
+        whole_loss = ChunkedLoss.of(given.get("loss", "model")) is None
+        split_loss = whole_loss and TensorParallel.of(given.get("tp", 1)).loss_parallel
+        go = _loop(made, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
+    optimizer = _optimizer(list(made.parameters()), loop.optimizer)
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
-    with told, run, ledger, SumsInPlace(), ledger.watching(layers), _no_collector():
+    with told, run, ledger, SumsInPlace(), ledger.watching(_layers_of(modules, names)), _no_collector():
         for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
-            ledger.own(map(_local, mine.parameters()), PARAMETERS)
+            ledger.own(map(_local, made.parameters()), PARAMETERS)
             ledger.begin()
-            step()
+            go()
+            ledger.phase = "optimizer step"
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=loop.zero_grad == "free")
         return ledger.levels()
 
 
+def _layers_of(modules: Sequence[nn.Module], names: Collection[str]) -> dict[str, nn.Module]:
+    return {name: bare(each) for module in modules for name, each in bare_modules(module) if name in names}
+
+
 def _loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any], loop: StepSpec,
-    ledger: StorageLedger, around: Callable[[], AbstractContextManager[Any]],
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], loop: StepSpec, ledger: StorageLedger,
+    around: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[], None]:  # fmt: skip
-    """The step that `loop` says. `around`: what forward and backward run in."""
+    """Forward and backward of a step as `loop` says. `around`: what they run in."""
     kept: list[Any] = []
 
-    def step() -> None:
+    def go() -> None:
         for number in range(loop.microbatches):
             if loop.sync == "last":
                 set_gradient_sync(model, number == loop.microbatches - 1)
@@ -190,28 +220,47 @@ def _loop(
                 ledger.phase = "backward"
                 loss.backward()
                 del loss
-        ledger.phase = "optimizer step"
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=loop.zero_grad == "free")
 
-    return step
+    return go
 
 
-def _optimizer(model: nn.Module, word: str) -> torch.optim.Optimizer:
+def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLedger) -> Callable[[], None]:
+    """Forward and backward of a step in the order of the pipeline's schedule."""
+
+    def enter(*_: Any) -> None:
+        ledger.phase = "forward"
+
+    def leave(*_: Any) -> None:
+        ledger.phase = "backward"
+
+    for stage in pipeline.stages:
+        stage.module.register_forward_pre_hook(enter, prepend=True)
+        stage.module.register_forward_hook(leave)
+    pipeline.trust(batch)
+
+    def go() -> None:
+        pipeline.step(**batch)
+
+    return go
+
+
+def _optimizer(parameters: list[nn.Parameter], word: str) -> torch.optim.Optimizer:
     if word.startswith("sgd"):
-        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9 if word == "sgd-momentum" else 0.0, foreach=False)
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9 if word == "sgd-momentum" else 0.0, foreach=False)
     foreach, fused = word == "adamw-foreach", word == "adamw-fused"
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=None if fused else foreach, fused=fused or None)
+    return torch.optim.AdamW(parameters, lr=1e-4, foreach=None if fused else foreach, fused=fused or None)
 
 
 _OPTIMIZERS = ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "sgd", "sgd-momentum")
 
 
-def _refuse(job: Mapping[str, Any], loop: StepSpec) -> None:
+def _refuse(job: Mapping[str, Any], loop: StepSpec, depth: int | None) -> None:
     """Raise where `job` has what cannot be run in one process on fake tensors."""
     ep, cp = ExpertParallel.of(job.get("ep", 1)), ContextParallel.of(job.get("cp", 1))
+    pp = PipelineParallel.of(job.get("pp", 1))
     refused = {
-        f"pp={job.get('pp')}": PipelineParallel.of(job.get("pp", 1)).size > 1,
+        "PipelineParallel.split": pp.size > 1 and pp.split is not None,
+        f"depth={depth} with pp={pp.size}": pp.size > 1 and depth is not None,
         "strategy='ddp'": parse_strategy(job.get("strategy", "fsdp2"))[0] == "ddp",
         "ContextParallel.method='ring'": cp.size > 1 and cp.method == "ring",
         f"ExpertParallel.dispatch={ep.dispatch!r}": ep.size > 1 and ep.dispatch != ExpertParallel().dispatch,
@@ -294,25 +343,27 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _give_memory(model: nn.Module, run: FakeRun) -> None:
+def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:
     """Put fake tensors in the place of those on the meta device, and of buffers."""
-    made: dict[int, Any] = {}
+    made: dict[torch.Tensor, Any] = {}
 
     def one(tensor: torch.Tensor) -> Any:
-        if id(tensor) not in made:
+        if tensor not in made:
             with run.fake, torch.no_grad():
                 own = torch.empty_like(tensor, device="cpu")
-            made[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
-        return made[id(tensor)]
+            made[tensor] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+        return made[tensor]
 
-    for module in model.modules():
+    for module in (module for model in models for module in model.modules()):
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = run.sample(buffer)
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, DTensor):
                 module._parameters[name] = one(parameter)
-    model._apply(lambda tensor: one(tensor) if tensor.is_meta else tensor)  # of FSDP2, which pads
+    for model in models:
+        if isinstance(model, FSDPModule):  # which pads its own
+            model._apply(lambda tensor: one(tensor) if tensor.is_meta else tensor)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -326,59 +377,29 @@ def _routing(model: nn.Module, expert: ExpertParallel) -> str:
     return planned_group(model, find_experts(model, expert.plan)[0], expert.size, planned_imbalance(setup))
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """What the planner says of the job."""
-
-    ac: dict[str, Any]
-    """The plan, as an argument of `parallelize`, where a budget was asked for."""
-    peak: Peak | None
-    kinds: dict[str, Kind]
-    """Of the layers, by their names, in order; empty where one is called several times, or nothing is planned."""
-    keys: dict[str, Any]
-    """Equal for layers of one kind that keep the same."""
-
-
-def _planned(
-    model: nn.Module, sample_input: Any, world_size: int, loop: StepSpec, job: Mapping[str, Any]
-) -> _Planned:
-    asked = read_ac(job.get("ac", "selective"))
-    budget = asked if isinstance(asked, MemoryBudget) else None
-    try:
-        planner = Planner(
-            model, sample_input, device=resolve_device("cpu"), setup=_setup(world_size, loop, job),
-            layers=job.get("layers"),
-        )  # fmt: skip
-    except ValueError as error:
-        if budget is not None:
-            raise
-        warn_once(f"The dry run is compared with no prediction: {error}")
-        return _Planned({}, None, {}, {})
-    with planner:
-        plan, peak = asked if isinstance(asked, Plan) else None, None
-        if budget is not None:
-            choices, gap = planner.choose(budget, str(job["ac"]))
-            plan = planner.describe(choices, str(job["ac"]), gap)
-        mode = next((word for word in ("none", "full", "selective") if asked == read_ac(word)), None)
-        if mode is not None:
-            peak = planner.peak(planner.uniform(mode))
-        elif plan is not None and plan.peak:
-            peak = Peak(dict(plan.peak), plan.peak_at, 0)
-        calls = planner.traced.calls
-        once = len({call.fqn for call in calls}) == len(calls)
-        kinds = {call.fqn: planner.traced.kinds[call.kind] for call in calls} if once else {}
-        kept = {} if plan is None else {layer.fqn: repr(layer.decisions) for layer in plan.layers}
-        keys = {call.fqn: (call.kind, kept.get(call.fqn)) for call in calls}
-        return _Planned({"ac": plan} if budget is not None else {}, peak, kinds, keys)
+def _plan(
+    model: nn.Module, sample_input: Any, world_size: int, step: StepSpec, job: Mapping[str, Any], budget: MemoryBudget
+) -> Plan:
+    """What `parallelize` would plan for `budget`."""
+    pp, setup = PipelineParallel.of(job.get("pp", 1)), setup_of(world_size, step, job)
+    given: dict[str, Any] = {"setup": setup, "device": resolve_device("cpu"), "layers": job.get("layers")}
+    if pp.size > 1:
+        return plan_pipeline(model, budget, sample_input, pp, **given)
+    with Planner(model, sample_input, **given) as planner:
+        return planner.plan(budget, str(job["ac"]))
 
 
-def _setup(world_size: int, loop: StepSpec, job: Mapping[str, Any]) -> Setup:
+def setup_of(world_size: int, step: StepSpec, job: Mapping[str, Any]) -> Setup:
+    """What planning is told of the job that `dry_run` runs with these arguments; with ``pp``, of the ranks of one stage."""
     word, fsdp, _ = parse_strategy(job.get("strategy", "fsdp2"))
     tensor, expert = TensorParallel.of(job.get("tp", 1)), ExpertParallel.of(job.get("ep", 1))
-    replicas = job.get("dp_replicate", 1)
-    sharded = word == "fsdp2" and world_size > 1
+    stages, replicas = PipelineParallel.of(job.get("pp", 1)).size, job.get("dp_replicate", 1)
+    ranks = world_size // stages
+    sharded = word == "fsdp2" and ranks > 1
+    if stages > 1 and fsdp is not None and fsdp.reshard_after_forward is None:
+        fsdp = replace(fsdp, reshard_after_forward=False)
     return Setup(
-        shard_ranks=world_size // (tensor.size * replicas) if sharded else 1, replicas=replicas, step=loop,
+        shard_ranks=ranks // (tensor.size * replicas) if sharded else 1, replicas=replicas, step=step,
         precision=Precision.of(job.get("precision")), fsdp=fsdp if sharded else None, tp=tensor.size, tp_plan=tensor.plan,
         sequence_parallel=tensor.sequence_parallel, loss_parallel=tensor.loss_parallel, ep=expert.size,
         expert_plan=expert.plan, imbalance=expert.imbalance, cp=ContextParallel.of(job.get("cp", 1)),

@@ -819,6 +819,14 @@ class ConnectedStage(PipelineStage):
         asked: list[Any] = getattr(super(), "_get_init_p2p_neighbors_ops", list)()
         return [op for op in asked if op.group_peer != self.group_rank]
 
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        """Whether all stages know what they send and receive: under the ``fake`` back end the others say nothing. From torch
+        2.13 on."""
+        if torch.distributed.get_backend(self.group) == "fake":
+            return torch.ones(1, dtype=torch.int32)
+        found: Tensor = super()._warmup_backward_result(received_result)
+        return found
+
 
 def splits_compiled_backward() -> bool:
     """Whether a pipeline schedule can cut the backward of a compiled layer in two: 2.11.0 asks such a node for metadata

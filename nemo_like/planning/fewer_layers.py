@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from nemo_like.planning.kinds import Kind
-from nemo_like.planning.storage_ledger import Level, Place
+from nemo_like.planning.storage_ledger import Level, Moment
 from nemo_like.tensors import tensors_in
 
 
@@ -76,20 +76,20 @@ def leave_out(model: nn.Module, layers: Mapping[str, Kind]) -> None:
         model.get_submodule(parent)._modules[own] = SkippedLayer(model.get_submodule(name), kind)
 
 
-def grown(runs: Sequence[Mapping[Place, Level]], times: int) -> dict[Place, Level] | None:
-    """What each place of a step reaches with `times` more periods than in the first of three runs, of which each has one
+def grown(runs: Sequence[Mapping[Moment, Level]], times: int) -> dict[Moment, Level] | None:
+    """What each moment of a step reaches with `times` more periods than in the first of three runs, of which each has one
     more than the one before. None: what they reach does not grow evenly, so that nothing is known.
 
     What is alive between the first layers and the last ones grows evenly from one end to the other, so that none of those
     that were left out is above both ends, of which each run has two periods or more. Where both ends meet, outside of
-    layers, a place has other neighbours in each run: it is left out, too.
+    layers, a moment has other neighbours in each run: it is left out, too.
     """
     first, second, third = runs
     found = {}
-    for place, level in first.items():
-        if not (place in second and place in third):
+    for moment, level in first.items():
+        if not (moment in second and moment in third):
             continue
-        if third[place].total - second[place].total != second[place].total - level.total:
+        if third[moment].total - second[moment].total != second[moment].total - level.total:
             return None
-        found[place] = level.plus(second[place].less(level), times)
+        found[moment] = level.plus(second[moment].less(level), times)
     return found

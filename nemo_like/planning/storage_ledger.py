@@ -31,7 +31,7 @@ _ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_aut
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
-class Place(NamedTuple):
+class Moment(NamedTuple):
     """A stretch of a step."""
 
     where: str
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """The most bytes that are alive in a place."""
+    """The most bytes that are alive in a moment."""
 
     total: int
     op: str
@@ -105,7 +105,10 @@ class StorageLedger(TorchDispatchMode):
         """The one that ran last, in forward or backward; empty: what is around them."""
         self._marks: tuple[list[int], list[str]] = ([], [])
         """From which number on autograd's nodes belong to which layer; ``""``: to none."""
-        self._originals: tuple[Callable[..., Any], Callable[..., Any]] = torch.UntypedStorage.resize_, torch.get_rng_state
+        self._originals: tuple[Callable[..., Any], Callable[..., Any]] = (
+            torch.UntypedStorage.resize_,
+            torch.get_rng_state,
+        )
 
     def __enter__(self) -> Any:
         resize, state = self._originals
@@ -151,8 +154,8 @@ class StorageLedger(TorchDispatchMode):
         self._steps += 1
         self._marks = ([], [])
 
-    def levels(self) -> dict[Place, Level]:
-        """The most bytes alive in each place of the step, in order."""
+    def levels(self) -> dict[Moment, Level]:
+        """The most bytes alive in each moment of the step, in order."""
         now: Counter[str] = Counter()
         for storage, size in self._before.items():
             now[storage.part] += size
@@ -165,14 +168,14 @@ class StorageLedger(TorchDispatchMode):
                 stretches.append((event.where, Level(total, event.op, Counter(now))))
             elif total > stretches[-1][1].total:
                 stretches[-1] = event.where, Level(total, event.op, Counter(now))
-        found: dict[Place, Level] = {}
+        found: dict[Moment, Level] = {}
         microbatch, before = 0, ""
         for (where, level), (following, _) in zip(stretches, [*stretches[1:], ("", stretches[0][1])]):
             microbatch += where.startswith("forward") and before.startswith("backward")
             outside = where.endswith(_OUTSIDE)
-            place = Place(where, (before, following) if outside else ("", ""), microbatch)
-            if place not in found or level.total > found[place].total:
-                found[place] = level
+            moment = Moment(where, (before, following) if outside else ("", ""), microbatch)
+            if moment not in found or level.total > found[moment].total:
+                found[moment] = level
             before = where
         return found
 
