@@ -184,7 +184,7 @@ def _run(
         go = _loop(made, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
     optimizer = _optimizer(list(made.parameters()), loop.optimizer)
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
-    with told, run, ledger, SumsInPlace(), ledger.watching(_layers_of(modules, names)), _no_collector():
+    with told, run, ledger, SumsInPlace(), ledger.watching(_layers_of(modules, names)), _sends_hold(), _no_collector():
         for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
             ledger.own(map(_local, made.parameters()), PARAMETERS)
@@ -307,6 +307,35 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
         forget_meshes()
         sys.excepthook = hook  # torch puts one around it that names the rank
+
+
+class _Sent:
+    """The work of a send, which holds the tensor, as that of a back end that sends does."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self, *args: Any) -> bool:
+        return self._work.wait(*args)
+
+
+@contextmanager
+def _sends_hold() -> Iterator[None]:
+    """Within it, what a pipeline's stage sends lives as long as the work of sending it."""
+    isend = dist.isend
+
+    def held(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = isend(tensor, *args, **kwargs)
+        return None if work is None else _Sent(work, tensor)
+
+    places = (dist, dist.distributed_c10d)
+    for place in places:
+        place.isend = held  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for place in places:
+            place.isend = isend
 
 
 @contextmanager
