@@ -328,9 +328,9 @@ def _sends_hold() -> Iterator[None]:
         work = isend(tensor, *args, **kwargs)
         return None if work is None else _Sent(work, tensor)
 
-    places = (dist, dist.distributed_c10d)
+    places: tuple[Any, ...] = (dist, dist.distributed_c10d)
     for place in places:
-        place.isend = held  # type: ignore[assignment]
+        place.isend = held
     try:
         yield
     finally:
