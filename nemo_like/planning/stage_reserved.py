@@ -15,7 +15,6 @@ from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, Action
 from nemo_like.distributed.pipeline.schedules import kind_of
 from nemo_like.options import PipelineParallel
 from nemo_like.options.allocator import AllocatorConfig
-from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.reserved import Replayed, Reserved, make_state, optimizer_passes
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.step_events import Events, LayerEvents, Microstep, Pass, StepEvents, UnitEvents
@@ -201,10 +200,7 @@ class _Rank:
         self.events.drop_all(kept)
         for stage in self.stages.values():
             setup = stage.planner.setup
-            optimizer = optimizer_memory(
-                stage.planner.sharding.trained, setup.step.optimizer, foreach=stage.planner.foreach
-            )
-            optimizer_passes(self.events, optimizer, first=first)
+            optimizer_passes(self.events, stage.planner.optimizer, first=first)
             if setup.step.zero_grad == "free":
                 stage.writer.zero_grad()
 

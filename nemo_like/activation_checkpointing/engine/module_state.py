@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.torch_compat import sparse_parts
+from nemo_like.torch_compat import is_fake, sparse_parts
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
@@ -148,5 +148,7 @@ def _bytes(tensor: Tensor) -> int:
 def _differs(now: Tensor | None, before: Tensor) -> bool:
     if now is None or now.shape != before.shape or now.layout != before.layout:
         return True
+    if is_fake(now):
+        return False
     ours, theirs = _parts(now), _parts(before)
     return len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs))

@@ -23,7 +23,6 @@ from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.seconds import BlockSeconds, LayerRun, Links, StepSeconds, least_seconds, step_seconds
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.last_within import last_within
-from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan import BudgetError, Plan
@@ -246,8 +245,7 @@ class TracedShape:
 
     def _least_choices(self, layout: Layout, variant: Variant) -> tuple[list[Choice], int]:
         planner = self.planner(layout, variant)
-        sharding, optimizer = planner.sharding, planner.setup.step.optimizer
-        static = sharding.params + optimizer_memory(sharding.trained, optimizer, foreach=False).state
+        static = planner.sharding.params + planner.optimizer.state
 
         def bytes_of(choices: list[Choice]) -> int:
             return static + sum(choice.held_bytes for choice in choices) - sum(planner.moved(choices))

@@ -122,7 +122,7 @@ class StagedLeast:
             base, sharding = self.whole.base, self.bounds.sharding(layout)
             ranks = layout.shard_ranks
             expert_ranks = max(1, ranks * layout.tp // layout.ep)
-            memory = optimizer_memory(sharding.trained, base.setup.step.optimizer, foreach=False)
+            memory = optimizer_memory(sharding.trained, base.setup.step.optimizer, device=self.device.kind)
             states, found = map(sum, memory.states), [0] * len(stages)
             for param, where in zip(self._parameters, self._places(pp, stages, on=sharding.on)):
                 stays = param.size // (expert_ranks if param.is_expert else ranks)
