@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger("nemo_like")
 
@@ -28,6 +30,16 @@ def say_once(message: str, *, level: int = logging.INFO, key: str | None = None)
 def warn_once(message: str, *, key: str | None = None) -> None:
     """`say_once` at WARNING: for every fallback, with what was asked, what was done, and why."""
     say_once(message, level=logging.WARNING, key=key)
+
+
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """What is said once within it may be said again behind it."""
+    before = set(_announced)
+    try:
+        yield
+    finally:
+        _announced.intersection_update(before)
 
 
 def forget_announcements() -> None:

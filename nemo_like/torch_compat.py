@@ -97,6 +97,20 @@ _pop_hooks: Callable[[], None] | None = _private(torch._C, "_autograd._pop_saved
 _push_hooks: Callable[..., None] | None = _private(torch._C, "_autograd._push_saved_tensors_default_hooks")
 
 
+_node: Callable[[], Any] | None = _private(torch._C, "_current_autograd_node")
+_number: Callable[[], int] | None = _private(torch.autograd, "_get_sequence_nr")
+
+
+def autograd_node() -> Any:
+    """The node whose backward runs on this thread; None: none does, or torch does not tell."""
+    return None if _node is None or _number is None else _node()
+
+
+def next_sequence_number() -> int:
+    """The number that autograd's next node on this thread gets (``node._sequence_nr()``); 0 where torch does not tell."""
+    return 0 if _number is None else _number()
+
+
 class _SaveInput(torch.autograd.Function):
     """A node that does nothing but keep a tensor the way autograd keeps one."""
 
@@ -765,6 +779,17 @@ def accumulate_zeros(fsdp_param: Any, dtype: torch.dtype) -> None:
         fsdp_param.unsharded_accumulated_grad = zeros
 
 
+def forget_meshes() -> None:
+    """Empty what DTensor remembers of operators by mesh: of one that is made anew it would take the process groups of the
+    old one. Where torch remembers nothing, or has other names for it, nothing happens. Seen in 2.13."""
+    for where, name in (("debug", "_clear_sharding_prop_cache"), ("_redistribute", "_gen_transform_infos.cache_clear")):
+        clear = None
+        with contextlib.suppress(ImportError):
+            clear = _private(importlib.import_module(f"torch.distributed.tensor.{where}"), name)
+        if clear is not None:
+            clear()
+
+
 def fake_store() -> Any:
     """The store of the process-group back end ``"fake"``, which sends nothing, from PyTorch's testing package.
 
@@ -787,6 +812,14 @@ class ConnectedStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         asked: list[Any] = getattr(super(), "_get_init_p2p_neighbors_ops", list)()
         return [op for op in asked if op.group_peer != self.group_rank]
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        """Whether all stages know what they send and receive: under the ``fake`` back end the others say nothing. From torch
+        2.13 on."""
+        if torch.distributed.get_backend(self.group) == "fake":
+            return torch.ones(1, dtype=torch.int32)
+        found: Tensor = super()._warmup_backward_result(received_result)
+        return found
 
 
 def splits_compiled_backward() -> bool:

@@ -363,7 +363,7 @@ _ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "num_items": (
         lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items=0),
-        "num_items is 0; it must be > 0, since the sum of the losses is divided by it",
+        "num_items is 0; it must be finite and > 0: the sum of the losses is divided by it",
     ),
     "num_items of KL": (
         lambda _: chunked_kl(_HIDDEN, _head(), _HIDDEN, teacher_head=_head(), num_items=-2.0), r"num_items is -2\.0"
@@ -431,7 +431,8 @@ _COMMANDS = {
     f"profile {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens",
     f"trace {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens",
     f"bench {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens",
-    f"fit {_TINY} --gpus 1 --seq-len 200000": "seq_len asks for sequences of 200000 tokens",
+    f"fit {_TINY} --gpus 1 --seq-len 200000": "The search asks for sequences of 200000 tokens",
+    f"fit {_TINY} --gpus 1 --max-seq-len 200000": "The search asks for sequences of 200000 tokens",
     f"fit {_TINY} --gpus 1 --max-seq-len 32 --seq-len 64": "seq_len is 64, and max_seq_len says",
     f"fit {_TINY} --gpus 2 --imbalance 0.5": "imbalance is 0.5; it must be a number from 1",
     f"fit {_TINY} --gpus 2 --imbalance 1.5 --ep 1": "share the experts, 1",
@@ -504,13 +505,12 @@ _JOBS = {
     "pretrain --keep 3": "--keep is 3, and without --checkpoint-dir nothing reads it. Add that, or leave --keep out",
     "pretrain --sync-save": "--sync-save is True, and without --checkpoint-dir",
     "pretrain --save-every 3": "--save-every is 3, and without --checkpoint-dir",
-    "pretrain --eval-every 3 --eval-samples 0": "--eval-every is 3, and without --eval-samples above 0",
     "pretrain --schedule constant --lr-floor 0.5": "--lr-floor is 0.5, and without another --schedule",
     "pretrain --strategy ddp --cpu-offload": "--cpu-offload is True, and without --strategy fsdp2",
     "pretrain --strategy ddp --reshard-after-forward yes": "--reshard-after-forward is 'yes', and without --strategy fsdp2",
     "pretrain --fit-memory 1GiB": "--fit-memory is '1GiB', and without --fit nothing reads it",
     "pretrain --fit --fit-memory much": "--fit-memory is 'much', which is not a number of bytes",
-    "pretrain --export /proc/nowhere/x": "--export is '/proc/nowhere/x', and in '/proc' this user can make no folder",
+    "pretrain --export /dev/null/x": "--export is '/dev/null/x', and in '/dev/null' this user can make no folder",
     "pretrain --json {folder}": "--json is '{folder}', which is a folder",
     "finetune --lora-rank 8": "--lora-rank is 8, and without --lora nothing reads it",
     "finetune --lora-alpha 8": "--lora-alpha is 8.0, and without --lora",

@@ -6,17 +6,18 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_like.distributed.context_parallel.parts import MARK
 from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.pipeline.verify_stages import sequence_parts
 from nemo_like.tensors import tensors_in
 
 
@@ -32,7 +33,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Any = ()) -> int:
-    """What is alive between two steps: parameters, optimizer state, gradients, DDP's buckets, and `held`."""
+    """What is alive between two steps: parameters, optimizer state, gradients, DDP's buckets, masks of cp, and `held`."""
     params = list(model.parameters())
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
     grads = [p.grad for p in params if p.grad is not None]
@@ -40,7 +41,13 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: 
         buckets, grads = bytes_of(p for p in params if p.requires_grad), []
     else:
         buckets = 0
-    return bytes_of([*params, *state, *grads, *tensors_in(held)]) + buckets
+    return bytes_of([*params, *state, *grads, *tensors_in(held)]) + buckets + mask_bytes(model)
+
+
+def mask_bytes(model: torch.nn.Module) -> int:
+    """The masks of a cut sequence, which are made in the first step and stay."""
+    parts = [vars(module)[MARK] for module in model.modules() if MARK in vars(module)]
+    return sum({id(each): each.masks.bytes for each in parts}.values())
 
 
 def step_peak_bytes(
@@ -55,9 +62,9 @@ def step_peak_bytes(
     """
     gc.collect()  # the models of earlier cases, which FSDP2 leaves in cycles
     found, peaks = None, Counter[int]()
-    for number in range(50):
+    for _ in range(50):
         before = state_bytes(model, optimizer, kept())
-        with nullcontext() if number < _IN_A_HURRY else _BehindGloo():
+        with _behind_gloo():
             peak, left = allocator_events(step)
         peaks[before + peak] += 1
         if found is None and left == state_bytes(model, optimizer, kept()) - before:
@@ -76,19 +83,22 @@ def step_peak_bytes(
     raise AssertionError(f"no step's events were complete: {left} bytes are left of the last")
 
 
-_IN_A_HURRY = 10
-"""Steps that are tried as they are."""
+@contextmanager
+def _behind_gloo() -> Iterator[None]:
+    """Within it, each wait for a collective takes a moment longer, in which gloo's thread drops its buffers: now and then
+    it would be the last to do so. A dispatch mode that waits would hold the arguments of operators for longer."""
+    wait = dist.Work.wait
 
-
-class _BehindGloo(TorchDispatchMode):
-    """Waits a moment after each collective, in which gloo's thread drops its buffers: on a machine with nothing else to do
-    this thread is nearly always faster, and the last to drop them is the other one."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
-            time.sleep(0.002)
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        out = wait(*args, **kwargs)
+        time.sleep(0.002)
         return out
+
+    dist.Work.wait = waited
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait
 
 
 def loop_peak_bytes(model: torch.nn.Module, batch: dict[str, Any], *, microbatches: int = 1, lr: float = 1e-4) -> int:
@@ -153,9 +163,9 @@ def pipeline_peak_range(pipeline: Pipeline, batch: dict[str, torch.Tensor], step
     """
     step, before = _pipeline_step(pipeline, batch)
     lowest, highest = 0, sys.maxsize
-    for number in range(steps):
+    for _ in range(steps):
         there = before()
-        with nullcontext() if number == 0 else _BehindGloo():
+        with _behind_gloo():
             peak, left = allocator_events(step)
         lowest, highest = max(lowest, there + peak - max(left, 0)), min(highest, there + peak)
         ready = torch.tensor(float(lowest >= highest))
@@ -177,7 +187,8 @@ def _pipeline_step(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> tuple[
     def before() -> int:
         gc.collect()
         state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
-        return bytes_of([*pipeline.parameters(), *state, *_received(pipeline)])
+        masks = sum(parts.masks.bytes for parts in sequence_parts(pipeline))
+        return bytes_of([*pipeline.parameters(), *state, *_received(pipeline)]) + masks
 
     step()
     step()

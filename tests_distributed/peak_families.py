@@ -56,13 +56,26 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", {"num_experts": EXPERTS, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}),
 }  # fmt: skip
 FAMILIES = DENSE | WITH_EXPERTS
+WELL_KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
+    "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, **_WINDOW}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": EXPERTS, "moe_intermediate_size": 48, "decoder_sparse_step": 1}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 48, "num_key_value_heads": 4,
+         "head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, **_LATENT},
+    ),
+}  # fmt: skip
+"""Those that the planner was written with."""
 
 
 def build(name: str) -> nn.Module:
     """The family's causal language model, tiny; all its tokens go to the same two experts, which one of two ranks holds."""
     import transformers
 
-    prefix, own = FAMILIES[name]
+    prefix, own = (FAMILIES | WELL_KNOWN)[name]
     config_class = getattr(transformers, f"{prefix}Config")
     known = config_class().to_dict()
     asked = _SHAPE | _NO_DROPOUT | {"num_experts_per_tok": 2} | own

@@ -227,12 +227,13 @@ def test_bad_input_is_a_clear_error_on_every_rank(base: list[str], tmp_path: Pat
     (no_json / "config.json").write_text("{")
     empty, broken = tmp_path / "empty.jsonl", tmp_path / "broken.jsonl"
     empty.write_text("")
+    long = write_lines(tmp_path / "long.jsonl", [{"text": "1" * 150}])
     broken.write_text('{"text": "fine"}\n' * 9 + "{\n")
     (tmp_path / "done" / "adapter").mkdir(parents=True)
     (tmp_path / "done" / "config.json").write_text("{}")
     (tmp_path / "file").write_text("")
     cases = {
-        "which is no folder": ["--model", str(tmp_path / "nowhere")],
+        "which is not a folder": ["--model", str(tmp_path / "nowhere")],
         "without any safetensors file": ["--model", str(tmp_path / "done")],
         "truncated cannot be read": ["--model", str(truncated)],
         "model-00002-of-00005.safetensors": ["--model", str(parts)],
@@ -246,6 +247,14 @@ def test_bad_input_is_a_clear_error_on_every_rank(base: list[str], tmp_path: Pat
         "where nothing can be written": ["--output", str(tmp_path / "file")],
         "--lora-targets is 'nothing'": ["--lora", "--lora-targets", "nothing"],
         "--train 'nothing' matches no parameter": ["--train", "nothing"],
+        "A held-out sample asks for sequences of 150 tokens, and the model has positions for 128": [
+            "--eval-data",
+            str(long),
+            "--eval-samples",
+            "1",
+            "--seq-len",
+            "200",
+        ],
         "fewer than --batch-size 64": ["--batch-size", "64"],
         "--resume finds no checkpoint": ["--resume"],
         "--sample is '', of which the tokenizer makes no token": ["--sample", ""],

@@ -46,12 +46,16 @@ def _peak(job: TrainingJob) -> int:
     return step_peak_bytes(job.model, job.optimizer, step)
 
 
+UNSAVED: dict[str, Any] = {"checkpoint_dir": None, "save_every": 100, "sync_save": False}
+
+
 def _job(folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(LLAMA))
     (folder / "text.txt").write_text("a text that is learned, " * 400)
     return {
         "model": str(folder / "config.json"), "data": str(folder / "text.txt"), "seq_len": 64, "batch_size": 8, "steps": 4,
         "eval_samples": 0, "device": "cpu", "plain": True, "save_every": 2, "sync_save": True, "log_every": 1,
+        "schedule": "constant", "warmup_steps": 2,  # the same rates, however many steps there are
         "checkpoint_dir": str(folder / "checkpoints"),
     }  # fmt: skip
 
@@ -70,7 +74,7 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         found["kept"], found["resumed"] = vars(resumed.fitted), (resumed.first_step, resumed.log.losses)
         other = Trainer(Options(**asked | {"steps": 6, "resume": "must", "fit": "ac", "fit_memory": "1GiB"}), ranks)
         found["other"] = vars(other.fitted)
-        own = asked | {"fit": "no", "fit_memory": None, "checkpoint_dir": None, "steps": 6}
+        own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
         plain = Trainer(Options(**own), ranks)
         plain.run()
         found["plain"] = plain.log.losses
@@ -104,7 +108,7 @@ def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     free = {"fit": "ac,cpu_offload", "fit_memory": "2MiB", "grad_accum": 2}
     asked = _job(Path(folder)) | free
-    own = asked | {"fit": "no", "fit_memory": None, "checkpoint_dir": None, "steps": 6}
+    own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
     with joined(Options(**asked)) as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitted, "device_at_hand", _small_gpu)
         job = Trainer(Options(**asked), ranks)
@@ -118,17 +122,17 @@ def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         found["more"] = vars(more.fitted)
         patch.setattr(fitted, "host_bytes", lambda: 1 << (9 if rank else 40))
         found["refused"] = []
-        for changed in ({"checkpoint_dir": None}, {"resume": "must"}):
+        for changed in (UNSAVED, {"resume": "must"}):
             with pytest.raises(ValueError) as refused:
                 Trainer(Options(**asked | changed), ranks)
             found["refused"].append(str(refused.value))
-        enough = Trainer(Options(**asked | {"checkpoint_dir": None, "fit_host_memory": "1GiB"}), ranks)
+        enough = Trainer(Options(**asked | {"fit_host_memory": "1GiB"} | UNSAVED), ranks)
         found["enough"] = vars(enough.fitted)
         plain = Trainer(Options(**own), ranks)
         plain.run()
         found["plain"] = plain.log.losses
         patch.undo()
-        pinned = asked | {"fit": "ac", "cpu_offload": True, "fit_memory": "1MiB", "checkpoint_dir": None}
+        pinned = asked | {"fit": "ac", "cpu_offload": True, "fit_memory": "1MiB"} | UNSAVED
         here = Trainer(Options(**pinned), ranks)
         here.run()
         found["pinned"] = vars(here.fitted), here.log.losses, _peak(here)
@@ -168,6 +172,7 @@ def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     options: dict[str, Any] = dict(
         model=f"{folder}/model", data=f"{folder}/data.jsonl", lora=True, steps=4, batch_size=8, eval_samples=0,
         device="cpu", plain=True, precision="float32", log_every=1, sync_save=True, save_every=2,
+        schedule="constant", warmup_steps=2,  # the same rates, however many steps there are
     )  # fmt: skip
     free = options | {"fit": "ac,cpu_offload", "fit_memory": "2MiB", "output": f"{folder}/out"}
     found: dict[str, Any] = {"fitted": []}
@@ -233,7 +238,8 @@ def test_fine_tuning_fits_weights_of_four_bits_and_packed_rows(tmp_path: Path) -
 
 
 def test_pretraining_counts_the_mask_of_packed_documents(tmp_path: Path) -> None:
-    said = _job(tmp_path) | {"data": str(tmp_path / "texts"), "pack": True, "seq_len": 128, "checkpoint_dir": None}
+    said = _job(tmp_path) | {"data": str(tmp_path / "texts"), "pack": True, "seq_len": 128} | UNSAVED
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 128}))
     (tmp_path / "texts").mkdir()
     for number in range(40):
         (tmp_path / "texts" / f"{number}.txt").write_text("a text that is learned, " * 5)
@@ -277,7 +283,7 @@ def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
         pretrain.main([*line, "--plain", "--fit", "--fit-memory", "200KiB", "--loss", "chunked", "--ac", "full"]) == 2
     )
     said = capsys.readouterr().err
-    assert "--fit: Nothing fits in 0.20MiB" in said and "bound by memory: parameters and optimizer" in said
+    assert "--fit: Nothing fits in 200.00KiB" in said and "bound by memory: parameters and optimizer" in said
     assert not (tmp_path / "checkpoints" / FILE).exists()
 
 

@@ -29,6 +29,9 @@ from nemo_like.recipes.pretrain import main, train
 from tests_distributed.pretrain_job import LLAMA, run_job, run_main
 from tests_distributed.spawn import run_ranks
 
+SAVED = ("--save-every", "2", "--keep", "9")
+"""Together with --checkpoint-dir."""
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -38,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / "plain.json").write_text(json.dumps(LLAMA))
     text = "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(400, 0, -1))
     (folder / "text.txt").write_text(text)
-    line = "--seq-len 16 --batch-size 8 --steps 8 --save-every 2 --keep 9 --log-every 3 --eval-samples 6 --eval-every 4"
+    line = "--seq-len 16 --batch-size 8 --steps 8 --log-every 3 --eval-samples 6 --eval-every 4"
     line += f" --warmup-steps 2 --data {folder / 'text.txt'} --model {folder / 'config.json'} --device cpu"
     return line.split()
 
@@ -132,10 +135,10 @@ def test_resume_is_bitwise_on_the_same_ranks_and_correct_on_others(base: list[st
         for path in folder.iterdir():
             if int(path.name.removeprefix("step-")) > step:
                 shutil.rmtree(path)
-        return ["--checkpoint-dir", str(folder), "--resume"]
+        return [*SAVED, "--checkpoint-dir", str(folder), "--resume"]
 
     whole = tmp_path / "whole"
-    full = run_job(2, [*base, "--checkpoint-dir", str(whole)], tmp_path / "full")
+    full = run_job(2, [*base, *SAVED, "--checkpoint-dir", str(whole)], tmp_path / "full")
     resumed = run_job(2, [*base, *keep_up_to(4, tmp_path / "four")], tmp_path / "resumed")
     assert resumed["first_step"] == 4
     assert resumed["losses"] == full["losses"][4:], "the same bits, dropout included"
@@ -144,7 +147,7 @@ def test_resume_is_bitwise_on_the_same_ranks_and_correct_on_others(base: list[st
     assert both[0] == both[1], "and the same weights and moments"
 
     whole = tmp_path / "plain"
-    plain = run_job(2, [*_plain(base), "--checkpoint-dir", str(whole)], tmp_path / "full")
+    plain = run_job(2, [*_plain(base), *SAVED, "--checkpoint-dir", str(whole)], tmp_path / "full")
     on_four = run_job(4, [*_plain(base), *keep_up_to(2, tmp_path / "two")], tmp_path / "resumed")
     _assert_close(on_four, plain)
     whole = tmp_path / "two"  # step 2 by two ranks, steps 4, 6 and 8 by four
@@ -179,7 +182,7 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
     other = str(tmp_path / "other.txt")
     run, broken = str(tmp_path / "run"), tmp_path / "broken"
     nowhere, text = str(tmp_path / "nowhere"), str(good["data"])
-    run_job(2, [*base, "--steps", "2", "--checkpoint-dir", run], tmp_path / "summary")
+    run_job(2, [*base, "--steps", "2", *SAVED, "--checkpoint-dir", run], tmp_path / "summary")
     shutil.copytree(run, broken)
     (broken / "step-00000002" / "__1_0.distcp").write_bytes(b"")
     cases: dict[str, dict[str, Any]] = {
@@ -212,7 +215,7 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_gpu_trains_as_the_cpu_does_and_resumes(base: list[str], tmp_path: Path):
     cpu = run_job(1, _plain(base), tmp_path / "cpu")
-    arguments = [*_plain(base), "--device", "cuda", "--checkpoint-dir", str(tmp_path / "run")]
+    arguments = [*_plain(base), "--device", "cuda", *SAVED, "--checkpoint-dir", str(tmp_path / "run")]
     cuda = run_job(1, arguments, tmp_path / "cuda")
     # Other kernels sum in another order, and Adam makes more of it where a gradient is nearly 0.
     torch.testing.assert_close(torch.tensor(cuda["losses"]), torch.tensor(cpu["losses"]), rtol=1e-3, atol=0)
@@ -223,7 +226,18 @@ def test_one_gpu_trains_as_the_cpu_does_and_resumes(base: list[str], tmp_path: P
 
 
 def test_loss_that_is_no_number_ends_the_run_before_it_is_saved(base: list[str], tmp_path: Path):
-    arguments = [*base, "--lr", "1e30", "--clip", "0", "--warmup-steps", "0", "--checkpoint-dir", str(tmp_path / "run")]
+    arguments = [
+        *base,
+        "--lr",
+        "1e30",
+        "--clip",
+        "0",
+        "--warmup-steps",
+        "0",
+        *SAVED,
+        "--checkpoint-dir",
+        str(tmp_path / "run"),
+    ]
     assert run_ranks(2, run_main, arguments, init_group=False) == [2, 2]
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -267,10 +281,18 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
 def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
-    line = "--steps 80 --save-every 5 --keep 2 --eval-every 0 --model tests_distributed.test_pretrain:dropout_model"
+    line = "--steps 80 --eval-every 0 --model tests_distributed.test_pretrain:dropout_model"
     expected = run_job(2, [*base, *line.split()], tmp_path / "expected")["losses"]
     run = tmp_path / "run"
-    arguments = [*base, *line.split(), "--checkpoint-dir", str(run), "--json", str(tmp_path / "summary")]
+    arguments = [
+        *base,
+        *line.split(),
+        *["--save-every", "5", "--keep", "2"],
+        "--checkpoint-dir",
+        str(run),
+        "--json",
+        str(tmp_path / "summary"),
+    ]
 
     with _torchrun(arguments) as killed:
         _wait_for(lambda: _newest(run) >= 5, killed)
@@ -310,7 +332,7 @@ def _main_interrupted(rank: int, world_size: int, arguments: list[str], folder: 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_a_plain_process_saves_and_ends(base: list[str], tmp_path: Path, number: int):
-    arguments = [*base, "--steps", "9999", "--checkpoint-dir", str(tmp_path)]
+    arguments = [*base, "--steps", "9999", *SAVED, "--checkpoint-dir", str(tmp_path)]
     codes = run_ranks(1, _main_interrupted, arguments, str(tmp_path), int(number), init_group=False)
     assert codes == [128 + number]
     assert 2 <= _newest(tmp_path) < 9999
@@ -325,7 +347,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("job")
     text = "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(400, 0, -1))
     (folder / "text.txt").write_text(text)
-    line = "--seq-len 16 --batch-size 8 --grad-accum 2 --steps 6 --save-every 2 --keep 9 --log-every 3 --eval-samples 8"
+    line = "--seq-len 16 --batch-size 8 --grad-accum 2 --steps 6 --log-every 3 --eval-samples 8"
     line += f" --eval-every 0 --warmup-steps 2 --data {folder / 'text.txt'} --model mixtral-tiny --device cpu --plain"
     return line.split()
 
@@ -342,12 +364,14 @@ def test_experts_on_two_ranks_are_the_same_run_and_resume_on_others(experts: lis
     constant = [*experts, "--schedule", "constant"]
     whole = run_job(2, constant, tmp_path / "constant")["losses"]
     run = tmp_path / "run"
-    split = run_job(2, [*constant, "--ep", "2", "--steps", "4", "--checkpoint-dir", str(run)], tmp_path / "first")
+    split = run_job(
+        2, [*constant, "--ep", "2", "--steps", "4", *SAVED, "--checkpoint-dir", str(run)], tmp_path / "first"
+    )
     assert split["options"]["ep"] == 2
     _assert_same(split["losses"], whole[:4])
     for ranks, ep in ((2, 1), (4, 4)):
         copied = shutil.copytree(run, tmp_path / f"run{ranks}")
-        more = ["--ep", str(ep), "--grad-accum", "1", "--checkpoint-dir", str(copied), "--resume"]
+        more = ["--ep", str(ep), "--grad-accum", "1", *SAVED, "--checkpoint-dir", str(copied), "--resume"]
         resumed = run_job(ranks, [*constant, *more], tmp_path / f"second{ranks}")
         assert resumed["first_step"] == 4
         _assert_same(resumed["losses"], whole[4:])
@@ -356,7 +380,7 @@ def test_experts_on_two_ranks_are_the_same_run_and_resume_on_others(experts: lis
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
 def test_a_killed_rank_ends_the_job_with_experts(experts: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with _torchrun([*experts, "--ep", "2", "--steps", "500", "--checkpoint-dir", str(run)]) as killed:
+    with _torchrun([*experts, "--ep", "2", "--steps", "500", *SAVED, "--checkpoint-dir", str(run)]) as killed:
         _wait_for(lambda: _newest(run) >= 2, killed)
         os.kill(_ranks_of(killed)[1], signal.SIGKILL)
         output, _ = killed.communicate(timeout=60)

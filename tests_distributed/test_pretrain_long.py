@@ -25,7 +25,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (texts / f"{i:03}.txt").write_text(
             f"{i} bottles of beer on the wall, {i} bottles of beer.\n"[: 20 + 7 * (i % 5)]
         )
-    line = "--seq-len 22 --batch-size 8 --steps 50 --save-every 25 --keep 9 --eval-samples 6 --eval-every 0"
+    line = "--seq-len 22 --batch-size 8 --steps 50 --eval-samples 6 --eval-every 0"
     return [*line.split(), "--data", str(texts), "--model", str(folder / "config.json"), "--device", "cpu"]
 
 
@@ -39,10 +39,11 @@ def test_fifty_steps_on_parts_are_those_on_whole_sequences_and_resume(job: list[
     whole = run_job(2, job, tmp_path / "whole")
     assert len(whole["losses"]) == 50 and whole["losses"][-1] < whole["losses"][0] - 1
     folder = tmp_path / "kept"
-    cut = run_job(4, [*job, "--cp", "2", "--checkpoint-dir", str(folder)], tmp_path / "cut")
+    saved = ["--checkpoint-dir", str(folder), "--save-every", "25", "--keep", "9"]
+    cut = run_job(4, [*job, "--cp", "2", *saved], tmp_path / "cut")
     _assert_same(cut, whole)
     shutil.rmtree(folder / "step-00000050")
-    resumed = run_job(4, [*job, "--cp", "2", "--checkpoint-dir", str(folder), "--resume"], tmp_path / "resumed")
+    resumed = run_job(4, [*job, "--cp", "2", *saved, "--resume"], tmp_path / "resumed")
     assert resumed["first_step"] == 25 and resumed["losses"] == cut["losses"][25:], "the same bits"
 
 

@@ -29,7 +29,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("job")
     (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4}))
     (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall.\n" for i in range(400)))
-    line = "--seq-len 16 --batch-size 8 --schedule constant --eval-samples 6 --eval-every 0 --save-every 3"
+    line = "--seq-len 16 --batch-size 8 --schedule constant --warmup-steps 1 --eval-samples 6 --eval-every 0"
     return [
         *line.split(),
         "--data",
@@ -43,7 +43,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_stages_train_as_one_process_and_resume_on_another_number_of_them(job: list[str], tmp_path: Path) -> None:
     whole = run_job(1, [*job, "--steps", "9"], tmp_path / "whole")
-    kept = [*job, "--checkpoint-dir", str(tmp_path / "kept"), "--keep", "9"]
+    kept = [*job, "--checkpoint-dir", str(tmp_path / "kept"), "--keep", "9", "--save-every", "3"]
     runs = [
         run_job(2, [*kept, "--steps", "3", "--pp", "2", "--pp-schedule", "zbv", "--ac", "30MiB"], tmp_path / "first"),
         run_job(1, [*kept, "--steps", "6", "--resume"], tmp_path / "second"),

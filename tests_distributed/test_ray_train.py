@@ -18,7 +18,7 @@ def _arguments(folder: Path) -> list[str]:
     (folder / "text.txt").write_text("".join(f"{i * i} is the square of {i}\n" for i in range(400)), encoding="utf-8")
     return [
         "--model", str(folder / "model.json"), "--data", str(folder / "text.txt"), "--seq-len", "32", "--batch-size", "4",
-        "--steps", "6", "--save-every", "2", "--sync-save", "--device", "cpu", "--ac", "selective",
+        "--steps", "6", "--device", "cpu", "--ac", "selective",
     ]  # fmt: skip
 
 
@@ -57,7 +57,8 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
     expected = run_job(2, _arguments(tmp_path), tmp_path / "expected.json")
     saved, summary = tmp_path / "checkpoints", tmp_path / "summary.json"
     arguments = [
-        *_arguments(tmp_path), "--json", str(summary), "--checkpoint-dir", str(saved), "--resume=auto",
+        *_arguments(tmp_path), "--json", str(summary), "--checkpoint-dir", str(saved), "--save-every", "2", "--sync-save",
+        "--resume=auto",
     ]  # fmt: skip
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)

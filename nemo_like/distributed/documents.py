@@ -212,10 +212,12 @@ class PackedCalls:
         given |= {"position_ids": positions, "attention_mask": None, "use_cache": False}
         if self._by_lengths:
             given |= lengths_of(starts)
-        predicted = {"labels": starts, "shift_labels": F.pad(starts, (0, 1))[:, 1:]}
-        for name, first in predicted.items() if self._shifts else ():
-            if isinstance(given.get(name), Tensor):
-                given[name] = given[name].masked_fill(first, IGNORED)
+        labels, moved = given.get("labels"), given.get("shift_labels")
+        if self._shifts and isinstance(labels, Tensor):
+            given["labels"] = labels.masked_fill(starts, IGNORED)
+            # Others are what the caller has each token predict, a document's last one too, whose next is not in the row.
+            if isinstance(moved, Tensor) and torch.equal(moved[:, :-1], labels[:, 1:]):
+                given["shift_labels"] = moved.masked_fill(F.pad(starts, (0, 1))[:, 1:], IGNORED)
         return given
 
 

@@ -155,7 +155,7 @@ def _chain_prefetch(model: nn.Module, plan: UnitPlan, forward: int, backward: in
     """Each unit fetches its neighbours of the same stack; never another stack's, which may not run in this step."""
     stacks: dict[str, list[nn.Module]] = {}
     for unit in plan.layers:
-        stacks.setdefault(unit.name.rpartition(".")[0], []).append(unit.modules[0])
+        stacks.setdefault(unit.stack, []).append(unit.modules[0])
     chains = list(stacks.values())
     if len(chains) == 1:
         if plan.tail is not None:

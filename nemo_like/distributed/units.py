@@ -31,6 +31,11 @@ class Unit:
     modules: tuple[nn.Module, ...]
     params: list[nn.Parameter] = field(default_factory=list)
 
+    @property
+    def stack(self) -> str:
+        """Of a layer: the name of the module that it is one of many in."""
+        return self.name.rpartition(".")[0] if self.kind == "layer" else ""
+
 
 @dataclass
 class UnitPlan:
@@ -127,12 +132,14 @@ def shard_dim(param: torch.Tensor, ranks: int) -> int:
     >>> shard_dim(torch.empty(128256, 4096, device="meta"), 1024)
     0
     """
+    if param.dim() < 2:
+        return 0
     if isinstance(param, DTensor):
         packed = any(getattr(place, "dim", None) == 0 and hasattr(place, "split_factor") for place in param.placements)
         stays = not packed
     else:
         stays = padded_rows(param, ranks) <= (1 + _PADDING) * param.shape[0]
-    if param.dim() < 2 or stays:
+    if stays:
         return 0
     return next((dim for dim in range(1, param.dim()) if param.shape[dim] and param.shape[dim] % ranks == 0), 0)
 

@@ -251,7 +251,9 @@ def check_num_items(num_items: Any) -> None:
     if isinstance(num_items, bool) or not isinstance(num_items, int | float):
         raise TypeError(f"num_items is {num_items!r}; it must be a number, or a tensor of one number.")
     if not 0 < num_items < math.inf:
-        raise ValueError(f"num_items is {num_items!r}; it must be > 0, since the sum of the losses is divided by it.")
+        raise ValueError(
+            f"num_items is {num_items!r}; it must be finite and > 0: the sum of the losses is divided by it."
+        )
 
 
 def check_ignore_index(ignore_index: Any) -> None:

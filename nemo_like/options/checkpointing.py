@@ -238,7 +238,7 @@ class MemoryBudget:
             try:
                 return cls(fraction=float(stripped[:-1]) / 100)
             except ValueError as error:
-                raise ValueError(f"Budget {text!r} is no percentage between 0% and 100%.") from error
+                raise ValueError(f"Budget {text!r} is not a percentage from 0% to 100%.") from error
         return cls(peak_bytes=parse_bytes(text))
 
     @property

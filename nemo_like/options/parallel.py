@@ -246,8 +246,10 @@ def check_imbalance(name: str, imbalance: Any, ranks: int | None = None) -> None
     from 1 to `ranks` (None: how many share the experts is not known yet)."""
     number = isinstance(imbalance, int | float) and not isinstance(imbalance, bool)
     if not number or not 1 <= imbalance < math.inf or (ranks is not None and imbalance > ranks):
-        most = "" if ranks is None else f" to the number of ranks that share the experts, {ranks}"
-        raise ValueError(f"{name} is {imbalance!r}; it must be a number from 1 (balanced){most}.")
+        most = (
+            " (balanced) on" if ranks is None else f" (balanced) to the number of ranks that share the experts, {ranks}"
+        )
+        raise ValueError(f"{name} is {imbalance!r}; it must be a number from 1{most}.")
 
 
 @dataclass(frozen=True)

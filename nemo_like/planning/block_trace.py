@@ -6,6 +6,7 @@ a `BlockTrace`; `BlockTrace.check` compares it with a real run.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -132,6 +133,13 @@ class _Storages:
         return key in self.origin or key in self.writers
 
 
+class _Packed:
+    """What autograd keeps in the place of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 class Recorder(TorchDispatchMode):
     """Writes down every op that runs inside it; use as a context around a forward pass.
 
@@ -142,6 +150,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.ops: list[OpRecord] = []
         self.packs: list[tuple[int, int]] = []
+        self._kept: list[tuple[weakref.ref[_Packed], int]] = []
         self.storages = _Storages()
         self.changed: set[int] = set()
         """Keys of the storages that ops changed in place."""
@@ -151,10 +160,17 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             self.storages.origin.setdefault(self.storages.key(tensor), origin)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> _Packed:
         """A saved-tensor hook: autograd keeps `tensor`."""
-        self.packs.append((len(self.ops), self.storages.key(tensor)))
-        return tensor
+        packed, key = _Packed(tensor), self.storages.key(tensor)
+        self.packs.append((len(self.ops), key))
+        self._kept.append((weakref.ref(packed), key))
+        return packed
+
+    def kept(self) -> set[int]:
+        """Keys of the storages that autograd keeps now: what it kept for tensors that are gone, as those by which a router
+        chooses its experts, went with them."""
+        return {key for packed, key in self._kept if packed() is not None}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -233,10 +249,10 @@ def record(
     recorder.declare("param", params)
     recorder.declare("shared", shared)
     recorder.declare("input", inputs)
-    with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+    with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed.tensor):
         out = call()
     s = recorder.storages
-    origin, packed = s.origin, {key for _, key in recorder.packs}
+    origin, packed = s.origin, recorder.kept()
     outputs = {s.key(t) for t in tensors_in(out)}
     ours = {key for key in packed if origin.get(key) not in ("param", "shared", "constant")}
     own = {key for key, kind in origin.items() if kind == "input"}

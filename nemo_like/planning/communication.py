@@ -76,8 +76,8 @@ class Communication:
     ) -> None:
         self.walk, self.now, self.s, self.units, self.micro = walk, walk.now, sharding, units, micro
         self.on = sharding.on
-        self.flat: dict[int, int] = {}
-        """Units whose flat buffer is there: fetched, not yet copied out."""
+        self.flat: dict[int | str, int] = {}
+        """Units whose flat buffer is there: fetched, not yet copied out; ``"tail"`` is one."""
         self.kept = ("gathered root", 0)
         """The flat buffer of the unit that forward copied out last: freed at the next copy-out."""
         self.open: dict[int, int] = {}
@@ -111,31 +111,30 @@ class Communication:
         self.kept = (part, size)
 
     def _fetch_ahead(self, i: int) -> None:
-        for j in range(i + 1, min(i + 1 + self.s.prefetch[0], len(self.units))):
-            if j not in self.flat and j not in self.open:
-                self._fetch(j)
+        for j in self.s.fetched_ahead(i, self.units):
+            self._fetch("tail", self.s.tail) if j == len(self.units) else self._fetch(j, self.units[j])
 
-    def _fetch(self, j: int) -> None:
-        unit = self.units[j]
-        if unit is None:
+    def _fetch(self, key: int | str, unit: UnitBytes | None) -> None:
+        if unit is None or key in self.flat or key in self.open:
             return
         self.walk.look("gathering", gathered_layers=self._while_gathering(unit))
-        self.flat[j] = unit.flat
+        self.flat[key] = unit.flat
         self.now["gathered layers"] += unit.flat
 
+    def _copy_out(self, key: int | str, unit: UnitBytes) -> None:
+        """In forward."""
+        self._fetch(key, unit)
+        self._keep("gathered layers", self.flat.pop(key))
+        self.now["gathered layers"] += unit.gathered
+        self.walk.look("copying out", gathered_layers=unit.copied)
+
     def before_forward(self, i: int) -> None:
-        if not self.on:
-            return
         unit = self._unit(i)
-        if unit is None:
+        if not self.on or unit is None:
             return
-        if i not in self.flat and i not in self.open:
-            self._fetch(i)
-        if i in self.flat:
-            self._keep("gathered layers", self.flat.pop(i))
+        if i not in self.open:
+            self._copy_out(i, unit)
             self.open[i] = unit.gathered
-            self.now["gathered layers"] += unit.gathered
-            self.walk.look("copying out", gathered_layers=unit.copied)
         self._fetch_ahead(i)
 
     def before_experts(self, unit: UnitBytes | None) -> None:
@@ -165,7 +164,7 @@ class Communication:
 
     def before_tail(self) -> None:
         if self.on and self.s.tail is not None:
-            self._gather("gathered layers", self.s.tail)
+            self._copy_out("tail", self.s.tail)
             self.tail_open = True
 
     def after_model(self) -> None:
@@ -192,17 +191,15 @@ class Communication:
         if not self.on or unit is None:
             return
         if i not in self.open:
-            if i not in self.flat:
-                self._fetch(i)
+            self._fetch(i, unit)
             self.walk.look("copying out", gathered_layers=unit.gathered + unit.copied)
             self.open[i] = unit.gathered
             self.now["gathered layers"] += unit.gathered - self.flat.pop(i)
         self._fetch_behind(i, self.s.prefetch[1])
 
     def _fetch_behind(self, i: int, count: int) -> None:
-        for j in range(i - 1, max(-1, i - 1 - count), -1):
-            if j not in self.flat and j not in self.open and self._unit(j) is not None:
-                self._fetch(j)
+        for j in self.s.fetched_behind(i, self.units, count):
+            self._fetch(j, self.units[j])
 
     def after_backward(self, i: int, grads: int, before: int) -> None:
         """`grads`: made by this layer's backward; `before`: whole ones that were there."""

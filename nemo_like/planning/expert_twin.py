@@ -61,9 +61,7 @@ def expert_twin(
     here = tuple(Experts(e.fqn, twin.get_submodule(e.fqn), e.count, e.call) for e in found)
     adapted = adapters_in(twin)
     for experts in here:
-        # Called with a row for each expert and token, such a module sends those that the router chose.
-        sent = (experts_per_token(model) or 1) / experts.count if zero_rows_stay_zero(experts.module) else 1.0
-        key = f"{_PLANNED}:{ep}:{imbalance}:{sent}"
+        key = planned_group(model, experts, ep, imbalance)
         adapters = adapted.get(id(experts.module), ())
         pass_through(adapters)
         beside = TensorRanks(tp, 0, _PLANNED) if tp > 1 else None
@@ -98,6 +96,13 @@ def _cut(parameter: nn.Parameter, experts: Experts | None, ep: int) -> nn.Parame
         raise ValueError(f"ep is {ep}, which does not divide the {experts.count} experts of {experts.fqn!r}.")
     shape = (count, *parameter.shape[1:]) if parameter.dim() else ()
     return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+
+
+def planned_group(model: nn.Module, experts: Experts, ep: int, imbalance: float) -> str:
+    """The group of ranks for `planned_table`, as `nemo_like::route` is called with it."""
+    # Called with a row for each expert and token, such a module sends those that the router chose.
+    sent = (experts_per_token(model) or 1) / experts.count if zero_rows_stay_zero(experts.module) else 1.0
+    return f"{_PLANNED}:{ep}:{imbalance}:{sent}"
 
 
 def planned_table(rows: int, experts: int, group: str) -> Tensor:

@@ -54,6 +54,8 @@ class FakeRun(TorchDispatchMode):
         self.autocast = autocast
         self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.routed_by = ""
+        """For ranks that are there: the group of `planned_table` that says how rows go to them."""
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
         self._random: list[AbstractContextManager[None]] = []
@@ -148,7 +150,7 @@ class FakeRun(TorchDispatchMode):
 
     def _route(self, chosen: torch.Tensor, experts: int, group: str) -> tuple[torch.Tensor, ...]:
         """Who sends how many rows to whom is a plan's, and real; which rows has no values."""
-        table = planned_table(chosen.shape[0], experts, group)
+        table = planned_table(chosen.shape[0], experts, self.routed_by or group)
         sizes = [chosen.shape[0], int(table[1].sum())]
         with self.fake:
             order, arrange = (torch.empty(size, dtype=torch.int64) for size in sizes)

@@ -49,6 +49,8 @@ class SumsInPlace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         in_place = _IN_PLACE.get(func)
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            in_place = None  # into a tensor made of others (DTensor) autograd adds nothing
         if in_place is not None and self.counts is not None and _by_the_engine(inspect.currentframe()):
             into = args[0]
             # The zeros that the gradient of an index is added to are the engine's own; it writes into a copy of those of

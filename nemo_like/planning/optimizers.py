@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+_COUNTER = 4
+"""Bytes of AdamW's counter of steps."""
 QUANTIZED_BLOCK, SMALLEST_QUANTIZED = 256, 4096
 """Of 8-bit states: values that share a scale, and elements from which on a parameter has them."""
 
@@ -64,22 +67,23 @@ class OptimizerMemory:
     passes: tuple[StepTemporaries, ...] = ()
     """One after the other."""
 
-    @property
+    @cached_property
     def state(self) -> int:
         """All of the state."""
         return sum(map(sum, self.states))
 
-    @property
+    @cached_property
     def step(self) -> int:
         """Most that the step's temporaries take."""
         return max((each.most for each in self.passes), default=0)
 
 
-def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, foreach: bool) -> OptimizerMemory:
+def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, device: str) -> OptimizerMemory:
     """The memory of an optimizer on one rank.
 
     - AdamW's loop over parameters holds two temporaries of one parameter, and, from the second on, the last one of the
       parameter before; a ``foreach`` step one of all parameters; a fused one none (``torch/optim/adam.py``, torch 2.13).
+      Each parameter has a counter of steps, a float32, which only a fused step has on another device than the CPU.
     - ``adamw-8bit``: one byte per value and a float32 scale per 256, from 4096 elements on, else float32 (Dettmers et al.,
       arXiv 2110.02861; ``min_8bit_size`` and block size of bitsandbytes). torchao's keeps parameters that 256 does not
       divide as they are, and a table of 1 KiB for each state.
@@ -91,10 +95,10 @@ def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, foreach:
     Args:
         trained: the parameters, in the optimizer's order.
         name: one of `nemo_like.options.OPTIMIZERS`.
-        foreach: whether torch steps with ``foreach`` where nobody says.
+        device: the kind that the parameters are on: on ``cuda``, torch steps with ``foreach`` where nobody says.
     """
     if name == "muon":
-        return _with_muon(trained, foreach=foreach)
+        return _with_muon(trained, device)
     if name == "sgd":
         return OptimizerMemory(((),) * len(trained))
     if name == "sgd-momentum":
@@ -104,9 +108,10 @@ def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, foreach:
     if name == "adamw-bf16":
         return OptimizerMemory(tuple((2 * p.elements, 2 * p.elements) for p in trained))
     if name == "adamw":
-        name = "adamw-foreach" if foreach else "adamw-loop"
+        name = "adamw-foreach" if device == "cuda" else "adamw-loop"
     both = tuple((p.size, p.size) for p in trained)
-    return OptimizerMemory(both, {
+    counter = (_COUNTER,) if device == "cpu" or name == "adamw-fused" else ()
+    return OptimizerMemory(tuple((*own, *counter) for own in both), {
         "adamw-loop": (StepTemporaries(alone=both),),
         "adamw-foreach": (StepTemporaries(together=tuple(p.size for p in trained)),),
         "adamw-fused": (),
@@ -120,8 +125,8 @@ def _quantized(param: TrainedParameter) -> tuple[int, ...]:
     return param.elements, param.elements, scales, scales
 
 
-def _with_muon(trained: Sequence[TrainedParameter], *, foreach: bool) -> OptimizerMemory:
-    rest = optimizer_memory([p for p in trained if not p.by_muon], "adamw", foreach=foreach)
+def _with_muon(trained: Sequence[TrainedParameter], device: str) -> OptimizerMemory:
+    rest = optimizer_memory([p for p in trained if not p.by_muon], "adamw", device=device)
     states = iter(rest.states)
     muon = StepTemporaries(tuple(_orthogonalized(p) for p in trained if p.by_muon), hands_over=True)
     return OptimizerMemory(tuple((p.size,) if p.by_muon else next(states) for p in trained), (muon, *rest.passes))

@@ -15,7 +15,6 @@ from nemo_like.options import ChunkedLoss, MemoryBudget, PlanSearch, StepSpec
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
-from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan_search import Reach
 from nemo_like.planning.planner import BudgetError, Planner
@@ -167,8 +166,7 @@ def _balanced(planner: Planner, best: PlanRow | None) -> int | None:
 
 
 def _padding(planner: Planner) -> int:
-    sharding, step = planner.sharding, planner.job.step
-    state = optimizer_memory(sharding.trained, step.optimizer, foreach=False).state
+    sharding, state = planner.sharding, planner.optimizer.state
     trained = sum(param.size for param in sharding.trained)
     return int(sharding.padding * (2 + state / trained)) if trained else sharding.padding
 

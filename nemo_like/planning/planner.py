@@ -20,6 +20,7 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
+from nemo_like.distributed.context_parallel.parts import MasksOfAllLayers
 from nemo_like.distributed.expert_parallel.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
@@ -50,7 +51,7 @@ from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
-from nemo_like.planning.optimizers import optimizer_memory
+from nemo_like.planning.optimizers import OptimizerMemory, optimizer_memory
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan_of_choices import plan_of
@@ -116,9 +117,11 @@ class Planner:
                 f"{type(model).__name__} shares keys and values between layers through its cache, which a replay of "
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
             )
+        self._masks: MasksOfAllLayers | None = None
         with contextlib.ExitStack() as cut:
             if job.cp.size > 1:
-                cut.enter_context(cut_for_planning(self.model, job.cp, self.layers, call_of(self.model)))
+                parts = cut.enter_context(cut_for_planning(self.model, job.cp, self.layers, call_of(self.model)))
+                self._masks = parts.masks
             self._trace(sample_input, dtype, lower, job.search.measure)
             self._cut = cut.pop_all()  # the memory of blocks is found later, on the same model
         self.host = self.host_memory // len(self.traced.calls) if job.search.host else 0
@@ -157,7 +160,7 @@ class Planner:
         self.outers: dict[tuple[bool, bool], OuterMemory] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
         self._known_forms: dict[tuple[bool, int], ParameterForms] = {}
-        self._optimizers: dict[tuple[int, str], tuple[Sharding, int, int]] = {}
+        self._optimizers: dict[tuple[int, str], tuple[Sharding, OptimizerMemory]] = {}
 
     @property
     def takes_budget(self) -> bool:
@@ -442,11 +445,6 @@ class Planner:
         elsewhere |= bool(self.sharding.trained_on_host)
         return None if self.device.cuda is None or elsewhere else replay(self, choices, self.job.allocator)
 
-    @property
-    def foreach(self) -> bool:
-        """Whether torch's optimizers step all parameters together where nobody says."""
-        return self.device.kind == "cuda"  # for sharded parameters, too: DTensor is among the types that it takes
-
     def staying(self, received: bool) -> list[bool]:
         """Of each layer call, whether the gradient of what it returns comes into a buffer that stays; `received`: as for
         `layer_memories`."""
@@ -472,9 +470,9 @@ class Planner:
         root, tail = self.outer_grads(micro)
         return step_peak(
             self.layer_memories(choices, micro), self.outer(micro.accumulates, choices), sharding,
-            optimizer=self.optimizer_bytes(), tail_grads=tail, root_grads=root, micro=micro, offload=job.offload,
-            averaged=self.sharding.params if job.step.ema else 0,
-            remembered=self.traced.run.tables.bytes, copies_at_once=self.device.kind == "cpu", log=log,
+            optimizer=(self.optimizer.state, self.optimizer.step), tail_grads=tail, root_grads=root, micro=micro,
+            offload=job.offload, averaged=self.sharding.params if job.step.ema else 0,
+            remembered=self.remembered, copies_at_once=self.device.kind == "cpu", log=log,
         )  # fmt: skip
 
     def layer_memories(
@@ -512,6 +510,11 @@ class Planner:
         routing = full.held_bytes - self.problems[kind].trace.input_bytes
         return self.memory(kind, full).held - routing if full.decisions else 0
 
+    @property
+    def remembered(self) -> int:
+        """Bytes of what stays from step to step and is no state: tables of the model's functions, masks of ``cp``."""
+        return self.traced.run.tables.bytes + (0 if self._masks is None else self._masks.bytes)
+
     @cached_property
     def names_of_parameters(self) -> dict[str, int]:
         """Ids of the model's parameters."""
@@ -529,16 +532,17 @@ class Planner:
         """Bytes of parameters, gradients, optimizer state and averaged weights that one rank has in host memory."""
         sharding, step = self.sharding, self.job.step
         shards = sum(unit.host_shard for unit in sharding.all)
-        state = optimizer_memory(sharding.trained_on_host, step.optimizer, foreach=False).state
+        state = optimizer_memory(sharding.trained_on_host, step.optimizer, device="cpu").state
         return shards * (2 if step.ema else 1) + sum(unit.host_grad for unit in sharding.all) + state
 
-    def optimizer_bytes(self) -> tuple[int, int]:
-        """Of the optimizer's state, and of its step's temporaries."""
+    @property
+    def optimizer(self) -> OptimizerMemory:
+        """What the optimizer holds on this rank's device."""
         key = (id(self.sharding), self.job.step.optimizer)
         if key not in self._optimizers:
-            memory = optimizer_memory(self.sharding.trained, self.job.step.optimizer, foreach=self.foreach)
-            self._optimizers[key] = self.sharding, memory.state, memory.step  # told apart by id, so it must live
-        return self._optimizers[key][1:]
+            memory = optimizer_memory(self.sharding.trained, self.job.step.optimizer, device=self.device.kind)
+            self._optimizers[key] = self.sharding, memory  # told apart by id, so it must live
+        return self._optimizers[key][1]
 
     # --- plans ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.allocator_model import CachingAllocator
 from nemo_like.planning.block import Choice
-from nemo_like.planning.optimizers import OptimizerMemory, optimizer_memory
+from nemo_like.planning.optimizers import OptimizerMemory
 from nemo_like.planning.step_events import Events, Pass, StepEvents
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class _Steps:
     """The events of a planner's steps, one after the other."""
 
     def __init__(self, planner: Planner, choices: Sequence[Choice]) -> None:
-        self.planner, self.choices, job = planner, choices, planner.job
+        self.planner, self.choices = planner, choices
         self.events, sharding = Events(), planner.sharding
         names = {id(p): name for name, p in planner.model.named_parameters(remove_duplicate=False)}
         self.writer = StepEvents(
@@ -123,7 +123,7 @@ class _Steps:
         )  # fmt: skip
         self.passes = {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=True))}
         self.passes |= {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=False))}
-        self.optimizer = optimizer_memory(sharding.trained, job.step.optimizer, foreach=planner.foreach)
+        self.optimizer = planner.optimizer
         make_state(self.events, planner)
 
     def step(self, *, first: bool) -> None:
@@ -171,7 +171,7 @@ def make_state(events: Events, planner: Planner) -> None:
             for size in unit.each_shard:
                 events.make(size)
         events.make(sharding.replicated)
-    events.make(planner.traced.run.tables.bytes)
+    events.make(planner.remembered)
     if planner.job.ddp:
         for unit in sharding.all:
             events.make(unit.grad)

@@ -19,6 +19,7 @@ _BACKWARD = torch.ops.aten.convolution_backward.default
 _SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
 _FLASH = find_op("aten._scaled_dot_product_flash_attention_for_cpu.default")
 _FLASH_BACKWARD = find_op("aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
+_SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 _BLOCK = 16
 _WIDEST = 14
 """A wider kernel than that runs as a matrix product over a picture's patches."""
@@ -34,6 +35,8 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
         return _attention_blocks(args[0], args[1], forward=True)
     if func is _FLASH_BACKWARD:
         return _attention_blocks(args[1], args[2], forward=False)
+    if func in _SUMS and out.dtype != args[0].dtype and not args[0].is_floating_point():  # counts of a mask
+        return args[0].numel() * out.element_size()
     if getattr(func, "namespace", "") == "nemo_like" and isinstance(out, torch.Tensor):  # not the routing of experts
         return _sequence_scratch(func, args[0], out)
     if (

@@ -1,27 +1,31 @@
 """What one rank holds: bytes of FSDP2's units, a tensor-parallel share of a model, and one plan for all ranks.
 
 The bytes follow PyTorch's ``fully_shard`` (torch 2.13): each parameter is sharded on dim 0, padded to a multiple of the
-shard axis, or on another dim where that would be mostly padding (`nemo_like.distributed.units.shard_dim`); a unit is
+shard axis, or on another dim where that would be mostly padding (`nemo_like.distributed.units.shard_dim`), unless tensor
+parallelism has made it a DTensor; a unit is
 gathered into one flat buffer and copied out of it; its gradients are copied into one flat buffer and reduced; one such
 buffer stays alive until the next unit's.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from nemo_like.distributed.expert_parallel import Experts
+from nemo_like.distributed.expert_parallel.shard_experts import expert_shard_dim
 from nemo_like.distributed.units import UnitPlan, padded_rows, plan_units, shard_dim
 from nemo_like.module_tree import bare
 from nemo_like.options import FSDP2, Precision
 from nemo_like.planning.optimizers import TrainedParameter
+from nemo_like.planning.tensor_twin import PartOfWeight
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class UnitBytes:
     """The last such parameter's gradient: alive until the unit's gradients are reduced."""
     reshard: bool
     """Freed after forward."""
+    stack: str = ""
+    """Of a layer: the name of what it is in. Layers of one stack gather each other ahead."""
     shard_gathered: int = 0
     """Its shard in the dtype of forward: as much as what is gathered where one rank holds all of it."""
     each_shard: tuple[int, ...] = ()
@@ -98,6 +104,36 @@ class Sharding:
     device."""
     trained_on_host: tuple[TrainedParameter, ...] = ()
     """Those that are in host memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state."""
+
+    one_stack: bool = True
+    """All layers are in one, whose last layer gathers the tail ahead."""
+
+    def fetched_ahead(self, call: int, units: Sequence[UnitBytes | None]) -> list[int]:
+        """The layer calls whose units are gathered ahead when `call` begins its forward, and ``len(units)`` for the tail.
+
+        Args:
+            call: its number; -1: the root.
+            units: of each layer call; None: it belongs to the root.
+        """
+        found = self._of_its_stack(call, range(call + 1, len(units)), units, self.prefetch[0])
+        return [*found, len(units)] if self.one_stack and len(found) < self.prefetch[0] else found
+
+    def fetched_behind(self, call: int, units: Sequence[UnitBytes | None], count: int) -> list[int]:
+        """The same when its backward begins, at most `count`; ``len(units)`` as `call` is the tail, or the root.
+
+        The first of a stack gathers none of its own: FSDP2 takes the unit that ran before it.
+        """
+        before = range(call - 1, -1, -1)
+        return self._of_its_stack(call, before, units, count) or [j for j in before if units[j] is not None][:1]
+
+    def _of_its_stack(
+        self, call: int, others: Iterable[int], units: Sequence[UnitBytes | None], count: int
+    ) -> list[int]:
+        own = units[call] if 0 <= call < len(units) else None
+        if own is None and not self.one_stack:
+            return []
+        alike = (j for j in others if (unit := units[j]) is not None and (own is None or unit.stack == own.stack))
+        return list(itertools.islice(alike, count))
 
     @property
     def on(self) -> bool:
@@ -186,14 +222,13 @@ def sharding_of(
     dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
     known: dict[Any, UnitBytes] = {}
 
-    def made(kind: str, of: tuple[int, ...], ranks: int, reshard: bool) -> UnitBytes:
+    def made(kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "") -> UnitBytes:
         """Equal layers have equal units: one of each is counted."""
-        key = (kind, of, ranks, reshard)
+        key = (kind, of, ranks, reshard, stack)
         if key not in known:
             params = [forms.first[form] for form in of]
-            known[key] = _unit(
-                kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained, host
-            )
+            unit = _unit(kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained, host)
+            known[key] = replace(unit, stack=stack)
         return known[key]
 
     def unit(source: Any) -> UnitBytes:
@@ -201,23 +236,22 @@ def sharding_of(
             reshard = True if asked is None else bool(asked)
         else:
             reshard = asked if isinstance(asked, bool) and source.kind != "dtype" else False
-        return made(source.kind, forms.units[id(source)], shard_ranks, bool(reshard))
+        return made(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack)
 
-    def trains_as(form: int, in_layer: bool, ranks: int) -> TrainedParameter:
-        param = forms.first[form]
-        return TrainedParameter(tuple(param.shape), _padded(param, ranks) // ranks, param.element_size(), in_layer)
+    def trains_as(form: int, in_layer: bool, own: bool) -> TrainedParameter:
+        param, ranks = forms.first[form], expert_ranks if own else shard_ranks
+        elements = _padded(param, ranks, _cut_dim(param, ranks, "experts" if own else "")) // ranks
+        return TrainedParameter(tuple(param.shape), elements, param.element_size(), in_layer)
 
     reshard = asked if isinstance(asked, bool) else True
     inner = {layer: made("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
-    of_trained = {
-        (form, in_layer, own): trains_as(form, in_layer, expert_ranks if own else shard_ranks)
-        for form, in_layer, own in dict.fromkeys(forms.trains)
-    }
+    of_trained = {key: trains_as(*key) for key in dict.fromkeys(forms.trains)}
     trains = tuple(map(of_trained.__getitem__, forms.trains))
     padding = 0
     for form, count in forms.sharded.items():
         param = forms.first[form]
-        padding += count * (_padded(param, shard_ranks) - param.numel()) * param.element_size()
+        whole = _padded(param, shard_ranks, _cut_dim(param, shard_ranks, ""))
+        padding += count * (whole - param.numel()) * param.element_size()
     root = unit(plan.root)
     for extra in plan.by_dtype:
         root = joined(root, unit(extra))
@@ -237,6 +271,7 @@ def sharding_of(
         padding=padding // shard_ranks,
         trained=() if host else trains,
         trained_on_host=trains if host else (),
+        one_stack=len({source.stack for source in plan.layers}) == 1,
     )
 
 
@@ -251,11 +286,12 @@ def _unit(
     kind: str, params: Sequence[nn.Parameter], ranks: int, param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None, reshard: bool, trains: frozenset[int] | None, host: bool,
 ) -> UnitBytes:  # fmt: skip
-    shards = [(_padded(p, ranks) // ranks, p) for p in params]
+    dims = [_cut_dim(p, ranks, kind) for p in params]
+    shards = [(_padded(p, ranks, dim) // ranks, p) for p, dim in zip(params, dims)]
     trained = [(n, p) for n, p in shards if p.requires_grad and (trains is None or id(p) in trains)]
     compute = [(n, (param_dtype or p.dtype).itemsize) for n, p in shards]
     reduce = [(n, (reduce_dtype or param_dtype or p.dtype).itemsize) for n, p in trained]
-    cut = [p for p in params if shard_dim(p, ranks)]
+    cut = [p for p, dim in zip(params, dims) if dim]
     stored = [n * p.element_size() for n, p in shards]
     grads = sum(n * p.element_size() for n, p in trained)
     return UnitBytes(
@@ -283,15 +319,22 @@ def _unit(
 
 def joined(a: UnitBytes, b: UnitBytes) -> UnitBytes:
     """Both as one unit, of the kind of the first."""
-    numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard")}
-    return UnitBytes(kind=a.kind, reshard=a.reshard, **numbers)
+    numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard", "stack")}
+    return UnitBytes(kind=a.kind, reshard=a.reshard, stack=a.stack, **numbers)
 
 
-def _padded(param: torch.Tensor, ranks: int) -> int:
+def _cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
+    """The dim that FSDP2 cuts `param` on, of a unit of this kind."""
+    if kind == "experts":
+        return expert_shard_dim(param, ranks)
+    return 0 if isinstance(param, PartOfWeight) else shard_dim(param, ranks)
+
+
+def _padded(param: torch.Tensor, ranks: int, dim: int) -> int:
     """Elements over all ranks, with padding."""
     if param.dim() == 0:
         return param.numel() * ranks
-    return param.numel() if shard_dim(param, ranks) else padded_rows(param, ranks) * math.prod(param.shape[1:])
+    return param.numel() if dim else padded_rows(param, ranks) * math.prod(param.shape[1:])
 
 
 T = TypeVar("T")
@@ -316,10 +359,11 @@ def axis(mesh: Any, name: str) -> int:
 
 
 def same_on_all_ranks(make: Callable[[], T]) -> T:
-    """Rank 0 calls `make`; its result, or its error, is everybody's."""
+    """Rank 0 calls `make`; its result, or its error, is everybody's. Of ranks that are not there (back end ``fake``), each
+    calls it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return make()
-    if torch.distributed.get_world_size() == 1:
+    if torch.distributed.get_world_size() == 1 or torch.distributed.get_backend() == "fake":
         return make()
     box: list[Any] = [None]
     if torch.distributed.get_rank() == 0:

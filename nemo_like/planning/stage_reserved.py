@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, Action
 from nemo_like.options import PipelineParallel
 from nemo_like.options.allocator import AllocatorConfig
-from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.reserved import Replayed, Reserved, make_state, optimizer_passes
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.step_events import Events, LayerEvents, Microstep, Pass, StepEvents, UnitEvents
@@ -199,12 +198,8 @@ class _Rank:
             stage.end()
         self.events.drop_all(kept)
         for stage in self.stages.values():
-            job = stage.planner.job
-            optimizer = optimizer_memory(
-                stage.planner.sharding.trained, job.step.optimizer, foreach=stage.planner.foreach
-            )
-            optimizer_passes(self.events, optimizer, first=first)
-            if job.step.zero_grad == "free":
+            optimizer_passes(self.events, stage.planner.optimizer, first=first)
+            if stage.planner.job.step.zero_grad == "free":
                 stage.writer.zero_grad()
 
     def _sent(self, stage: _ReplayedStage, done: int, warmup: int) -> int:

@@ -53,6 +53,8 @@ class StageMemory:
     offload: OffloadConfig
     shared: int
     """What several layers are called with (position tables, masks), bytes."""
+    remembered: int
+    """What stays from step to step and is no state, bytes."""
 
 
 class _Gathered(Communication):
@@ -169,6 +171,7 @@ class _RankWalk:
             index = stage.slice.index
             self.stages[index] = _Running(stage, comm, index + 1 in here, index - 1 in here, stay)
             self.now["parameters"] += stage.sharding.params
+            self.now["remembered tables"] += stage.remembered
             self.now["receive buffers"] += (
                 microbatches * stage.hidden * ((not stage.slice.is_first) + (not stage.slice.is_last))
             )

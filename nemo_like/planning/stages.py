@@ -215,10 +215,10 @@ class PipelinePlanner:
         """Predicted peak of a whole step on `rank` of the pipeline with these choices; `log`: gets what each action reaches,
         `points` every stretch of the step."""
         own = self.of_rank(rank)
-        states = [self.stages[index].planner.optimizer_bytes() for index in own]
+        memories = [self.stages[index].planner.optimizer for index in own]
         return rank_peak(
             [self.stage_memory(index, choices[index]) for index in own], self.actions[rank], microbatches=self.count,
-            optimizer=(sum(state for state, _ in states), max(peak for _, peak in states)),
+            optimizer=(sum(own.state for own in memories), max(own.step for own in memories)),
             holds_sent=not self.pp.facts.frees_sent, stay=self.job.step.zero_grad == "zero",
             averages=self.job.step.ema, once=self._held_once(rank), log=log, points=points,
         )  # fmt: skip
@@ -229,7 +229,7 @@ class PipelinePlanner:
         if len(ends) < 2 or ends[0].planner.sharding.on:
             return HeldOnce()
         named, planner = dict(self.whole.named_parameters()), ends[0].planner
-        return held_once((named[name] for name in self.parts.tied), self.job.step.optimizer, foreach=planner.foreach)
+        return held_once((named[name] for name in self.parts.tied), self.job.step.optimizer, planner.device.kind)
 
     def peaks(self, choices: Choices) -> list[Peak]:
         """Of every rank of the pipeline."""
@@ -296,7 +296,7 @@ def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelinePa
 
     return StageMemory(
         stage.slice, one(first), one(rest), sharding, hidden, planner.job.offload,
-        planner.traced.shared_bytes,
+        planner.traced.shared_bytes, planner.remembered,
     )  # fmt: skip
 
 

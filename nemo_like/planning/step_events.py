@@ -222,6 +222,7 @@ class Microstep:
     def __init__(self, step: StepEvents, turn: Pass, layers: Sequence[LayerEvents], outer: OuterEvents) -> None:
         self.step, self.turn, self.layers, self.outer = step, turn, layers, outer
         self.e, self.units, self.s, self.on = step.e, step.units, step.s, step.on
+        self.fsdp_units = [layer.unit for layer in layers]
         self.around: dict[int, int] = {}
         """Storages by their numbers in the outer log."""
         self.inside: list[dict[int, int]] = [{} for _ in layers]
@@ -372,12 +373,12 @@ class Microstep:
                 self.inputs[i].append(self.e.hold(storage))
 
     def _fetch_ahead(self, i: int) -> None:
-        for j in range(i + 1, min(i + 1 + self.s.prefetch[0], len(self.layers))):
-            self.units.fetch(j, self.layers[j].unit)
+        for j in self.s.fetched_ahead(i, self.fsdp_units):
+            self.units.fetch(*((j, self.fsdp_units[j]) if j < len(self.layers) else ("tail", self.s.tail)))
 
     def _fetch_behind(self, i: int, count: int) -> None:
-        for j in range(i - 1, max(-1, i - 1 - count), -1):
-            self.units.fetch(j, self.layers[j].unit)
+        for j in self.s.fetched_behind(i, self.fsdp_units, count):
+            self.units.fetch(j, self.fsdp_units[j])
 
     def _after_head(self) -> None:
         tail = self.s.tail

@@ -34,6 +34,10 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "
 """What a config says of all ranks, by the names of its attributes."""
 
 
+class PartOfWeight(nn.Parameter):
+    """One rank's part of a weight, which is a DTensor in a real job: FSDP2 cuts such a one on dim 0 and pads it."""
+
+
 class UnknownStyleError(ValueError):
     """A plan with styles of which the bytes of one rank are not known."""
 
@@ -197,7 +201,8 @@ def _part(parameter: nn.Parameter, rule: Rule | None, tp: int) -> nn.Parameter:
     at = None if rule is None else _cut_at(rule, len(shape))
     if at is not None and at < len(shape):  # the bias of a rowwise linear stays whole
         shape[at] = -(-shape[at] // tp)  # the first rank has what is left over
-    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+    form = nn.Parameter if at is None else PartOfWeight
+    return form(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
 
 
 def _cut_at(rule: Rule, dims: int) -> int | None:

@@ -19,7 +19,7 @@ class HeldOnce(NamedTuple):
     """The optimizer's."""
 
 
-def held_once(params: Iterable[nn.Parameter], optimizer: str, *, foreach: bool) -> HeldOnce:
+def held_once(params: Iterable[nn.Parameter], optimizer: str, device: str) -> HeldOnce:
     """Of tied parameters whose stages share a rank that FSDP2 does not shard over, for it gives each stage a copy.
 
     Those on `meta` are not counted: they are materialized stage by stage, as two.
@@ -27,7 +27,7 @@ def held_once(params: Iterable[nn.Parameter], optimizer: str, *, foreach: bool) 
     there = [p for p in params if not p.is_meta]
     trained = [p for p in there if p.requires_grad]
     state = optimizer_memory(
-        [TrainedParameter(tuple(p.shape), p.numel(), p.element_size()) for p in trained], optimizer, foreach=foreach
+        [TrainedParameter(tuple(p.shape), p.numel(), p.element_size()) for p in trained], optimizer, device=device
     ).state
     return HeldOnce(sum(map(_size, there)), sum(map(_size, trained)), state)
 

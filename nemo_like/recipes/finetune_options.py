@@ -112,7 +112,6 @@ class FinetuneOptions(RunOptions):
             raise ValueError(f"--lora-dropout is {self.lora_dropout}; it must be less than 1.")
         if self.export == "best" and self.eval_samples == 0:
             raise ValueError("--export best takes the best of the evaluations, and --eval-samples 0 makes none.")
-        parse_dtype("--precision", self.compute, FLOAT8)
         if self.float8 and self.lora:
             raise ValueError(
                 f"--precision is {self.precision!r} beside adapters, whose frozen weights stay bfloat16. Use bf16."
@@ -154,6 +153,7 @@ class FinetuneOptions(RunOptions):
 
     def _check_precision(self) -> None:
         if not self.float8:
+            parse_dtype("--precision", self.precision, FLOAT8)
             super()._check_precision()
 
     @property

@@ -65,6 +65,8 @@ class FineTuner(TrainingJob):
         super().__init__(options, ranks)
         with ranks.together("building the model"):
             self.model = build_on_meta(self.source, options)
+        if self.held_out is not None:
+            check_positions(self.source.config, "A held-out sample", max(self.held_out.lengths))
         self._look_at(self.model, options.seq_len if options.pack else max(self.rows.samples.lengths))
         options, ranks = self.options, self.ranks
         with self._advice():

@@ -188,7 +188,6 @@ class RunOptions:
         return (
             (bool(self.free), "--fit", ("fit_memory", "fit_host_memory")),
             (self.checkpoint_dir is not None, "--checkpoint-dir", ("save_every", "keep", "sync_save")),
-            (self.eval_samples > 0, "--eval-samples above 0", ("eval_every",)),
             (self.schedule != "constant", "another --schedule", ("lr_floor",)),
             (self.strategy == "fsdp2", "--strategy fsdp2", ("cpu_offload", "reshard_after_forward")),
         )

@@ -103,7 +103,7 @@ def look_through(flag: str, files: SampleFiles, encoder: Encoder, ranks: Ranks, 
             except BadSampleError as error:
                 if not skip_bad:
                     raise ValueError(
-                        f"{files.where(number)}: {error}. Mend it, or leave such samples out with --skip-bad."
+                        f"{files.where(number)}: {error}. Correct it, or leave such samples out with --skip-bad."
                     ) from error
                 bad[number] = 1
                 continue

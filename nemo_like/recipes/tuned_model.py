@@ -35,7 +35,7 @@ def find_model(options: FinetuneOptions) -> ModelSource:
     folder = Path(options.model)
     if not folder.is_dir():
         raise ValueError(
-            f"--model is {options.model!r}, which is no folder. Give one with config.json and safetensors."
+            f"--model is {options.model!r}, which is not a folder. Give one with config.json and safetensors."
         )
     for pattern, what in (("config.json", "config.json"), ("*.safetensors", "safetensors file")):
         if not any(folder.glob(pattern)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,27 @@ def test_a_mode_trains_what_the_bare_model_trains_without_a_cache(ac: str) -> No
     loss.backward()
     for p, q in zip(reference.parameters(), model.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("ac", MODES)
+def test_attention_of_every_kind_trains_to_the_bit_as_without_a_cache(ac: str, attention: str, dropout: float) -> None:
+    def model() -> nn.Module:
+        made: Any = build("llama")
+        made.set_attn_implementation(attention)
+        for layer in made.model.layers:
+            layer.self_attn.attention_dropout = dropout
+        return made
+
+    def gradients(model: nn.Module, **options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        ids = batch()
+        model(input_ids=ids, labels=ids, **options).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    ours, bare = gradients(apply_activation_checkpointing(model(), ac)), gradients(model(), use_cache=False)
+    assert all(torch.equal(a, b) for a, b in zip(ours, bare, strict=True))
 
 
 @pytest.mark.parametrize("ac", [None, "none", *MODES])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from nemo_like.activation_checkpointing import SelectivePolicy
 from nemo_like.activation_checkpointing.engine import RegionError, run_region
 from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
+from tests.models.blocks import assert_bitwise, gradients, region
 
 POLICIES = [FullPolicy(), SelectivePolicy()]
 
@@ -101,3 +103,35 @@ def test_a_change_of_a_tensor_that_lives_on_is_still_noticed() -> None:
         weight.mul_(2)
     with pytest.raises(RegionError, match="was changed in place between forward and backward"):
         out.sum().backward()
+
+
+class Neighbours(nn.Module):
+    """Has a sparse tensor among its attributes, and exchanges it where it `changes`."""
+
+    def __init__(self, layout: str, buffer: bool, changes: bool) -> None:
+        super().__init__()
+        self.up, self.changes = nn.Linear(8, 8), changes
+        if buffer:
+            self.register_buffer("graph", _graph(layout))
+        else:
+            self.graph = _graph(layout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        graph = self.graph
+        if self.changes:
+            self.graph = graph * 2
+        return x + torch.sparse.mm(graph, self.up(x).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("changes", [False, True], ids=["constant", "changes"])
+@pytest.mark.parametrize("buffer", [False, True], ids=["attribute", "buffer"])
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+def test_a_sparse_matrix_among_the_attributes(policy: Policy, layout: str, buffer: bool, changes: bool) -> None:
+    layer, bare = Neighbours(layout, buffer, changes), Neighbours(layout, buffer, changes)
+    bare.up.load_state_dict(layer.up.state_dict())
+    x = torch.randn(6, 8)
+    for _ in range(3):
+        assert_bitwise(gradients(region(layer, policy), layer, x), gradients(bare, bare, x))
+    assert torch.equal(layer.graph.to_dense(), bare.graph.to_dense())

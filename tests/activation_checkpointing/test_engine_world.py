@@ -411,7 +411,7 @@ def _longer(value: Longer) -> None:
 STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any] | None]] = {
     "array": (lambda: np.ones(2), lambda v: v[0], _add),
     "array exchanged": (lambda: np.ones(2), lambda v: v[0], None),
-    "large array": (lambda: np.ones(1 << 15), lambda v: v[0], _add),
+    "array of a subclass": (lambda: np.ones(1).view(np.recarray), lambda v: v[0], _add),
     "NumPy's number": (lambda: np.float32(1), float, None),
     "fraction": (lambda: Fraction(1), float, None),
     "decimal": (lambda: Decimal(1), float, None),
@@ -453,8 +453,25 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
         lambda: Inner(Tally(1), [1.0]), lambda v: v.tally.calls * sum(v.history),
         lambda v: (setattr(v.tally, "calls", v.tally.calls + 1), v.history.append(1.0)),
     ),
+    "one list twice": (
+        lambda: _twice([1.0]), lambda v: len(v["b"]), lambda v: v["a"].append(1.0)
+    ),
+    "one tensor twice": (
+        lambda: _twice(torch.ones(1)), lambda v: v["b"].item(), lambda v: v["a"].add_(1)
+    ),
+    "list that contains itself": (lambda: _cycle(), len, lambda v: v[0].append(1.0)),
     "sparse tensor": (lambda: torch.eye(2).to_sparse(), lambda v: v.to_dense()[0, 0].item(), lambda v: v.mul_(2)),
 }  # fmt: skip
+
+
+def _twice(value: Any) -> dict[str, Any]:
+    return {"a": value, "b": value}
+
+
+def _cycle() -> list[Any]:
+    items: list[Any] = []
+    items.append(items)
+    return items
 
 
 def _count(value: Any) -> None:
@@ -500,3 +517,40 @@ def test_state_of_every_kind_counts_once(ac: str, kind: str, late: bool) -> None
         return found
 
     assert run(ac) == run("none")
+
+
+class Ties(nn.Module):
+    """Changes a buffer by one name, and reads it by another."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.attn, self.other = nn.Linear(8, 8), nn.Identity()
+        if registered:
+            self.register_buffer("count", torch.ones(()))
+            self.other.register_buffer("count", self.count)
+        else:
+            self.count = self.other.count = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x + (self.attn(x) * self.other.count).sin()
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["buffer", "tensor"])
+@pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
+def test_one_tensor_under_two_names(ac: str, registered: bool) -> None:
+    def run(mode: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(Ties(registered) for _ in range(3)))
+        if mode != "none":
+            model = apply_activation_checkpointing(model, mode)
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.full((2, 8), 0.1)).square().sum().backward()
+            layers = [unwrap_checkpoint_wrapper(layer) for layer in model]
+            assert all(layer.count is layer.other.count for layer in layers)
+            found += [p.grad.clone() for p in model.parameters()] + [layer.count.clone() for layer in layers]
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(run(ac), run("none"), strict=True))

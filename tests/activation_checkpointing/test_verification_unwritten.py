@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine import checkpoint_region, verification
-from nemo_like.activation_checkpointing.policy import FullPolicy
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from tests.models.blocks import assert_bitwise, gradients, region
 
 FULL = FullPolicy()
@@ -65,3 +65,28 @@ def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     x = torch.randn(2, 5, 8)
     call = lambda t: layer(t)[0]  # noqa: E731
     assert_bitwise(gradients(region(call, FULL), layer, x), gradients(call, layer, x))
+
+
+class RandomRelu(nn.Module):
+    """Ends with an operator that writes what it saves after it has saved it; `behind` comes after that, and is dropped."""
+
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.up, self.behind = nn.Linear(8, 8), behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.rrelu(self.up(x), training=True)
+        if self.behind:
+            (self.up(y).exp() * y).sum()
+        return y
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["last", "last that is used"])
+@pytest.mark.parametrize("policy", [FULL, SelectivePolicy()], ids=["full", "selective"])
+def test_an_operator_that_writes_what_it_saved_runs_to_its_end(policy: Policy, behind: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = RandomRelu(behind), torch.randn(4, 8)
+    for seed in range(3):
+        wanted = gradients(layer, layer, x, seed=seed)
+        torch.full((4, 8), torch.nan)  # in the memory that the recompute is given
+        assert_bitwise(gradients(region(layer, policy), layer, x, seed=seed), wanted)

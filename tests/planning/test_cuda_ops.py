@@ -270,8 +270,8 @@ def test_deepseek_v3_holds_a_quarter_of_what_unfused_attention_would() -> None:
             setup.change(gpu=resolve_device(device), search=PlanSearch(skip=False)),
         )
         held[device] = planner.held(planner.uniform("none")) / 2**30
-    assert held["h100-80gb"] == pytest.approx(176.19, abs=0.01)
-    assert held["cpu"] == pytest.approx(679.32, abs=0.01)
+    assert held["h100-80gb"] == pytest.approx(176.10, abs=0.01)
+    assert held["cpu"] == pytest.approx(679.23, abs=0.01)
 
 
 def test_a_plan_says_what_it_was_traced_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ def _measured(make, shapes, dtype):
     optimizer.step()
     with LiveBytes() as meter:
         optimizer.step()
-    entries = [t for entry in optimizer.state.values() for name, t in entry.items() if name != "step"]
+    entries = [t for entry in optimizer.state.values() for t in entry.values()]
     return params, sum(t.nbytes for t in entries if isinstance(t, torch.Tensor)), meter.peak
 
 
@@ -49,14 +49,14 @@ MAKERS = {
 def test_states_and_temporaries_are_those_of_the_real_step(name, dtype):
     shapes = MATRICES if name == "muon" else SHAPES
     params, state, step = _measured(MAKERS[name], shapes, dtype)
-    found = optimizer_memory(_described(params), name, foreach=False)
+    found = optimizer_memory(_described(params), name, device="cpu")
     assert (found.state, found.step) == (state, step)
 
 
 def test_muon_leaves_to_adamw_what_is_no_matrix_of_a_layer():
     inside, outside = torch.zeros(32, 48), torch.zeros(100, 32)
     params = [*_described([outside], in_layer=False), *_described([inside, torch.zeros(48)])]
-    found = optimizer_memory(params, "muon", foreach=True)
+    found = optimizer_memory(params, "muon", device="cuda")
     assert found.states == ((12800, 12800), (6144,), (192, 192))
     # The update, two iterates and two products of the shorter side; AdamW's roots of all else come to 12,992.
     assert found.step == 6144 + 2 * 3072 + 2 * 2048
@@ -66,7 +66,7 @@ def test_muon_leaves_to_adamw_what_is_no_matrix_of_a_layer():
     (4095, (16380, 16380)), (4096, (4096, 4096, 64, 64)), (5000, (5000, 5000, 80, 80)),
 ])  # fmt: skip
 def test_eight_bit_states_come_in_blocks(elements, states):
-    found = optimizer_memory([TrainedParameter((elements,), elements, 4)], "adamw-8bit", foreach=False)
+    found = optimizer_memory([TrainedParameter((elements,), elements, 4)], "adamw-8bit", device="cpu")
     assert found.states == (states,) and found.step == 0
 
 
@@ -78,12 +78,12 @@ def test_eight_bit_states_are_those_of_bitsandbytes():
         optimizer = optim.AdamW8bit([param])
         optimizer.init_state(optimizer.param_groups[0], param, 0, 0)
         made = [optimizer.state[param].get(name) for name in ("state1", "state2", "absmax1", "absmax2")]
-        found = optimizer_memory(_described([param]), "adamw-8bit", foreach=False)
+        found = optimizer_memory(_described([param]), "adamw-8bit", device="cpu")
         assert found.state == sum(t.nbytes for t in made if t is not None)
 
 
 def test_bfloat16_states_of_float32_parameters():
-    assert optimizer_memory([TrainedParameter((10, 10), 100, 4)], "adamw-bf16", foreach=False).states == ((200, 200),)
+    assert optimizer_memory([TrainedParameter((10, 10), 100, 4)], "adamw-bf16", device="cpu").states == ((200, 200),)
 
 
 def _planner(job, device="h100-80gb"):
@@ -105,8 +105,11 @@ def test_on_cuda_torch_steps_all_parameters_at_once_sharded_ones_too(ranks):
     from torch.optim import optimizer
 
     assert DTensor in vars(optimizer).get("_foreach_supported_types", [DTensor])  # where this torch says so
-    assert _planner(Job.of(world_size=ranks)).foreach
-    assert not _planner(Job.of(world_size=ranks), "cpu").foreach
+    at_once, in_turn = (
+        _planner(Job.of(world_size=ranks), device).optimizer.passes[0] for device in ("h100-80gb", "cpu")
+    )
+    assert at_once.together and not at_once.alone
+    assert in_turn.alone and not in_turn.together
 
 
 def test_an_average_of_the_weights_is_one_more_copy():

@@ -88,13 +88,14 @@ def _built(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> 
         new.default_factory = value.default_factory
     for name, item in getattr(value, "__dict__", {}).items():
         new.__dict__[name] = _mapped(function, item, made)
-    for name in _slots(kind):
+    for name in slots_of(kind):
         if hasattr(value, name):
             object.__setattr__(new, name, _mapped(function, getattr(value, name), made))
     return new
 
 
-def _slots(kind: type) -> Iterator[str]:
+def slots_of(kind: type) -> Iterator[str]:
+    """The names of the slots of a class and its bases."""
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else (s for s in slots if s not in ("__dict__", "__weakref__"))

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from nemo_like.activation_checkpointing.engine.containers import is_container, map_leaves
+from nemo_like.activation_checkpointing.engine.deep_state import is_plain
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.module_parts import is_plain
 
 _BUILT_IN = (list, dict, set)
 

@@ -56,14 +56,16 @@ def _getter_and_setter(kind: type) -> tuple[str, str] | None:
     return None
 
 
-def _state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state of a generator, for `put_state`."""
     names = _kinds[type(generator)]
     if names is not None and names[0]:
         return getattr(generator, names[0])()
     return generator.bit_generator.state
 
 
-def _put(generator: Any, state: Any) -> None:
+def put_state(generator: Any, state: Any) -> None:
+    """Put a generator into the state that `state_of` returned."""
     names = _kinds[type(generator)]
     if names is not None and names[1]:
         getattr(generator, names[1])(state)
@@ -87,7 +89,7 @@ class Generators:
         key = generator_id(generator) if isinstance(generator, torch.Generator) else id(generator)
         if key in self._states:
             return False
-        self._states[key] = generator, _state(generator)
+        self._states[key] = generator, state_of(generator)
         return True
 
     def note_all(self, values: Sequence[Any]) -> None:
@@ -110,15 +112,15 @@ class Generators:
         """Call at the end of forward: drops what was not drawn from. Returns whether any is left."""
         if self._states:
             noted = self._states.items()
-            self._states = {key: (g, state) for key, (g, state) in noted if not same_state(_state(g), state)}
+            self._states = {key: (g, state) for key, (g, state) in noted if not same_state(state_of(g), state)}
         return bool(self._states)
 
     def restore(self, stack: ExitStack) -> None:
         """Put the states back until `stack` ends."""
         # Backwards, so that where one generator was seen as two objects the earlier state wins.
         for generator, state in reversed(self._states.values()):
-            stack.callback(_put, generator, _state(generator))
-            _put(generator, state)
+            stack.callback(put_state, generator, state_of(generator))
+            put_state(generator, state)
 
 
 def same_state(a: Any, b: Any) -> bool:

@@ -7,22 +7,16 @@ The walk is made again only where something differs.
 
 from __future__ import annotations
 
-import enum
-import functools
-import numbers
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from decimal import Decimal
 from itertools import chain
 from operator import attrgetter, call, eq, is_, itemgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from nemo_like.activation_checkpointing.engine.containers import map_leaves
+from nemo_like.activation_checkpointing.engine.deep_state import DeepState, has_state, is_plain
 from nemo_like.activation_checkpointing.engine.generators import is_generator, names_of_globals
 from nemo_like.activation_checkpointing.engine.halves import Halves
 from nemo_like.activation_checkpointing.engine.outside import Outside
@@ -42,15 +36,6 @@ _LEADING = (
 """The tables that are looked at even where they are empty. The others say more of some hook; `nn.Module`'s own forward does
 not look at them where there is none, and what only we look at has to be fetched from far away, region by region."""
 _leading_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_LEADING)
-_PLAIN = frozenset({
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type, frozenset,
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
-})  # fmt: skip
-_CONTAINERS = frozenset({list, dict, set, OrderedDict, defaultdict, deque, Counter, bytearray})
-_SMALL = 1024
-"""Entries up to which a container among a module's attributes is copied before every forward."""
-SMALL_TENSOR = 1 << 16
-"""Bytes up to which a tensor that is part of a module's state is copied before every forward."""
 _CONFIG = frozenset({"config", "cfg", "args", "hparams"})
 """The last word of the names of attributes that hold a configuration: its values are looked at as the module's own."""
 PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -68,24 +53,12 @@ class Taken(NamedTuple):
     """In the order of `HOOKS`; None: there are none."""
 
 
-class TakenContainer(NamedTuple):
-    """A container among the attributes of a module, which may be changed while it stays the same object."""
-
-    own: dict[str, Any]
-    name: str
-    container: Any
-    contents: Any
-    """A copy of it, or its `Contents`."""
-    in_place: bool = True
-    """Whether replay finds these contents in the container itself; else in a copy, as of tuples, arrays and tensors."""
-
-
 class Part:
     """What is to be looked at in one module, or in one configuration that modules share."""
 
     __slots__ = (
-        "buffers", "containers", "copied", "generators", "get_looked_at", "get_watched", "kinds", "modules", "name", "names",
-        "own", "watched",
+        "buffers", "deep", "generators", "get_looked_at", "get_watched", "kinds", "modules", "name", "names", "own",
+        "watched",
     )  # fmt: skip
 
     def __init__(self, own: dict[str, Any], name: str, is_module: bool) -> None:
@@ -101,9 +74,12 @@ class Part:
         self.get_watched = _getter(self.watched)
         self.get_looked_at = _getter([*self.watched, *_LEADING]) if is_module else self.get_watched
         free = [(name, kind) for name, kind in named if name not in _REGISTERS]
-        in_copies = (tuple,) if is_module else (tuple, Tensor)  # a module's own tensors are `BufferSnapshot`'s
-        self.copied = [name for name, kind in free if kind in in_copies or _is_array(kind)]
-        self.containers = [name for name, kind in free if kind in _CONTAINERS]
+        # A module's own tensors are `BufferSnapshot`'s, and its configurations are parts themselves.
+        self.deep = [
+            name for name, kind in free
+            if (has_state(kind) and not (is_module and name in self.watched)) or (kind is Tensor and not is_module)
+        ]  # fmt: skip
+        """The attributes that `DeepState` looks into."""
         self.generators = [name for name, _ in free if is_generator(own[name])]
 
     def is_watched_whole(self) -> bool:
@@ -117,7 +93,7 @@ class Part:
         return same and (self.modules is None or list(own["_buffers"]) == self.buffers)
 
     def take(self) -> Taken:
-        """The module as it is now, but for its containers."""
+        """The module as it is now, but for what its attributes lead to."""
         own = self.own
         if self.modules is None:
             return Taken(self, self.get_watched(own), {}, {}, None)
@@ -126,30 +102,6 @@ class Part:
             self, self.get_watched(own), own["_parameters"].copy(), own["_buffers"].copy(),
             [hook.copy() for hook in hooks] if any(hooks) else None,
         )  # fmt: skip
-
-    def take_containers(self) -> Iterator[TakenContainer]:
-        """The containers among the attributes as they are now."""
-        for name in self.containers:
-            container = self.own[name]
-            if len(container) <= _SMALL:
-                plain = _PLAIN.issuperset(map(type, container.values() if isinstance(container, dict) else container))
-                yield TakenContainer(self.own, name, container, container.copy() if plain else Contents(container))
-        for name in self.copied:
-            value = self.own[name]
-            if type(value) is tuple and _PLAIN.issuperset(map(type, value)):
-                yield TakenContainer(self.own, name, value, value, in_place=False)
-            elif type(value) is not tuple or len(value) <= _SMALL:
-                yield TakenContainer(self.own, name, value, Contents(value), in_place=False)
-
-
-def is_plain(kind: type) -> bool:
-    """Whether values of this type can be compared, and put back, as they are."""
-    return kind in _PLAIN or issubclass(kind, enum.Enum | numbers.Number | Decimal)  # NumPy's scalars among them
-
-
-def _is_array(kind: type) -> bool:
-    """Whether it is NumPy's class of arrays; nothing is imported to find out."""
-    return kind.__name__ == "ndarray" and kind.__module__ == "numpy"
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
@@ -241,45 +193,6 @@ class Snapshot:
         return all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._entries)
 
 
-class Contents:
-    """What a container with tensors in it (a list of losses, a router's loads) held."""
-
-    __slots__ = ("_kept",)
-
-    def __init__(self, container: Any) -> None:
-        leaves: list[Any] = []
-        map_leaves(leaves.append, container)
-        # Other objects may hold the graph of an earlier step, which must not live for as long as this one.
-        simple = all(_is_simple(kind) for kind in set[Any](map(type, leaves)))
-        self._kept = map_leaves(_without_graph, container) if simple else None
-
-    def for_replay(self, container: Any) -> Any:
-        """Contents for `container` that a replay may change; where they can't be kept, those that it has now."""
-        if self._kept is None:
-            return container if type(container) is tuple else container.copy()
-        return map_leaves(_small_copy, self._kept)
-
-
-@functools.cache
-def _is_simple(kind: Any) -> bool:
-    return is_plain(kind) or kind is bytearray or _is_array(kind) or issubclass(kind, Tensor | nn.Module)
-
-
-def _without_graph(leaf: Any) -> Any:
-    leaf = _small_copy(leaf)
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _small_copy(leaf: Any) -> Any:
-    """A small tensor's or array's copy, since state is changed in place; a large one, hardly ever changed, itself."""
-    if not isinstance(leaf, Tensor):
-        changes = type(leaf) is bytearray or (_is_array(type(leaf)) and leaf.nbytes <= SMALL_TENSOR)
-        return leaf.copy() if changes else leaf
-    if leaf.is_inference() or leaf.layout is not torch.strided or leaf.nbytes > SMALL_TENSOR:
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-
 class Walk:
     """The parts of one layer's module and of all that is in it."""
 
@@ -309,7 +222,7 @@ class Walk:
 
     def _sort(self) -> None:
         """Which parts have something to be looked at in every forward."""
-        self._with_containers = [part for part in self._parts if part.containers or part.copied]
+        self._deep = [(part.own, name) for part in self._parts for name in part.deep]
         named = [(part.own, name) for part in self._parts for name in part.generators]
         self._generators = [*named, *self._global_generators]
 
@@ -333,9 +246,9 @@ class Walk:
         self._snapshot = snapshot if snapshot.may_be_remembered() else None
         return snapshot
 
-    def take_containers(self) -> list[TakenContainer]:
-        """The containers among attributes as they are now."""
-        return [taken for part in self._with_containers for taken in part.take_containers()]
+    def take_deep(self) -> DeepState | None:
+        """What the attributes lead to that are no plain values."""
+        return DeepState(self._deep) if self._deep else None
 
     def generators(self) -> list[Any]:
         """Those of random numbers, among the attributes and the globals that methods name."""

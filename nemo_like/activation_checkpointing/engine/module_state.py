@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.torch_compat import sparse_parts
+from nemo_like.torch_compat import is_fake, sparse_parts
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
@@ -75,11 +75,13 @@ class BufferSnapshot:
             known_buffers = None
         self._first = _buffers_of(module) if known_buffers is None else None
         self._before: list[tuple[_Known, Tensor, int, Tensor | None]] = []
+        copies: dict[int, Tensor] = {}  # of a buffer that has two names, one
         for known in known_buffers or self._first or ():
             buffer = known.owner.get(known.name)
             if isinstance(buffer, Tensor):
-                copied = self._first or known.changes or _bytes(buffer) <= _SMALL
-                self._before.append((known, buffer, _version(buffer), buffer.detach().clone() if copied else None))
+                if id(buffer) not in copies and (self._first or known.changes or _bytes(buffer) <= _SMALL):
+                    copies[id(buffer)] = buffer.detach().clone()
+                self._before.append((known, buffer, _version(buffer), copies.get(id(buffer))))
         self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self._same: list[tuple[dict[str, Any], str, Tensor]] = []
         """Plain attributes that forward left alone, for a later call may exchange them: a table that grows with a sequence.
@@ -124,9 +126,10 @@ class BufferSnapshot:
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Give the module copies of its earlier buffers to change; when `stack` ends, the present ones are back."""
+        clones = {id(copy): copy.clone() for _, _, copy in self._copies}
         for owner, name, copy in self._copies:
             stack.callback(owner.__setitem__, name, owner.get(name))
-            owner[name] = copy.clone()
+            owner[name] = clones[id(copy)]
         for owner, name, tensor in self._same:
             now = owner.get(name)
             if now is not tensor:
@@ -145,5 +148,7 @@ def _bytes(tensor: Tensor) -> int:
 def _differs(now: Tensor | None, before: Tensor) -> bool:
     if now is None or now.shape != before.shape or now.layout != before.layout:
         return True
+    if is_fake(now):
+        return False
     ours, theirs = _parts(now), _parts(before)
     return len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs))

@@ -9,23 +9,20 @@ be put back, so that raises.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
 
+from nemo_like.activation_checkpointing.engine.deep_state import is_plain
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.kept import storages
 from nemo_like.activation_checkpointing.engine.module_parts import (
     HOOKS,
     PLAIN_TENSORS,
-    Contents,
     Snapshot,
     Taken,
-    TakenContainer,
-    is_plain,
     requires_grad_of,
     walk_of,
 )
@@ -39,8 +36,8 @@ class ModuleWorld:
     """The modules of a region as its forward finds them; of little cost where they are as in the forward before."""
 
     __slots__ = (
-        "_containers",
         "_counted",
+        "_deep",
         "_flags",
         "_snapshot",
         "_versions",
@@ -52,7 +49,7 @@ class ModuleWorld:
 
     def __init__(self, module: nn.Module) -> None:
         walk, self._snapshot = walk_of(module)
-        self._containers = walk.take_containers()
+        self._deep = walk.take_deep()
         self.stamp = walk.stamp
         self.outside = walk.outside[module.training]
         self.halves = walk.halves[module.training]
@@ -108,8 +105,8 @@ class ModuleWorld:
         else:
             for state in snapshot.taken:
                 _restore(state, stack)
-        for container in self._containers:
-            _restore_container(container, stack)
+        if self._deep is not None:
+            self._deep.restore(stack)
         if list(map(requires_grad_of, snapshot.parameters)) != self._flags:
             for parameter, flag in zip(snapshot.parameters, self._flags):
                 if parameter.requires_grad != flag:
@@ -124,23 +121,6 @@ def _revert_all(snapshot: Snapshot, others: list[tuple[dict[str, Any], dict[str,
     if not snapshot.has_same_attributes():
         for own, before in snapshot.then():
             _revert(own, before)
-
-
-def _restore_container(taken: TakenContainer, stack: contextlib.ExitStack) -> None:
-    container, contents = taken.container, taken.contents
-    if not taken.in_place:
-        now = taken.own.get(taken.name)
-        if isinstance(now, Tensor):
-            stack.callback(taken.own.__setitem__, taken.name, now)
-        taken.own[taken.name] = contents.for_replay(container) if isinstance(contents, Contents) else contents
-        return
-    stack.callback(_fill, container, container.copy())
-    if isinstance(contents, Contents):
-        _fill(container, contents.for_replay(container))
-    elif container != contents:
-        _fill(container, contents)
-    if taken.own.get(taken.name, _ABSENT) is not container:
-        taken.own[taken.name] = container
 
 
 def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
@@ -163,8 +143,13 @@ def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
         return
     for name, value in zip(part.watched, state.values):
         now = own.get(name, _ABSENT)
-        if now is not value and (type(now) is not type(value) or not is_plain(type(value)) or now != value):
+        if now is not value and not (type(now) is type(value) and _is_plain(value) and now == value):
             own[name] = value
+
+
+def _is_plain(value: Any) -> bool:
+    kind: Any = type(value)
+    return is_plain(kind)
 
 
 def _revert(own: dict[str, Any], before: dict[str, Any]) -> None:
@@ -190,17 +175,14 @@ def _restore_tensors(target: dict[str, Any], wanted: dict[str, Any], stack: cont
         stack.callback(target.__setitem__, name, target.pop(name))
 
 
-def _exchange(container: Any, contents: Any, stack: contextlib.ExitStack) -> None:
+def _exchange(container: dict[Any, Any], contents: dict[Any, Any], stack: contextlib.ExitStack) -> None:
     stack.callback(_fill, container, container.copy())
     _fill(container, contents)
 
 
-def _fill(container: Any, contents: Any) -> None:
+def _fill(container: dict[Any, Any], contents: dict[Any, Any]) -> None:
     container.clear()
-    if isinstance(container, Counter):
-        dict.update(container, contents)  # its own adds
-    else:
-        container.update(contents) if hasattr(container, "update") else container.extend(contents)
+    container.update(contents)
 
 
 def module_of(function: Any) -> nn.Module | None:

@@ -88,7 +88,7 @@ def apply_context_parallel(
 @contextlib.contextmanager
 def cut_for_planning(
     model: nn.Module, options: ContextParallel, layers: Sequence[Layer] | None = None, call: nn.Module | None = None
-) -> Iterator[None]:
+) -> Iterator[Parts]:
     """Within it, `model` runs on fake tensors as rank 0 of `options.size` would: nothing is sent. For planning.
 
     The other arguments are those of `apply_context_parallel`.
@@ -100,9 +100,10 @@ def cut_for_planning(
             "A budget counts with method='all_gather' or 'ulysses'; 'ring' is not planned: use a mode (ac='full')."
         )
     stacks = check_context_parallel(model, options, layers, call)
-    undo = install(model, stacks, Parts(options.size, 0, "", options.method, planning=True), call)
+    parts = Parts(options.size, 0, "", options.method, planning=True)
+    undo = install(model, stacks, parts, call)
     try:
-        yield
+        yield parts
     finally:
         for take_back in reversed(undo):
             take_back()

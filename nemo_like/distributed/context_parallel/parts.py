@@ -28,6 +28,11 @@ class MasksOfAllLayers:
         self.blocks: dict[tuple[int, ...], tuple[Any, Any]] = {}
         """What flex attention was called with, and its block mask over the whole sequence."""
 
+    @property
+    def bytes(self) -> int:
+        """Of the triangles, which stay from step to step."""
+        return sum(triangle.untyped_storage().nbytes() for triangle in self.triangles.values())
+
 
 @dataclass
 class Parts:

@@ -60,6 +60,15 @@ def cut_batch(
     return made, size, tokens
 
 
+def repeated(microbatch: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """A batch of `count` times the same microbatch."""
+    rows, _ = size_of(microbatch)
+    return {
+        name: torch.cat([value] * count) if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+        for name, value in microbatch.items()
+    }
+
+
 def first_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """The first `rows` rows of `batch`."""
     whole, _ = size_of(batch)

@@ -64,7 +64,7 @@ class Pipeline:
         self._verified = False
         self.sees: Callable[[Mapping[str, Any], int], None] | None = None
         """Called with each batch that `step` trains on, and how many microbatches it becomes."""
-        self._tie()
+        self.tie()
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -116,6 +116,11 @@ class Pipeline:
             check_same_batch(batch, self._sharing)
             self.cut(batch)
             verify_stages(self, batch)
+
+    def trust(self, batch: Mapping[str, Any]) -> None:
+        """Compare nothing in steps with such batches: for runs on tensors without values."""
+        self._verified = True
+        self._shares.trust(batch)
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Any], seen: list[Tensor] | None = None) -> Sequence[Tensor]:
@@ -229,7 +234,7 @@ class Pipeline:
             elif self._tied_group is not None and grads:
                 dist.all_reduce(grads[0], group=self._tied_group)
 
-    def _tie(self) -> None:
+    def tie(self) -> None:
         """Where this rank has the first and the last stage, give both the first one's parameter for what is tied.
 
         FSDP2 shards the stages one by one. It takes what is registered when the first forward begins, and adds the
@@ -345,7 +350,7 @@ class Pipeline:
             raise ValueError("A pipeline is materialized from a state_dict or from a checkpoint: give one of the two.")
         for stage in self.stages:
             materialize(stage.module, state_dict=state_dict, checkpoint=checkpoint, strict=False)
-        self._tie()
+        self.tie()
         self.__dict__.pop("module", None)  # it has the parameters from before
         return self
 

@@ -10,7 +10,6 @@ from nemo_like.losses.model_loss import find_head
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.fit.explained import Row, rows_of
-from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.planner import RNG_STATE, Planner
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.step_time import kernel_kind
@@ -113,7 +112,7 @@ def _static_rows(planner: Planner) -> dict[str, list[Row]]:
         "embedding and what else is around the layers": sharding.root.shard,
         "whole on every rank": sharding.replicated,
     }
-    memory = optimizer_memory(sharding.trained, name, foreach=planner.foreach)
+    memory = planner.optimizer
     states: Counter[str] = Counter()
     for param, own in zip(sharding.trained, memory.states):
         states[f"{name}, of layers" if param.in_layer else f"{name}, of what is around them"] += sum(own)

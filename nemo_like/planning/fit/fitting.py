@@ -20,6 +20,7 @@ from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once
 from nemo_like.models import check_positions, resolve_model
+from nemo_like.module_tree import check_model
 from nemo_like.options import MemoryBudget, Precision, parse_bytes
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.fit.advice import binds, ways_out
@@ -151,6 +152,8 @@ def fit(
         ValueError: GPUs that the pins do not divide, an unknown device or pin, pins that contradict each other, a model
             without repeated layers. TypeError: a value of the wrong kind.
     """
+    if not isinstance(model, str):
+        check_model(model)
     asked, pinned = read_question(job, pins)
     length, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     questions = [
@@ -338,7 +341,7 @@ def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
             f"{type(model).__name__} has no config, so its input is unknown. Give sample=, a function of the number of "
             "sequences that returns what the model is called with."
         )
-    check_positions(config, "seq_len", seq_len)
+    check_positions(config, "The search", seq_len)
 
     def make(batch: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(batch, seq_len, dtype=torch.long)

@@ -22,7 +22,6 @@ from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.last_within import last_within
-from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import RNG_STATE, Planner
@@ -225,8 +224,7 @@ class TracedShape:
 
     def _least_choices(self, conf: Configuration) -> tuple[list[Choice], int]:
         planner = self.planner(conf)
-        sharding, optimizer = planner.sharding, planner.job.step.optimizer
-        static = sharding.params + optimizer_memory(sharding.trained, optimizer, foreach=False).state
+        static = planner.sharding.params + planner.optimizer.state
 
         def bytes_of(choices: list[Choice]) -> int:
             return static + sum(choice.held_bytes for choice in choices) - sum(planner.moved(choices))

@@ -122,7 +122,7 @@ class StagedLeast:
             base, sharding = self.whole.base, self.bounds.sharding(conf)
             ranks = conf.shard_ranks
             expert_ranks = max(1, ranks * conf.tp // conf.ep)
-            memory = optimizer_memory(sharding.trained, base.job.step.optimizer, foreach=False)
+            memory = optimizer_memory(sharding.trained, base.job.step.optimizer, device=self.device.kind)
             states, found = map(sum, memory.states), [0] * len(stages)
             for param, where in zip(self._parameters, self._places(pp, stages, on=sharding.on)):
                 stays = param.size // (expert_ranks if param.is_expert else ranks)

@@ -1,0 +1,382 @@
+"""`dry_run`: a training job's step on one of its ranks, run as it is, on fake tensors and ranks that are not there.
+
+One process stands for one rank of any number: torch's ``fake`` back end sends nothing, fake tensors have no memory, and
+all else is real: `parallelize` with `fully_shard`, DTensor and the engine, torch's optimizer, autograd. A `StorageLedger`
+counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.distributed.accumulate import set_gradient_sync
+from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.pipeline.batches import repeated
+from nemo_like.job import Job
+from nemo_like.layers import find_layers
+from nemo_like.log import say_once, unsaid
+from nemo_like.module_tree import bare, bare_modules
+from nemo_like.options import DDP, ExpertParallel, MemoryBudget, StepSpec
+from nemo_like.parallelizer import parallelize
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.expert_twin import planned_group, planned_imbalance
+from nemo_like.planning.fake import FakeRun
+from nemo_like.planning.fewer_layers import grown, leave_out, longest_repeats
+from nemo_like.planning.gradient_sums import SumsInPlace
+from nemo_like.planning.kinds import Kind, ModelTrace
+from nemo_like.planning.planner import Planner, plan_for
+from nemo_like.planning.reasons import without_values
+from nemo_like.planning.step_loss import loss_of
+from nemo_like.planning.storage_ledger import PARAMETERS, Level, Moment, StorageLedger
+from nemo_like.tensors import split_sample
+from nemo_like.torch_compat import fake_store, forget_meshes
+
+_UNCHECKED = {"NEMO_LIKE_VERIFY": "0", "NEMO_LIKE_COMPARE_PEAK": "0"}
+"""What the first step of a real job compares, by values."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a step of one rank takes: parameters, gradients, optimizer state, activations, what FSDP2 gathers and reduces,
+    and what a pipeline's stages receive into. Not counted: buffers and the batch, which are there before the first step."""
+
+    moments: Mapping[Moment, Level]
+    """The most bytes alive in each moment of the step, in order, and by what they are
+    (`nemo_like.planning.storage_ledger.PARTS`)."""
+
+    @property
+    def peak(self) -> tuple[Moment, Level]:
+        """The moment with the most bytes."""
+        return max(self.moments.items(), key=lambda pair: pair[1].total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive in the step."""
+        return self.peak[1].total
+
+    @property
+    def at(self) -> str:
+        """Where in the step the peak is."""
+        moment, level = self.peak
+        return f"{moment.where}, in {level.op}" if level.op else moment.where
+
+
+def dry_run(
+    model: nn.Module, sample_input: Any, job: Job | None = None, *, rank: int = 0, depth: int | None = None, **asked: Any
+) -> DryRun:  # fmt: skip
+    """Run `parallelize` and two training steps as one rank would, without its weights, its GPU and the other ranks.
+
+    Args:
+        model: bare, on any device, `meta` included. A copy of it runs; it is not changed.
+        sample_input: what one microbatch of one rank gives to the model. With ``pp``, a step has
+            ``PipelineParallel.microbatches`` of them.
+        job: what runs, on ``Job.world_size`` ranks. With ``ep``, this rank's experts are those that most rows come to, by
+            ``ExpertParallel.imbalance``.
+        rank: which of them this process stands for.
+        depth: run with so many (4 or more) of the layers that repeat, and with one and two more; where each adds the same
+            bytes in every moment of a step, the rest is extrapolated, else all run. None: all run.
+        asked: keywords of `Job.of`, in the place of `job`, or changes of it.
+
+    Raises:
+        ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values; a
+            process group that is up.
+        NotImplementedError: what cannot be run so: stages of the caller's own, ``depth`` with ``pp``, ``cp`` by ring, DDP,
+            compilation, offloading, other dispatches of experts than all-to-all, a step with an optimizer that torch does
+            not bring, averaged weights.
+    """
+    made = Job.of(**asked) if job is None else Job.of(job, **asked)
+    made = replace(made, world_size=made.world_size or 1, gpu=resolve_device("cpu"), device=torch.device("cpu"))
+    _refuse(made, depth)
+    _check_numbers(rank, made.world_size or 1, depth)
+    if sample_input is None:
+        raise ValueError("sample_input is None; give what one microbatch of one rank gives to the model.")
+    if isinstance(made.ac, MemoryBudget):  # here, where no rank waits for what another one plans
+        made = replace(made, ac=plan_for(model, made, sample_input=sample_input))
+
+    def run(skipped: Mapping[str, Kind]) -> dict[Moment, Level]:
+        ranks = _fake_ranks(rank, made.world_size or 1)
+        with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), ranks:
+            return _run(model, sample_input, made, skipped)
+
+    found = None
+    if depth is not None:
+        with Planner(model, sample_input, made) as planner:
+            found = _extrapolated(run, planner.traced, made.ac, depth)
+    return DryRun(run({}) if found is None else found)
+
+
+def _extrapolated(
+    run: Callable[[Mapping[str, Kind]], dict[Moment, Level]], traced: ModelTrace, ac: Any, depth: int
+) -> dict[Moment, Level] | None:
+    """What each moment of a step of the whole model reaches, by three runs of few layers; None: it is not known."""
+    names = [call.fqn for call in traced.calls]
+    if len(set(names)) < len(names):
+        return None
+    kinds = {call.fqn: traced.kinds[call.kind] for call in traced.calls}
+    kept = {layer.fqn: repr(layer.decisions) for layer in ac.layers} if isinstance(ac, Plan) else {}
+    repeats = longest_repeats([(call.kind, kept.get(call.fqn)) for call in traced.calls])
+    if repeats.count <= depth + 2:
+        return None
+    runs = [run({names[at]: kinds[names[at]] for at in repeats.without(count)}) for count in range(depth, depth + 3)]
+    found = grown(runs, repeats.count - depth)
+    if found is None:
+        say_once(f"{depth} to {depth + 2} layers do not grow evenly: all of them run.")
+    return found
+
+
+def _run(model: nn.Module, sample_input: Any, job: Job, skipped: Mapping[str, Kind]) -> dict[Moment, Level]:
+    """The levels of a step without the layers in `skipped`."""
+    mine, loop = _on_meta(model), job.step
+    names = [layer.fqn for layer in find_layers(model, job.layers) if layer.fqn not in skipped]
+    leave_out(mine, skipped)
+    if skipped or job.layers is not None:
+        job = replace(job, layers=tuple(names))
+    if isinstance(job.ac, Plan):
+        job = replace(job, ac=job.ac.only([layer.fqn for layer in job.ac.layers if layer.fqn not in skipped]))
+    made = parallelize(mine, job, sample_input=sample_input)
+    modules = [stage.module for stage in made.stages] if isinstance(made, Pipeline) else [made]
+    run = FakeRun(model=model)
+    run.routed_by = _routing(model, job)
+    _give_memory(modules, run)
+    args, kwargs = run.sample(split_sample(sample_input))
+    ledger = StorageLedger(on_cpu=True)
+    if isinstance(made, Pipeline):
+        made.tie()
+        given_by_name = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+        go = _pipeline_loop(made, repeated(given_by_name, made.options.microbatches or 1), ledger)
+    else:
+        split_loss = job.loss is None and job.tp.loss_parallel
+        go = _loop(made, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
+    optimizer = _optimizer(list(made.parameters()), loop.optimizer)
+    told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
+    with told, run, ledger, SumsInPlace(), ledger.watching(_layers_of(modules, names)), _sends_hold(), _no_collector():
+        for _ in range(2):  # the second one begins with the optimizer's state
+            gc.collect()
+            ledger.own(map(_local, made.parameters()), PARAMETERS)
+            ledger.begin()
+            go()
+            ledger.phase = "optimizer step"
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=loop.zero_grad == "free")
+        return ledger.levels()
+
+
+def _layers_of(modules: Sequence[nn.Module], names: Collection[str]) -> dict[str, nn.Module]:
+    return {name: bare(each) for module in modules for name, each in bare_modules(module) if name in names}
+
+
+def _loop(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], loop: StepSpec, ledger: StorageLedger,
+    around: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], None]:  # fmt: skip
+    """Forward and backward of a step as `loop` says. `around`: what they run in."""
+    kept: list[Any] = []
+
+    def go() -> None:
+        for number in range(loop.microbatches):
+            if loop.sync == "last":
+                set_gradient_sync(model, number == loop.microbatches - 1)
+            with around():
+                ledger.phase = "forward"
+                output = model(*args, **kwargs)
+                kept[:] = [output] if loop.keeps_output else []
+                loss = loss_of(output, loop.loss_fn)
+                del output
+                ledger.phase = "backward"
+                loss.backward()
+                del loss
+
+    return go
+
+
+def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLedger) -> Callable[[], None]:
+    """Forward and backward of a step in the order of the pipeline's schedule."""
+
+    def enter(*_: Any) -> None:
+        ledger.phase = "forward"
+
+    def leave(*_: Any) -> None:
+        ledger.phase = "backward"
+
+    for stage in pipeline.stages:
+        stage.module.register_forward_pre_hook(enter, prepend=True)
+        stage.module.register_forward_hook(leave)
+    pipeline.trust(batch)
+
+    def go() -> None:
+        pipeline.step(**batch)
+
+    return go
+
+
+def _optimizer(parameters: list[nn.Parameter], word: str) -> torch.optim.Optimizer:
+    if word.startswith("sgd"):
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9 if word == "sgd-momentum" else 0.0, foreach=False)
+    foreach, fused = word == "adamw-foreach", word == "adamw-fused"
+    return torch.optim.AdamW(parameters, lr=1e-4, foreach=None if fused else foreach, fused=fused or None)
+
+
+_OPTIMIZERS = ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "sgd", "sgd-momentum")
+
+
+def _refuse(job: Job, depth: int | None) -> None:
+    """Raise where `job` has what cannot be run in one process on fake tensors."""
+    refused = {
+        "PipelineParallel.split": job.pp.size > 1 and job.pp.split is not None,
+        f"depth={depth} with pp={job.pp.size}": job.pp.size > 1 and depth is not None,
+        "strategy='ddp'": isinstance(job.strategy, DDP),
+        "ContextParallel.method='ring'": job.cp.size > 1 and job.cp.method == "ring",
+        f"ExpertParallel.dispatch={job.ep.dispatch!r}": job.ep.size > 1
+        and job.ep.dispatch != ExpertParallel().dispatch,
+        f"compile={job.compile!r}": job.compile is not None,
+        f"offload={job.offload.mode!r}": job.offload.mode != "none",
+        f"StepSpec.optimizer={job.step.optimizer!r}": job.step.optimizer not in _OPTIMIZERS,
+        "StepSpec.ema=True": job.step.ema,
+    }
+    for name, is_there in refused.items():
+        if is_there:
+            raise NotImplementedError(
+                f"{name} is not run without ranks and memory yet. Leave it out, or ask the planner alone "
+                "(nemo_like.planning.plan_for, nemo-like plan)."
+            )
+
+
+def _check_numbers(rank: int, world_size: int, depth: int | None) -> None:
+    numbers = [("world_size", world_size, 1), ("rank", rank, 0), *([] if depth is None else [("depth", depth, 4)])]
+    for name, value, least in numbers:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number >= {least}.")
+    if rank >= world_size:
+        raise ValueError(f"rank is {rank}, and the job has {world_size}: 0 to {world_size - 1}.")
+    if dist.is_available() and dist.is_initialized():
+        raise ValueError(
+            f"A process group of {dist.get_world_size()} rank(s) is up (back end {dist.get_backend()!r}), and a dry run "
+            "makes one of its own: call dry_run before init_process_group, or in a process of its own."
+        )
+
+
+@contextmanager
+def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """This process is `rank` of `world_size` inside, and nobody else is there."""
+    forget_meshes()
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+        sys.excepthook = hook  # torch puts one around it that names the rank
+
+
+class _Sent:
+    """The work of a send, which holds the tensor, as that of a back end that sends does."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self, *args: Any) -> bool:
+        return self._work.wait(*args)
+
+
+@contextmanager
+def _sends_hold() -> Iterator[None]:
+    """Within it, what a pipeline's stage sends lives as long as the work of sending it."""
+    isend = dist.isend
+
+    def held(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = isend(tensor, *args, **kwargs)
+        return None if work is None else _Sent(work, tensor)
+
+    places: tuple[Any, ...] = (dist, dist.distributed_c10d)
+    for place in places:
+        place.isend = held
+    try:
+        yield
+    finally:
+        for place in places:
+            place.isend = isend
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """What hangs in cycles stays, instead of going when Python happens to look."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of `model` without weights; buffers with their values."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:
+    """Put fake tensors in the place of those on the meta device, and of buffers."""
+    made: dict[torch.Tensor, Any] = {}
+
+    def one(tensor: torch.Tensor) -> Any:
+        if tensor not in made:
+            with run.fake, torch.no_grad():
+                own = torch.empty_like(tensor, device="cpu")
+            made[tensor] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+        return made[tensor]
+
+    for module in (module for model in models for module in model.modules()):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = run.sample(buffer)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                module._parameters[name] = one(parameter)
+    for model in models:
+        if isinstance(model, FSDPModule):  # which pads its own
+            model._apply(lambda tensor: one(tensor) if tensor.is_meta else tensor)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _routing(model: nn.Module, job: Job) -> str:
+    if job.ep.size == 1:
+        return ""
+    return planned_group(model, find_experts(model, job.ep.plan)[0], job.ep.size, planned_imbalance(job))

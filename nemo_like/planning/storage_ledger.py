@@ -1,0 +1,301 @@
+"""Which storages are alive while real code runs on fake tensors, and what each is: one rank's allocator, on paper."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing.ops import draws
+from nemo_like.planning.scratch import scratch_bytes
+from nemo_like.tensors import tensors_in
+from nemo_like.torch_compat import TorchDispatchMode, autograd_node, next_sequence_number, unseen
+
+PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
+ACTIVATIONS, AROUND, OTHER = "activations", "outside of layers", "other"
+PARTS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, AROUND, OTHER)
+"""``gathered``: what FSDP2 makes in order to gather parameters. ``gradients``: also what it makes to reduce them.
+``optimizer``: state, and temporaries of its step. ``outside of layers``: embedding, masks, norm, head and loss."""
+_OUTSIDE = " outside of layers"
+_FSDP = "torch.distributed.fsdp"
+_ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+"""These return what they are given; torch's rules for fake tensors make another one."""
+_LIFT = torch.ops.aten.lift_fresh.default
+
+
+class Moment(NamedTuple):
+    """A stretch of a step."""
+
+    where: str
+    between: tuple[str, str] = ("", "")
+    """Outside of layers: what ran before, and what runs next."""
+    microbatch: int = 0
+
+
+@dataclass(frozen=True)
+class Level:
+    """The most bytes that are alive in a moment."""
+
+    total: int
+    op: str
+    """What was made last."""
+    parts: Counter[str]
+
+    def plus(self, other: Level, times: int) -> Level:
+        """`other` added as many times."""
+        parts = {part: self.parts[part] + times * other.parts[part] for part in PARTS}
+        return Level(self.total + times * other.total, self.op, Counter(parts))
+
+    def less(self, other: Level) -> Level:
+        return self.plus(other, -1)
+
+
+@dataclass(eq=False)
+class Storage:
+    """One of those that were made."""
+
+    size: int
+    part: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of the bytes that are alive."""
+
+    storage: Storage
+    size: int
+    where: str
+    op: str
+
+
+class StorageLedger(TorchDispatchMode):
+    """Counts the bytes of all storages that are made inside it, from the op that makes one to its end.
+
+    What FSDP2 frees and allocates again through `UntypedStorage.resize_` is followed. Memory that a kernel takes and gives
+    back within one op is counted where `scratch_bytes` knows it.
+
+    Enter it around everything that runs, outside of the fake mode, so that it sees operators first. Storages that come
+    in from outside count nothing, but for those that `own` was called with.
+
+    Args:
+        on_cpu: the device is the CPU, whose collectives are gloo's, and which has the states of its generator.
+    """
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        super().__init__()
+        self.live = 0
+        self.events: list[Event] = []
+        """Since `begin`."""
+        self.phase = OTHER
+        """``forward`` | ``backward`` | ``optimizer step``: where the loop is."""
+        self._on_cpu, self._steps = on_cpu, 0
+        self._before: dict[Storage, int] = {}
+        self._seen: weakref.WeakKeyDictionary[Any, Storage] = weakref.WeakKeyDictionary()
+        self._layers: list[str] = []
+        """The layers whose forward runs, the innermost last."""
+        self._layer = ""
+        """The one that ran last, in forward or backward; empty: what is around them."""
+        self._marks: tuple[list[int], list[str]] = ([], [])
+        """From which number on autograd's nodes belong to which layer; ``""``: to none."""
+        self._originals: tuple[Callable[..., Any], Callable[..., Any]] = (
+            torch.UntypedStorage.resize_,
+            torch.get_rng_state,
+        )
+
+    def __enter__(self) -> Any:
+        resize, state = self._originals
+        ledger = self
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            known = ledger._seen.get(storage)
+            if known is not None and known.part:
+                ledger._changed(known, size - known.size, "resize_")
+                known.size = size
+            return found
+
+        def told_state() -> torch.Tensor:
+            found: torch.Tensor = state()
+            if ledger._on_cpu and ledger._steps > 1:  # of the first step, the engine goes on to know the last one
+                where, part = ledger._place()
+                ledger._made(found.untyped_storage(), part, "get_rng_state", where)
+            return found
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        torch.get_rng_state = told_state
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_, torch.get_rng_state = self._originals  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def own(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Count the storages of `tensors`, whatever made them, as this part."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            known = self._seen.get(storage)
+            if known is None or not known.part:
+                self._made(storage, part, "")
+            else:
+                known.part = part
+
+    def begin(self) -> None:
+        """Forget what happened so far, but for what is alive."""
+        alive = {storage: storage.size for storage in self._seen.values() if storage.part}
+        self._before, self.events = alive, []
+        self._steps += 1
+        self._marks = ([], [])
+
+    def levels(self) -> dict[Moment, Level]:
+        """The most bytes alive in each moment of the step, in order."""
+        now: Counter[str] = Counter()
+        for storage, size in self._before.items():
+            now[storage.part] += size
+        total = sum(now.values())
+        stretches = [("start of the step", Level(total, "", Counter(now)))]
+        for event in self.events:
+            now[event.storage.part] += event.size
+            total += event.size
+            if event.where != stretches[-1][0]:
+                stretches.append((event.where, Level(total, event.op, Counter(now))))
+            elif total > stretches[-1][1].total:
+                stretches[-1] = event.where, Level(total, event.op, Counter(now))
+        found: dict[Moment, Level] = {}
+        microbatch, before = 0, ""
+        for (where, level), (following, _) in zip(stretches, [*stretches[1:], ("", stretches[0][1])]):
+            microbatch += where.startswith("forward") and before.startswith("backward")
+            outside = where.endswith(_OUTSIDE)
+            moment = Moment(where, (before, following) if outside else ("", ""), microbatch)
+            if moment not in found or level.total > found[moment].total:
+                found[moment] = level
+            before = where
+        return found
+
+    @contextmanager
+    def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Within it, know when a layer runs; by their names."""
+
+        def enter(name: str) -> Callable[..., None]:
+            def before(*_: Any) -> None:
+                self._layers.append(name)
+                self._mark(name)
+
+            return before
+
+        def leave(*_: Any) -> None:
+            self._layers.pop()
+            self._mark(self._layers[-1] if self._layers else "")
+
+        handles = []
+        for name, layer in layers.items():
+            handles.append(layer.register_forward_pre_hook(enter(name), prepend=True))
+            # A region that is recomputed ends by an exception where nothing more is needed.
+            handles.append(layer.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _mark(self, layer: str) -> None:
+        numbers, names = self._marks
+        numbers.append(next_sequence_number())
+        names.append(layer)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of others (DTensor): what its op runs inside comes here
+        if func._schema.name in _ALIASES:
+            return args[0]
+        if func is not _LIFT:  # which is given what torch.tensor() has just made
+            for tensor in tensors_in((args, kwargs)):
+                if not tensor.is_meta:
+                    self._seen.setdefault(tensor.untyped_storage(), Storage(0, ""))
+        where, part = self._place()
+        if part is GRADIENTS:
+            self._become_gradients((args, kwargs))
+        if draws(func, args, dict(kwargs or {})):
+            with unseen():
+                torch.rand(())  # so that states of the generator differ where they would
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            storage = tensor.untyped_storage()
+            if not tensor.is_meta and storage not in self._seen:
+                made = _part_of_fsdp() or part
+                self._made(storage, made, str(func), where)
+        scratch = scratch_bytes(func, args, kwargs or {}, out) + (_copied_by_gloo(func, args) if self._on_cpu else 0)
+        if scratch:
+            self._changed(held := Storage(scratch, part), scratch, str(func), where)
+            self._changed(held, -scratch, "", where)
+        return out
+
+    def _become_gradients(self, value: Any) -> None:
+        for tensor in tensors_in(value):
+            known = None if tensor.is_meta else self._seen.get(tensor.untyped_storage())
+            if known is not None and known.part in (ACTIVATIONS, AROUND):
+                known.part = GRADIENTS
+
+    def _place(self) -> tuple[str, str]:
+        """Where the step is, and what is made there."""
+        if self.phase == "optimizer step":
+            return self.phase, OPTIMIZER
+        node, accumulates = autograd_node(), False
+        if self._layers or self.phase != "backward":
+            self._layer = self._layers[-1] if self._layers else ""
+        elif node is not None:
+            accumulates = node.name().endswith("AccumulateGrad")  # its number is none of a forward
+            if not accumulates:
+                numbers, names = self._marks
+                at = bisect_right(numbers, node._sequence_nr()) - 1
+                self._layer = names[at] if at >= 0 else ""
+        where = f"{self.phase} of {self._layer}" if self._layer else self.phase + _OUTSIDE
+        return where, GRADIENTS if accumulates else ACTIVATIONS if self._layer else AROUND
+
+    def _made(self, storage: Any, part: str, op: str, where: str = "") -> None:
+        made = self._seen[storage] = Storage(storage.nbytes(), part)
+        if made.size:
+            self._changed(made, made.size, op, where)
+        weakref.finalize(storage, self._freed, made).atexit = False
+
+    def _freed(self, storage: Storage) -> None:
+        if storage.size:
+            self._changed(storage, -storage.size, "")
+
+    def _changed(self, storage: Storage, size: int, op: str, where: str | None = None) -> None:
+        self.live += size
+        self.events.append(Event(storage, size, self._place()[0] if where is None else where, op))
+
+
+def _part_of_fsdp() -> str:
+    """What FSDP2 makes, where it is its own code that runs; empty: it is not."""
+    frame = sys._getframe(2)
+    inside = False
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_FSDP):
+            inside = True
+            if "reduce" in frame.f_code.co_name:
+                return GRADIENTS
+        elif inside:
+            return GATHERED
+        frame = frame.f_back  # type: ignore[assignment]
+    return GATHERED if inside else ""
+
+
+def _copied_by_gloo(func: Any, args: tuple) -> int:
+    """Bytes of gloo's own copies within a collective."""
+    name = func._schema.name
+    if name == "c10d::_allgather_base_":
+        return args[0].nbytes
+    if name == "c10d::_reduce_scatter_base_":
+        return args[1].nbytes
+    return 0
