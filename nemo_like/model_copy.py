@@ -20,7 +20,7 @@ _MARK = "_nemo_like_copy"
 _SMALL = 1 << 20
 """Elements up to which a tensor is copied: fake runs compute with the values of such (`nemo_like.planning.fake.SMALL`)."""
 _ATOMS = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device)
-_LIBRARIES = ("torch", "transformers", "peft")
+_LIBRARIES = ("torch", "transformers", "peft", "nemo_like")
 """Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`."""
 
 
