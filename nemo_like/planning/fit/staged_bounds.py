@@ -99,7 +99,9 @@ class StagedBounds:
             sharding, optimizer = self.sharding(layout), self.shape.question.step.optimizer
             layers = (*sharding.units, *sharding.experts.values())
             trained = [p for p in sharding.trained if p.in_layer]
-            lies = sum(unit.shard for unit in layers) + optimizer_memory(trained, optimizer, device=self.device.kind).state
+            lies = (
+                sum(unit.shard for unit in layers) + optimizer_memory(trained, optimizer, device=self.device.kind).state
+            )
             if sharding.on:
                 lies += sum(unit.gathered + unit.whole_grad for unit in layers)
             self._lies[layout.shard_ranks] = lies
