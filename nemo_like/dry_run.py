@@ -44,7 +44,7 @@ from nemo_like.planning.kinds import Kind, ModelTrace
 from nemo_like.planning.planner import Planner, plan_for
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.step_loss import loss_of
-from nemo_like.planning.storage_ledger import PARAMETERS, Level, Moment, StorageLedger
+from nemo_like.planning.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
 from nemo_like.tensors import split_sample
 from nemo_like.torch_compat import fake_store, forget_meshes
 
@@ -57,12 +57,12 @@ class DryRun:
     """What a step of one rank takes: parameters, gradients, optimizer state, activations, what FSDP2 gathers and reduces,
     and what a pipeline's stages receive into. Not counted: buffers and the batch, which are there before the first step."""
 
-    moments: Mapping[Moment, Level]
+    moments: Mapping[StepMoment, Level]
     """The most bytes alive in each moment of the step, in order, and by what they are
     (`nemo_like.planning.storage_ledger.PARTS`)."""
 
     @property
-    def peak(self) -> tuple[Moment, Level]:
+    def peak(self) -> tuple[StepMoment, Level]:
         """The moment with the most bytes."""
         return max(self.moments.items(), key=lambda pair: pair[1].total)
 
@@ -110,7 +110,7 @@ def dry_run(
     if isinstance(made.ac, MemoryBudget):  # here, where no rank waits for what another one plans
         made = replace(made, ac=plan_for(model, made, sample_input=sample_input))
 
-    def run(skipped: Mapping[str, Kind]) -> dict[Moment, Level]:
+    def run(skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
         ranks = _fake_ranks(rank, made.world_size or 1)
         with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), ranks:
             return _run(model, sample_input, made, skipped)
@@ -123,8 +123,8 @@ def dry_run(
 
 
 def _extrapolated(
-    run: Callable[[Mapping[str, Kind]], dict[Moment, Level]], traced: ModelTrace, ac: Any, depth: int
-) -> dict[Moment, Level] | None:
+    run: Callable[[Mapping[str, Kind]], dict[StepMoment, Level]], traced: ModelTrace, ac: Any, depth: int
+) -> dict[StepMoment, Level] | None:
     """What each moment of a step of the whole model reaches, by three runs of few layers; None: it is not known."""
     names = [call.fqn for call in traced.calls]
     if len(set(names)) < len(names):
@@ -141,7 +141,7 @@ def _extrapolated(
     return found
 
 
-def _run(model: nn.Module, sample_input: Any, job: Job, skipped: Mapping[str, Kind]) -> dict[Moment, Level]:
+def _run(model: nn.Module, sample_input: Any, job: Job, skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
     """The levels of a step without the layers in `skipped`."""
     mine, loop = _on_meta(model), job.step
     names = [layer.fqn for layer in find_layers(model, job.layers) if layer.fqn not in skipped]

@@ -7,7 +7,8 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CellType, FunctionType, GeneratorType
+from functools import partial
+from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ _MARK = "_nemo_like_copy"
 _SMALL = 1 << 20
 """Elements up to which a tensor is copied: fake runs compute with the values of such (`nemo_like.planning.fake.SMALL`)."""
 _ATOMS = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device)
-_LIBRARIES = ("torch", "transformers", "peft")
+_LIBRARIES = ("torch", "transformers", "peft", "nemo_like")
 """Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`."""
 
 
@@ -132,6 +133,11 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if isinstance(value, FunctionType):
         return _function(value, memo)
+    if isinstance(value, MethodType):
+        return MethodType(_copied(value.__func__, memo), _copied(value.__self__, memo))
+    if type(value) is partial:
+        given = {name: _copied(item, memo) for name, item in value.keywords.items()}
+        return partial(_copied(value.func, memo), *(_copied(item, memo) for item in value.args), **given)
     try:
         return copy.deepcopy(value, memo)
     except (TypeError, RuntimeError, NotImplementedError, AttributeError):

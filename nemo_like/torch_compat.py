@@ -249,6 +249,12 @@ def version_of(tensor: Tensor) -> int | None:
     return getattr(tensor, "_version", None)
 
 
+def sequence_number(node: Any) -> int:
+    """When `node` of a graph was made: later ones have larger numbers."""
+    number: int = node._sequence_nr()
+    return number
+
+
 def use_count(tensor: Tensor) -> int | None:
     """How many hold `tensor`, autograd's buffers among them; None where torch does not tell."""
     count = getattr(tensor, "_use_count", None)

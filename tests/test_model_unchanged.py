@@ -6,6 +6,8 @@ import copy
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -194,7 +196,8 @@ def test_a_model_that_was_run_before_trains_as_one_that_was_not(made: str, ac: s
         assert torch.equal(ours, theirs)
 
 
-def test_a_forward_put_on_one_module_runs_on_the_copy() -> None:
+@pytest.mark.parametrize("kind", ["function", "method", "partial"])
+def test_a_forward_put_on_one_module_runs_on_the_copy(kind: str) -> None:
     model = _plain()
     layer: Any = model.layers[0]
     own, seen = layer.forward, []
@@ -203,7 +206,11 @@ def test_a_forward_put_on_one_module_runs_on_the_copy() -> None:
         seen.append(layer.calls)
         return own(x) * 2
 
-    layer.forward = forward
+    def as_method(_: nn.Module, x: Tensor) -> Tensor:
+        return forward(x)
+
+    made = {"function": forward, "method": MethodType(as_method, layer), "partial": partial(as_method, layer)}
+    layer.forward = made[kind]
     _budget(model)
     assert not seen and layer.calls == 0
 

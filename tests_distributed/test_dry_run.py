@@ -25,7 +25,7 @@ from nemo_like.options import (
 from nemo_like.planning import PipelinePlanner
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner
-from nemo_like.planning.storage_ledger import Moment
+from nemo_like.planning.storage_ledger import StepMoment
 from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
 from tests_distributed.peak_families import build, tokens
 from tests_distributed.spawn import run_ranks
@@ -167,7 +167,7 @@ def test_a_step_is_told_by_its_moments_and_what_there_is_in_each() -> None:
     backward = [f"backward of {name}" for name in layers[::-1]]
     assert list(dict.fromkeys(where for where in order if where.startswith("backward of"))) == backward
     trained = sum(p.numel() for p in model.parameters())
-    start = found.moments[Moment("start of the step")].parts
+    start = found.moments[StepMoment("start of the step")].parts
     assert start["parameters"] == 4 * trained // 2
     assert start["optimizer"] == 2 * start["parameters"] + 4 * len(before)  # counters of steps
     # The model is as it was, and no process group is left.

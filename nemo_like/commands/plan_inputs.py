@@ -103,7 +103,8 @@ def _shaped(args: argparse.Namespace) -> torch.Tensor:
 
 
 def _refuse_media(args: argparse.Namespace) -> None:
-    refuse_unread(args, ["images", "image_size", "audio_seconds"], f"{args.model} takes text alone.")
+    asked = [name for name in ("images", "image_size", "audio_seconds") if getattr(args, name) != 0]  # 0: text alone
+    refuse_unread(args, asked, f"{args.model} takes text alone.")
 
 
 def _asked(args: argparse.Namespace) -> bool:

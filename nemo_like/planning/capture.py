@@ -135,7 +135,9 @@ class _Watcher:
     def _refuse_hidden_graph(self, fqn: str, given: Any) -> None:
         """What a tensor inside of such an object is part of is not this layer's to go through."""
         for leaf in tree_leaves(given):
-            inside = [] if isinstance(leaf, torch.Tensor) else tensors_in(list(getattr(leaf, "__dict__", {}).values()))
+            # Mappings are looked into by everything: a UserDict that hands states from layer to layer.
+            hidden = {} if isinstance(leaf, torch.Tensor | Mapping) else getattr(leaf, "__dict__", {})
+            inside = tensors_in(list(hidden.values()))
             if any(tensor.grad_fn is not None for tensor in inside):
                 raise ValueError(
                     f"{type(self.model).__name__} calls {fqn} with {a_or_an(leaf)} that has a tensor inside through which a "

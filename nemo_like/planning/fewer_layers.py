@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from nemo_like.planning.kinds import Kind
-from nemo_like.planning.storage_ledger import Level, Moment
+from nemo_like.planning.storage_ledger import Level, StepMoment
 from nemo_like.tensors import tensors_in
 
 
@@ -76,7 +76,7 @@ def leave_out(model: nn.Module, layers: Mapping[str, Kind]) -> None:
         model.get_submodule(parent)._modules[own] = SkippedLayer(model.get_submodule(name), kind)
 
 
-def grown(runs: Sequence[Mapping[Moment, Level]], times: int) -> dict[Moment, Level] | None:
+def grown(runs: Sequence[Mapping[StepMoment, Level]], times: int) -> dict[StepMoment, Level] | None:
     """What each moment of a step reaches with `times` more periods than in the first of three runs, of which each has one
     more than the one before. None: what they reach does not grow evenly, so that nothing is known.
 

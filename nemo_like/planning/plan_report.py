@@ -166,7 +166,8 @@ def _balanced(planner: Planner, best: PlanRow | None) -> int | None:
 
 
 def _padding(planner: Planner) -> int:
-    sharding, state = planner.sharding, planner.optimizer.state
+    sharding = planner.sharding
+    state = sum(sum(own[:2]) for own in planner.optimizer.states)  # a counter of steps has no padding
     trained = sum(param.size for param in sharding.trained)
     return int(sharding.padding * (2 + state / trained)) if trained else sharding.padding
 

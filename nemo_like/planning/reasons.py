@@ -65,14 +65,20 @@ def without_values(who: str, module: nn.Module | None = None, aim: Aim = PLAN) -
         if look is None and (is_ours(error) or isinstance(error, RegionError)):
             raise
         if look is None:
+            said, kind = in_a_line(error), f"{type(error).__name__}: "
+            kind = "" if kind.startswith(said) or said.startswith(kind) else kind
             raise ValueError(
-                f"{who} fails on tensors without values ({type(error).__name__}: {in_a_line(error)}{place_of(error)}). "
-                f"{_way_out(module, aim)}"
+                f"{who} fails on tensors without values ({kind}{said}{place_of(error)}). {_way_out(module, aim)}"
             ) from error
         raise ValueError(
             f"{who} depends on values that a run without weights does not have ({look}{place_of(look)}). "
             f"{_way_out(module, aim)}"
         ) from error
+
+
+def looks_at_values(error: Exception) -> bool:
+    """Whether `error` is, or was raised from, a look at values that are not there."""
+    return _look_behind(error) is not None
 
 
 def in_a_line(error: Exception) -> str:

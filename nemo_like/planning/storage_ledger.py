@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from bisect import bisect_right
 from collections import Counter
@@ -17,7 +17,7 @@ from torch import nn
 from nemo_like.activation_checkpointing.ops import draws
 from nemo_like.planning.scratch import scratch_bytes
 from nemo_like.tensors import tensors_in
-from nemo_like.torch_compat import TorchDispatchMode, autograd_node, next_sequence_number, unseen
+from nemo_like.torch_compat import TorchDispatchMode, autograd_node, next_sequence_number, sequence_number, unseen
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
 ACTIVATIONS, AROUND, OTHER = "activations", "outside of layers", "other"
@@ -31,7 +31,7 @@ _ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_aut
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
-class Moment(NamedTuple):
+class StepMoment(NamedTuple):
     """A stretch of a step."""
 
     where: str
@@ -96,9 +96,9 @@ class StorageLedger(TorchDispatchMode):
         """Since `begin`."""
         self.phase = OTHER
         """``forward`` | ``backward`` | ``optimizer step``: where the loop is."""
-        self._on_cpu, self._steps = on_cpu, 0
+        self.on_cpu, self.steps = on_cpu, 0
         self._before: dict[Storage, int] = {}
-        self._seen: weakref.WeakKeyDictionary[Any, Storage] = weakref.WeakKeyDictionary()
+        self.seen: weakref.WeakKeyDictionary[Any, Storage] = weakref.WeakKeyDictionary()
         self._layers: list[str] = []
         """The layers whose forward runs, the innermost last."""
         self._layer = ""
@@ -116,17 +116,17 @@ class StorageLedger(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             found = resize(storage, size)
-            known = ledger._seen.get(storage)
+            known = ledger.seen.get(storage)
             if known is not None and known.part:
-                ledger._changed(known, size - known.size, "resize_")
+                ledger.changed(known, size - known.size, "resize_")
                 known.size = size
             return found
 
         def told_state() -> torch.Tensor:
             found: torch.Tensor = state()
-            if ledger._on_cpu and ledger._steps > 1:  # of the first step, the engine goes on to know the last one
-                where, part = ledger._place()
-                ledger._made(found.untyped_storage(), part, "get_rng_state", where)
+            if ledger.on_cpu and ledger.steps > 1:  # of the first step, the engine goes on to know the last one
+                where, part = ledger.place()
+                ledger.made(found.untyped_storage(), part, "get_rng_state", where)
             return found
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
@@ -141,20 +141,20 @@ class StorageLedger(TorchDispatchMode):
         """Count the storages of `tensors`, whatever made them, as this part."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            known = self._seen.get(storage)
+            known = self.seen.get(storage)
             if known is None or not known.part:
-                self._made(storage, part, "")
+                self.made(storage, part, "")
             else:
                 known.part = part
 
     def begin(self) -> None:
         """Forget what happened so far, but for what is alive."""
-        alive = {storage: storage.size for storage in self._seen.values() if storage.part}
+        alive = {storage: storage.size for storage in self.seen.values() if storage.part}
         self._before, self.events = alive, []
-        self._steps += 1
+        self.steps += 1
         self._marks = ([], [])
 
-    def levels(self) -> dict[Moment, Level]:
+    def levels(self) -> dict[StepMoment, Level]:
         """The most bytes alive in each moment of the step, in order."""
         now: Counter[str] = Counter()
         for storage, size in self._before.items():
@@ -168,12 +168,12 @@ class StorageLedger(TorchDispatchMode):
                 stretches.append((event.where, Level(total, event.op, Counter(now))))
             elif total > stretches[-1][1].total:
                 stretches[-1] = event.where, Level(total, event.op, Counter(now))
-        found: dict[Moment, Level] = {}
+        found: dict[StepMoment, Level] = {}
         microbatch, before = 0, ""
         for (where, level), (following, _) in zip(stretches, [*stretches[1:], ("", stretches[0][1])]):
             microbatch += where.startswith("forward") and before.startswith("backward")
             outside = where.endswith(_OUTSIDE)
-            moment = Moment(where, (before, following) if outside else ("", ""), microbatch)
+            moment = StepMoment(where, (before, following) if outside else ("", ""), microbatch)
             if moment not in found or level.total > found[moment].total:
                 found[moment] = level
             before = where
@@ -220,8 +220,8 @@ class StorageLedger(TorchDispatchMode):
         if func is not _LIFT:  # which is given what torch.tensor() has just made
             for tensor in tensors_in((args, kwargs)):
                 if not tensor.is_meta:
-                    self._seen.setdefault(tensor.untyped_storage(), Storage(0, ""))
-        where, part = self._place()
+                    self.seen.setdefault(tensor.untyped_storage(), Storage(0, ""))
+        where, part = self.place()
         if part is GRADIENTS:
             self._become_gradients((args, kwargs))
         if draws(func, args, dict(kwargs or {})):
@@ -230,22 +230,22 @@ class StorageLedger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
-            if not tensor.is_meta and storage not in self._seen:
+            if not tensor.is_meta and storage not in self.seen:
                 made = _part_of_fsdp() or part
-                self._made(storage, made, str(func), where)
-        scratch = scratch_bytes(func, args, kwargs or {}, out) + (_copied_by_gloo(func, args) if self._on_cpu else 0)
+                self.made(storage, made, str(func), where)
+        scratch = scratch_bytes(func, args, kwargs or {}, out) + (_copied_by_gloo(func, args) if self.on_cpu else 0)
         if scratch:
-            self._changed(held := Storage(scratch, part), scratch, str(func), where)
-            self._changed(held, -scratch, "", where)
+            self.changed(held := Storage(scratch, part), scratch, str(func), where)
+            self.changed(held, -scratch, "", where)
         return out
 
     def _become_gradients(self, value: Any) -> None:
         for tensor in tensors_in(value):
-            known = None if tensor.is_meta else self._seen.get(tensor.untyped_storage())
+            known = None if tensor.is_meta else self.seen.get(tensor.untyped_storage())
             if known is not None and known.part in (ACTIVATIONS, AROUND):
                 known.part = GRADIENTS
 
-    def _place(self) -> tuple[str, str]:
+    def place(self) -> tuple[str, str]:
         """Where the step is, and what is made there."""
         if self.phase == "optimizer step":
             return self.phase, OPTIMIZER
@@ -256,29 +256,29 @@ class StorageLedger(TorchDispatchMode):
             accumulates = node.name().endswith("AccumulateGrad")  # its number is none of a forward
             if not accumulates:
                 numbers, names = self._marks
-                at = bisect_right(numbers, node._sequence_nr()) - 1
+                at = bisect_right(numbers, sequence_number(node)) - 1
                 self._layer = names[at] if at >= 0 else ""
         where = f"{self.phase} of {self._layer}" if self._layer else self.phase + _OUTSIDE
         return where, GRADIENTS if accumulates else ACTIVATIONS if self._layer else AROUND
 
-    def _made(self, storage: Any, part: str, op: str, where: str = "") -> None:
-        made = self._seen[storage] = Storage(storage.nbytes(), part)
+    def made(self, storage: Any, part: str, op: str, where: str = "") -> None:
+        made = self.seen[storage] = Storage(storage.nbytes(), part)
         if made.size:
-            self._changed(made, made.size, op, where)
+            self.changed(made, made.size, op, where)
         weakref.finalize(storage, self._freed, made).atexit = False
 
     def _freed(self, storage: Storage) -> None:
         if storage.size:
-            self._changed(storage, -storage.size, "")
+            self.changed(storage, -storage.size, "")
 
-    def _changed(self, storage: Storage, size: int, op: str, where: str | None = None) -> None:
+    def changed(self, storage: Storage, size: int, op: str, where: str | None = None) -> None:
         self.live += size
-        self.events.append(Event(storage, size, self._place()[0] if where is None else where, op))
+        self.events.append(Event(storage, size, self.place()[0] if where is None else where, op))
 
 
 def _part_of_fsdp() -> str:
     """What FSDP2 makes, where it is its own code that runs; empty: it is not."""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe()
     inside = False
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_FSDP):
@@ -287,7 +287,7 @@ def _part_of_fsdp() -> str:
                 return GRADIENTS
         elif inside:
             return GATHERED
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return GATHERED if inside else ""
 
 

@@ -35,6 +35,8 @@ def _model(layers: int = 4) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
+COUNTER = 4
+"""Bytes of AdamW's counter of steps, of which each parameter has one."""
 SAMPLE = {"input_ids": torch.zeros(2, 64, dtype=torch.long), "labels": torch.zeros(2, 64, dtype=torch.long)}
 
 
@@ -187,8 +189,9 @@ def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -
     )
     layer = sum(p.numel() * 4 for p in model.model.layers[7].parameters())
     none = planner.uniform("none")
-    trained = [planner.stages[index].planner.optimizer_bytes()[0] for index in (1, 2)]
-    assert trained == [0, 2 * 2 * layer]  # AdamW's two states, of two layers
+    trained = [planner.stages[index].planner.optimizer.state for index in (1, 2)]
+    counters = COUNTER * len(list(model.model.layers[7].parameters()))
+    assert trained == [0, 2 * (2 * layer + counters)]  # AdamW's two states, of two layers
     grads = [planner.stage_memory(index, none[index]).rest.layers[0].memory.held for index in (1, 2)]
     assert grads[0] < grads[1]  # the inputs of matmuls are kept for their weights' gradients alone
     numbers = [stage.planner.block_number(0) for stage in planner.stages]
@@ -214,7 +217,7 @@ def test_a_tied_embedding_is_there_once_where_the_first_and_the_last_stage_share
     embedding = 96 * 32 * 4
     two, one, materialized = _of_rank_0(False, "cpu"), _of_rank_0(True, "cpu"), _of_rank_0(True, "meta")
     assert two["parameters"] - one["parameters"] == two["gradients"] - one["gradients"] == embedding
-    assert two["optimizer state"] - one["optimizer state"] == 2 * embedding
+    assert two["optimizer state"] - one["optimizer state"] == 2 * embedding + COUNTER
     assert materialized == two  # stage by stage, a copy for each
 
 
@@ -230,5 +233,6 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
     for mode in ("none", "full"):
         peaks = [planner.rank_peak(rank, planner.uniform(mode)).parts for rank in (0, 1)]
         trains = 1 if schedule == "1f1b" else 0  # a V: the first rank has the last stage
-        assert [parts.get("optimizer state", 0) for parts in peaks] == ([0, 2 * head] if trains else [2 * head, 0])
+        state = 2 * head + COUNTER
+        assert [parts.get("optimizer state", 0) for parts in peaks] == ([0, state] if trains else [state, 0])
         assert [parts.get("gradients", 0) for parts in peaks][1 - trains] == 0

@@ -122,7 +122,8 @@ def test_what_cannot_be_made_up_is_named_with_the_reason(tmp_path: Path, capsys:
     assert cli.main([*words, "--json", "-", "--seq-len", "300"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["input"] == "1 x 300 tokens" and body["not_run"] == "3 x Qwen2_5_VLVisionBlock (vision)"
-    assert "pixel_values: Image features and image tokens do not match" in body["not_made_up"]
+    assert "pixel_values: The forward pass" in body["not_made_up"]
+    assert "Image features and image tokens do not match" in body["not_made_up"]
     assert cli.main([*words, "--image-size", "32"]) == 2  # asked for: an error
 
 

@@ -19,11 +19,22 @@ from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.engine.contexts import eager_contexts
 from nemo_like.activation_checkpointing.engine.dispatch import COPY, RANDOM, TRACKED, kinds_for
 from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision, Policy, SelectivePolicy
+from nemo_like.activation_checkpointing.policy import (
+    HOST,
+    RECOMPUTE,
+    SAVE,
+    Decision,
+    FullPolicy,
+    Policy,
+    SelectivePolicy,
+)
 from nemo_like.log import warn_once
 from nemo_like.torch_compat import graph_is_being_made, op_output, without_innermost_saved_tensor_hooks
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+_NOTHING = FullPolicy()
 
 
 def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
@@ -91,6 +102,10 @@ def _contexts_under_dynamo(policy: Policy, region: str) -> ContextPair:
     return _LeftToEager(region), nullcontext()
 
 
+def _contexts_of_nothing(region: str) -> ContextPair:
+    return _contexts_under_dynamo(_NOTHING, region)
+
+
 def compiled_region(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -114,8 +129,11 @@ def compiled_region(
         with without_innermost_saved_tensor_hooks():
             return run_eagerly(fn, args, kwargs, **options)
 
-    rng = options["preserve_rng_state"]
-    contexts = functools.partial(_contexts_under_dynamo, options["policy"], options["name"])
+    rng, policy = options["preserve_rng_state"], options["policy"]
+    if policy.keeps_nothing:  # Dynamo may trace where it is made, and then it is no constant
+        contexts = functools.partial(_contexts_of_nothing, options["name"])
+    else:
+        contexts = functools.partial(_contexts_under_dynamo, policy, options["name"])
     return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=rng, context_fn=contexts, **kwargs)
 
 

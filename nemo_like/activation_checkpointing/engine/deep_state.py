@@ -3,9 +3,6 @@
 `DeepState` is a region's. It looks into containers (lists, dicts, sets, queues, byte arrays, namespaces, dataclasses and
 their subclasses, nested in any way). Its `restore` puts copies in the place of tensors and arrays, because a backward may
 still read those. A container that is in two others stays one, and so does a tensor.
-
-`take` is for whoever runs a model once and wants everything back: it looks into modules and other objects, too, and its
-`restore` writes the values of tensors back into them.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import contextlib
 import enum
 import functools
 import numbers
-import sys
 import types
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
@@ -28,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.containers import slots_of
-from nemo_like.activation_checkpointing.engine.generators import is_generator, put_state, state_of
 
 PLAIN = frozenset({
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type, frozenset,
@@ -119,56 +114,6 @@ class DeepState:
             return _Entry(container, way, contents if all(map(is_, kept, items)) else None, True)
         following = iter(kept)
         return _Entry(container, way, _mapped(lambda _: next(following), contents), False)
-
-
-class WholeState:
-    """Everything that a model leads to, as `take` found it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._found: list[tuple[Any, _Way, Any]] = []
-        self._generators: list[tuple[Any, Any]] = []
-        seen: dict[int, Any] = {}
-        waiting: list[Any] = [model]
-        while waiting:
-            value = waiting.pop()
-            kind: Any = type(value)
-            if is_plain(kind) or id(value) in seen:
-                continue
-            seen[id(value)] = value
-            if is_generator(value):
-                self._generators.append((value, state_of(value)))
-                continue
-            if isinstance(value, tuple):
-                waiting += value
-            for way in _whole_ways_of(kind):
-                contents = way.read(value)
-                self._found.append((value, way, contents))
-                waiting += _items(contents)
-
-    def restore(self) -> None:
-        """Put everything back in place, as often as wanted."""
-        for value, way, contents in self._found:
-            way.fill(value, contents)
-        for generator, state in self._generators:
-            put_state(generator, state)
-
-
-def take(model: nn.Module) -> WholeState:
-    """Remember everything that a run of `model` may change, for `restore` to put back.
-
-    That is: attributes, tables of parameters, buffers, modules and hooks, training flags, all containers and objects that
-    these lead to, the values of buffers, of other tensors and of arrays, random-number generators, and the gradients of
-    parameters and their `requires_grad`. Not the values of parameters (a forward leaves them alone, and copies would take
-    as much memory again), iterators, and what functions refer to.
-
-    >>> layer = nn.BatchNorm1d(2)
-    >>> before = take(layer)
-    >>> _ = layer(torch.ones(3, 2))
-    >>> before.restore()
-    >>> int(layer.num_batches_tracked)
-    0
-    """
-    return WholeState(model)
 
 
 class _Unknown:
@@ -297,38 +242,6 @@ def _fill_slots(value: Any, contents: Any) -> None:
             object.__delattr__(value, name)
 
 
-def _read_tensor(value: Tensor) -> tuple[bool, Tensor | None, Tensor | None, Tensor | None]:
-    """Whether it requires a gradient, that gradient, and copies of the gradient and, but for parameters, of the values."""
-    grad = value.grad if value.is_leaf else None
-    copied = not isinstance(value, nn.Parameter) and not value.is_inference()
-    values = value.detach().clone() if copied else None
-    return value.requires_grad, grad, None if grad is None else grad.clone(), values
-
-
-def _fill_tensor(value: Tensor, contents: tuple[bool, Tensor | None, Tensor | None, Tensor | None]) -> None:
-    requires_grad, grad, grad_values, values = contents
-    if grad is not None and grad_values is not None:
-        _write(grad, grad_values)
-    if values is not None:
-        _write(value, values)
-    if value.is_leaf:
-        value.grad = grad
-        value.requires_grad_(requires_grad)
-
-
-def _write(value: Tensor, values: Tensor) -> None:
-    """In place, where they differ: others may have the same memory, or a graph that counts its versions."""
-    with torch.no_grad():
-        if value.shape != values.shape or value.dtype != values.dtype:
-            value.data = values.clone()
-        elif value.layout is not torch.strided or not torch.equal(value, values):
-            value.copy_(values)
-
-
-def _fill_array(value: Any, contents: Any) -> None:
-    value[...] = contents
-
-
 _CONTAINERS: dict[type, _Way] = {
     OrderedDict: _Way(lambda value: dict(OrderedDict.items(value)), _fill_ordered),
     dict: _Way(dict.copy, _fill_dict),
@@ -357,16 +270,3 @@ def _ways_of(kind: Any) -> list[_Way]:
 def _own_ways(kind: type) -> list[_Way]:
     """How to read the attributes that values of this type have of their own."""
     return [*([_ATTRIBUTES] if kind.__dictoffset__ else ()), *([_SLOTS] if any(slots_of(kind)) else ())]
-
-
-@functools.cache
-def _whole_ways_of(kind: Any) -> list[_Way]:
-    """The same for modules, tensors, arrays, generators of random numbers, and objects of all but the standard library."""
-    if issubclass(kind, Tensor):
-        return [_Way(_read_tensor, _fill_tensor)]
-    if is_array(kind):
-        return [_Way(lambda value: value.copy(), _fill_array)]
-    if issubclass(kind, type | types.ModuleType | tuple):
-        return []
-    home = kind.__module__.partition(".")[0]
-    return _ways_of(kind) or ([] if home in sys.stdlib_module_names else _own_ways(kind))
