@@ -20,6 +20,7 @@ from nemo_like.planning.block_trace import record
 from nemo_like.planning.capture import trace_model
 from nemo_like.tensors import tensors_in
 from tests.models.decoders import batch, build
+from tests.said import said
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -47,8 +48,7 @@ def test_a_whole_model_in_mixed_precision_fits_its_plan(
     model = parallelize(build(name), "single", budget, **options)
     with caplog.at_level(logging.WARNING, "nemo_like"):
         found = _gradients(model)
-    said = [r.getMessage() for r in caplog.records if r.name == "nemo_like" and r.levelno >= logging.WARNING]
-    assert not said, "each region runs the operators of its plan"
+    assert not said(caplog), "each region runs the operators of its plan"
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 

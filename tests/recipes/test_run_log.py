@@ -11,6 +11,7 @@ from nemo_like.log import forget_announcements
 from nemo_like.recipes.finetune_options import FinetuneOptions, parse_finetune_options
 from nemo_like.recipes.option_sources import config_text
 from nemo_like.recipes.run_log import RunLog, plot_log, read_log
+from tests.said import said
 
 
 def _steps(log: RunLog, numbers: range) -> None:
@@ -37,8 +38,9 @@ def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path, caplog: pytes
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     log = RunLog(tmp_path, 0, active=True)
     _steps(log, range(3, 5))
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "log.jsonl cannot be written" in said and "No space left" in said and "missing from step 3." in said
+    (record,) = said(caplog)
+    message = record.getMessage()
+    assert "log.jsonl cannot be written" in message and "No space left" in message and "missing from step 3." in message
     (tmp_path / "log.jsonl").unlink()
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2, "lo{"step": 3}\n{"step": 4}\n')
     assert [record["step"] for record in read_log(tmp_path / "log.jsonl")] == [1, 4], "what was cut is left out"

@@ -73,13 +73,14 @@ class _LeftToEager(AbstractContextManager[None]):
     """Around the forward of a region that Dynamo was to trace, where `checkpoint` runs outside of a graph in the making.
 
     Then a region of ours takes over inside. Else a backend runs Dynamo's graph as it is, and PyTorch would recompute
-    with other random numbers (the graph never preserves them), and update running statistics twice.
+    with other random numbers (the graph never preserves them), and update running statistics twice. It isn't told the
+    region's name: Dynamo would make a graph for each layer.
     """
 
     inside: ClassVar[ContextVar[_LeftToEager | None]] = ContextVar("inside", default=None)
 
-    def __init__(self, region: str) -> None:
-        self.region, self.taken_over = region, False
+    def __init__(self) -> None:
+        self.taken_over = False
 
     def __enter__(self) -> None:
         self.token = self.inside.set(self)
@@ -88,22 +89,22 @@ class _LeftToEager(AbstractContextManager[None]):
         self.inside.reset(self.token)
         if kind is None and not self.taken_over:
             raise RegionError(
-                f"Region {self.region!r} was compiled by a backend that runs the graph as it is (eager, a function of your "
+                "A checkpointed region was compiled by a backend that runs the graph as it is (eager, a function of your "
                 "own): its recompute would draw other random numbers, so gradients would be wrong. Use inductor or "
                 "aot_eager, whose partitioner follows what ac= says; or parallelize(compile='eager'), which compiles inside "
                 "of regions."
             )
 
 
-def _contexts_under_dynamo(policy: Policy, region: str) -> ContextPair:
+def _contexts_under_dynamo(policy: Policy) -> ContextPair:
     """The pair of contexts for one region: PyTorch's own while it is traced, since the partitioner reads their tags."""
     if graph_is_being_made():
         return create_selective_checkpoint_contexts(torch_policy_fn(policy))
-    return _LeftToEager(region), nullcontext()
+    return _LeftToEager(), nullcontext()
 
 
-def _contexts_of_nothing(region: str) -> ContextPair:
-    return _contexts_under_dynamo(_NOTHING, region)
+def _contexts_of_nothing() -> ContextPair:
+    return _contexts_under_dynamo(_NOTHING)
 
 
 def compiled_region(
@@ -131,9 +132,9 @@ def compiled_region(
 
     rng, policy = options["preserve_rng_state"], options["policy"]
     if policy.keeps_nothing:  # Dynamo may trace where it is made, and then it is no constant
-        contexts = functools.partial(_contexts_of_nothing, options["name"])
+        contexts: Callable[[], ContextPair] = _contexts_of_nothing
     else:
-        contexts = functools.partial(_contexts_under_dynamo, policy, options["name"])
+        contexts = functools.partial(_contexts_under_dynamo, policy)
     return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=rng, context_fn=contexts, **kwargs)
 
 
