@@ -34,6 +34,7 @@ from nemo_like.layers import find_layers
 from nemo_like.log import say_once, unsaid
 from nemo_like.module_tree import bare, bare_modules
 from nemo_like.options import DDP, ExpertParallel, MemoryBudget, StepSpec
+from nemo_like.options.words import check_whole
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.expert_twin import planned_group, planned_imbalance
@@ -261,8 +262,7 @@ def _refuse(job: Job, depth: int | None) -> None:
 def _check_numbers(rank: int, world_size: int, depth: int | None) -> None:
     numbers = [("world_size", world_size, 1), ("rank", rank, 0), *([] if depth is None else [("depth", depth, 4)])]
     for name, value, least in numbers:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number >= {least}.")
+        check_whole(name, value, least)
     if rank >= world_size:
         raise ValueError(f"rank is {rank}, and the job has {world_size}: 0 to {world_size - 1}.")
     if dist.is_available() and dist.is_initialized():

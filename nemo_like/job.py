@@ -40,6 +40,7 @@ from nemo_like.options import (
     parse_strategy,
 )
 from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.words import check_whole
 from nemo_like.torch_compat import splits_compiled_backward
 
 
@@ -104,10 +105,10 @@ class Job:
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
             object.__setattr__(self, name, read(getattr(self, name)))
-        _whole_number("dp_replicate", self.dp_replicate)
+        check_whole("dp_replicate", self.dp_replicate, 1)
         for name in ("world_size", "planned_tokens"):
             if getattr(self, name) is not None:
-                _whole_number(name, getattr(self, name))
+                check_whole(name, getattr(self, name), 1)
         for rule in RULES:
             if (problem := rule(self)) is not None:
                 raise ValueError(problem)
@@ -307,11 +308,6 @@ def signed_by_job(function: Callable[..., Any]) -> Callable[..., Any]:
             parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
     function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
-
-
-def _whole_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number >= 1.")
 
 
 # --- what cannot be combined -------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import HOOKS
 
+SMALL = 1 << 20
+"""Elements up to which a tensor is copied, and fake runs compute with its values: models look at them."""
 _MARK = "_nemo_like_copy"
-_SMALL = 1 << 20
-"""Elements up to which a tensor is copied: fake runs compute with the values of such (`nemo_like.planning.fake.SMALL`)."""
 _ATOMS = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device)
 _LIBRARIES = ("torch", "transformers", "peft", "nemo_like")
 """Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`."""
@@ -109,7 +109,7 @@ def _tensor(tensor: Tensor, whole: bool) -> Tensor:
     if type(tensor) is not Tensor:
         return tensor
     made = tensor.detach()
-    return (made.clone() if whole or made.numel() <= _SMALL else made).requires_grad_(tensor.requires_grad)
+    return (made.clone() if whole or made.numel() <= SMALL else made).requires_grad_(tensor.requires_grad)
 
 
 def _attribute(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> Any:

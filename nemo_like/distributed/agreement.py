@@ -131,10 +131,14 @@ def sharing_groups(mesh: DeviceMesh | None, axes: Iterable[str]) -> dict[str, di
     return {} if mesh is None else {axis: mesh.get_group(axis) for axis in axes if axis_size(mesh, axis) > 1}
 
 
+def number_of(value: Any) -> int:
+    """64 bits that differ, in all likelihood, where `value`, made of builtins, does; they fit a torch.int64."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
+
+
 def _all_have(value: Any, groups: Iterable[dist.ProcessGroup | None]) -> bool:
     """Whether `value`, made of builtins, is the same on all ranks along `groups`."""
-    digest = hashlib.sha256(repr(value).encode()).digest()
-    number = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
+    number = torch.tensor([number_of(value)])
     return bool((gather(number, groups) == number).all())
 
 

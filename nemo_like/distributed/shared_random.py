@@ -11,7 +11,6 @@ as often as it should be, at the same places as on the other ranks.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_like.distributed.agreement import gather, mesh_groups, wire_device
+from nemo_like.distributed.agreement import gather, mesh_groups, number_of, wire_device
 from nemo_like.log import warn_once
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import is_fake, unseen
@@ -124,7 +123,7 @@ class SharedRandom:
         """The names of states that are not the same on all ranks; alike on every rank. A collective, but for no states."""
         if not states:
             return []
-        rows = gather(torch.tensor([_number(state) for state in states.values()]), mesh_groups(self._mesh))
+        rows = gather(torch.tensor([number_of(state) for state in states.values()]), mesh_groups(self._mesh))
         return [name for name, other in zip(states, (rows != rows[0]).any(0).tolist()) if other]
 
 
@@ -160,7 +159,3 @@ def _set_numpy_state(state: Any) -> None:
 
 def _kind(model: nn.Module) -> str:
     return type(model).__name__.removeprefix("FSDP")
-
-
-def _number(state: Any) -> int:
-    return int.from_bytes(hashlib.sha256(repr(state).encode()).digest()[:8], "little", signed=True)

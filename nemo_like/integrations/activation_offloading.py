@@ -20,7 +20,7 @@ from nemo_like.offload import Offloader, offload_activations
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.handles import KeptHandle
 from nemo_like.options import OffloadConfig
-from nemo_like.options.words import a_or_an
+from nemo_like.options.words import a_or_an, check_whole
 
 _HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier", "head", "output", "proj_out")
 """Attributes that models without `get_output_embeddings` call their output head."""
@@ -55,8 +55,7 @@ class OffloadActivations(Offloader):
         left_out: tuple[nn.Module, ...] = (),
         backend: Backend | None = None,
     ) -> None:
-        if isinstance(max_fwd_stash_size, bool) or not isinstance(max_fwd_stash_size, int) or max_fwd_stash_size < 1:
-            raise ValueError(f"max_fwd_stash_size is {max_fwd_stash_size!r}; it must be a whole number >= 1.")
+        check_whole("max_fwd_stash_size", max_fwd_stash_size, 1)
         super().__init__(
             OffloadConfig(mode="all", min_bytes=min_offload_size, pin_memory=use_pin_memory),
             model=model,

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_like.extras import require
 from nemo_like.op_lookup import resolve_op
-from nemo_like.options.words import a_or_an, did_you_mean, field_names, normalise, parse_bytes, write_bytes
+from nemo_like.options.words import a_or_an, check_whole, did_you_mean, field_names, normalise, parse_bytes, write_bytes
 
 AC_STRATEGIES: tuple[str, ...] = ("none", "full", "selective", "submodule", "sequential")
 
@@ -85,8 +85,7 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is None and name == "sequential_segments":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"CheckpointConfig.{name} is {value!r}; it must be a whole number >= 1.")
+            check_whole(f"CheckpointConfig.{name}", value, 1)
 
     def _check_names(self) -> None:
         for name in ("exclude_patterns", "include_patterns", "layer_classes", "ops_to_save"):

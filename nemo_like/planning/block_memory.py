@@ -75,7 +75,7 @@ def block_memory(
     state = leaves_of(kind.state)
     leaves = list(dict.fromkeys(state.values()))
 
-    def call(*a: Any, **k: Any) -> Any:  # not the module: the region would look at values of its buffers
+    def call(*a: Any, **k: Any) -> Any:  # not the module, whose buffers the region would copy
         return kind.module(*a, **k)
 
     before = with_gradients(leaves, run) if accumulate else []

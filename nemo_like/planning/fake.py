@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing import ops
-from nemo_like.model_copy import random_numbers_put_back
+from nemo_like.model_copy import SMALL, random_numbers_put_back
 from nemo_like.op_lookup import packet_name
 from nemo_like.planning.cuda_ops import CudaOps
 from nemo_like.planning.expert_twin import planned_table
@@ -26,9 +26,6 @@ from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
-
-SMALL = 1 << 20
-"""Tensors up to this many elements, of integers or of constants, are really computed, so that models can look at them."""
 
 
 class FakeRun(TorchDispatchMode):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import NamedTuple
 
@@ -30,61 +30,56 @@ PLAN = Aim("cannot be planned", "Use a mode instead of a budget, such as 'select
 STAGES = Aim("cannot be cut into stages by pp", "Use strategy='fsdp2' with tp, cp or ep.")
 
 
-@contextmanager
-def named_reason(model: nn.Module, given: str, aim: Aim = PLAN) -> Iterator[None]:
+def named_reason(model: nn.Module, given: str, aim: Aim = PLAN) -> AbstractContextManager[None]:
     """Errors of a forward pass of `model` without values as ValueErrors that say why, and what to do; `given`: its input."""
-    try:
-        yield
-    except Exception as error:  # the model's code raises what it likes
-        if is_ours(error):
-            raise
-        if _look_behind(error) is not None:
-            with without_values(f"{type(model).__name__} {aim.cannot}: its forward", model, aim):
-                raise
-        reason = in_a_line(error)
-        raise ValueError(
+    return without_values(
+        f"{type(model).__name__} {aim.cannot}: its forward", model, aim,
+        otherwise=lambda error: (
             f"The forward pass of {type(model).__name__} failed on the sample input ({given}), run on "
-            f"tensors without values: {reason}. Give what one step of one rank gives to the "
+            f"tensors without values: {in_a_line(error)}. Give what one step of one rank gives to the "
             f"model; if that is what this is, the model {aim.cannot}. {aim.instead}"
-        ) from error
+        ),
+    )  # fmt: skip
 
 
 @contextmanager
-def without_values(who: str, module: nn.Module | None = None, aim: Aim = PLAN) -> Iterator[None]:
+def without_values(
+    who: str, module: nn.Module | None = None, aim: Aim = PLAN, otherwise: Callable[[Exception], str] | None = None
+) -> Iterator[None]:
     """What a step without values raises, as a ValueError: a look at values that are not there, or what the code cannot do.
 
     Args:
         who: begins the sentence: who looks.
         module: the model, or the part of it, that runs.
         aim: what for.
+        otherwise: makes the message of an error that is not a look at values; default: that the code cannot do it.
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # the model's code raises what it likes
         look = _look_behind(error)
-        if look is None and (is_ours(error) or isinstance(error, RegionError)):
-            raise
-        if look is None:
-            said, kind = in_a_line(error), f"{type(error).__name__}: "
-            kind = "" if kind.startswith(said) or said.startswith(kind) else kind
+        if look is not None:
             raise ValueError(
-                f"{who} fails on tensors without values ({kind}{said}{place_of(error)}). {_way_out(module, aim)}"
+                f"{who} depends on values that a run without weights does not have ({look}{place_of(look)}). "
+                f"{_way_out(module, aim)}"
             ) from error
-        raise ValueError(
-            f"{who} depends on values that a run without weights does not have ({look}{place_of(look)}). "
-            f"{_way_out(module, aim)}"
-        ) from error
-
-
-def looks_at_values(error: Exception) -> bool:
-    """Whether `error` is, or was raised from, a look at values that are not there."""
-    return _look_behind(error) is not None
+        if is_ours(error) or (isinstance(error, RegionError) and otherwise is None):
+            raise
+        if otherwise is not None:
+            raise ValueError(otherwise(error)) from error
+        raise ValueError(f"{who} fails on tensors without values ({in_place(error)}). {_way_out(module, aim)}") from error
 
 
 def in_a_line(error: Exception) -> str:
     """The error's first line, with its class where that says the most: of a missing key, or of no text at all."""
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}".rstrip(": ") if isinstance(error, KeyError) or not first else first
+
+
+def in_place(error: Exception) -> str:
+    """``"TypeError: its first line, in line 12 of package.module"``."""
+    said, kind = in_a_line(error), type(error).__name__
+    return f"{said if said.startswith(kind) else f'{kind}: {said}'}{place_of(error)}"
 
 
 def is_ours(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.cut import StageEnd, cut
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
-from nemo_like.layers import Layer
+from nemo_like.layers import Layer, find_layers
 from nemo_like.model_copy import call_with, model_copy
 from nemo_like.options.words import a_or_an
 from nemo_like.planning.capture import replaced_forwards, run_forward
@@ -46,7 +46,7 @@ def stage_parts(
         ValueError: a model that can't be cut between its layers, with what goes past them.
     """
     model = model_copy(model)
-    layers = [Layer(layer.fqn, model.get_submodule(layer.fqn), layer.group) for layer in layers]
+    layers = find_layers(model, [layer.fqn for layer in layers])
     with cache_off(model), FakeRun(autocast, model=model) as run:
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)

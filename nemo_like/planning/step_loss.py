@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.planning.reasons import in_a_line, is_ours, looks_at_values, without_values
+from nemo_like.planning.reasons import in_a_line, without_values
 from nemo_like.tensors import tensors_in
 
 
@@ -36,18 +36,14 @@ def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -
 
 
 def _told_loss(output: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    try:
-        loss = loss_fn(output)
-    except Exception as error:  # the caller's code raises what it likes
-        if is_ours(error):
-            raise
-        if looks_at_values(error):
-            with without_values("StepSpec.loss_fn cannot be planned for: it"):
-                raise
-        raise ValueError(
+    with without_values(
+        "StepSpec.loss_fn cannot be planned for: it",
+        otherwise=lambda error: (
             f"StepSpec.loss_fn failed on what the model returns ({type(output).__name__}, without values, on the CPU): "
             f"{in_a_line(error)}. It is called with the output alone; labels it uses must be on the CPU."
-        ) from error
+        ),
+    ):
+        loss = loss_fn(output)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         raise ValueError(f"StepSpec.loss_fn returned {loss!r}; it must return one number that has a gradient.")
     return loss

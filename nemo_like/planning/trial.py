@@ -21,7 +21,7 @@ from nemo_like.model_copy import call_with, model_copy
 from nemo_like.module_tree import base_model
 from nemo_like.options import ContextParallel, TensorParallel
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
-from nemo_like.planning.reasons import place_of
+from nemo_like.planning.reasons import in_place
 from nemo_like.planning.tensor_twin import UnknownStyleError, known_rules, tensor_twin
 from nemo_like.tensors import split_sample, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, quiet_fake_tensors
@@ -69,7 +69,7 @@ def try_context_parallel(
     if error is not None and _runs_whole(model, sample):
         raise ValueError(
             f"cp={options.size} cannot cut the sequences of this {type(base_model(model)).__name__}: its forward runs on "
-            f"whole sequences and fails on parts ({_said(error)}), because it computes there with something of the whole "
+            f"whole sequences and fails on parts ({in_place(error)}), because it computes there with something of the whole "
             "sequence. Use cp=1."
         ) from error
 
@@ -106,7 +106,7 @@ def try_tensor_parallel(
     if error is not None and _runs_whole(model, sample):
         raise ValueError(
             f"tp={ranks} cannot split this {type(base_model(model)).__name__} by its plan: its forward runs with whole "
-            f"weights and fails with a part of them ({_said(error)}). Give TensorParallel a plan= that leaves whole what "
+            f"weights and fails with a part of them ({in_place(error)}). Give TensorParallel a plan= that leaves whole what "
             "fails, or use tp=1."
         ) from error
 
@@ -186,7 +186,3 @@ def _is_ours(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return frames[-1].f_globals.get("__name__", "").startswith(f"{__name__.partition('.')[0]}.distributed.")
 
-
-def _said(error: Exception) -> str:
-    text = (str(error).strip() or "no text").splitlines()[0]
-    return f"{type(error).__name__}: {text}{place_of(error)}"

@@ -15,6 +15,7 @@ from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.log import say_once
 from nemo_like.model_copy import model_copy, random_numbers_put_back
 from nemo_like.module_tree import check_model
+from nemo_like.options.words import check_whole
 from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
 from nemo_like.profiling.profile_report import MB, LayerProfile, ProfileReport
 from nemo_like.profiling.recommend import LayerCall, cheapest_layers
@@ -77,8 +78,7 @@ class MemoryProfiler:
         Raises:
             ValueError: `num_runs` < 1; nothing in the output has a gradient; or a run called none of the layers.
         """
-        if isinstance(num_runs, bool) or not isinstance(num_runs, int) or num_runs < 1:
-            raise ValueError(f"num_runs is {num_runs!r}; it must be a whole number >= 1.")
+        check_whole("num_runs", num_runs, 1)
         sample = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, sample_input)
         model = model_copy(self._model, runs_kernels=True).train()
         copies = dict(zip(self._model.modules(), model.modules()))

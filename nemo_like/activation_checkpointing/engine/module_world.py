@@ -159,8 +159,7 @@ def _revert(own: dict[str, Any], before: dict[str, Any]) -> None:
     for name in own.keys() - before.keys():
         del own[name]
     for name, value in before.items():
-        now = own.get(name, _ABSENT)
-        if now is not value:
+        if own.get(name, _ABSENT) is not value:
             own[name] = value
 
 

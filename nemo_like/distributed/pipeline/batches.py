@@ -46,46 +46,36 @@ def cut_batch(
             "count for nothing are added where the loss is a cross entropy of labels (its ignore_index), and here it is not."
         )
     size = (rows + missing) // count
-    made: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and value.dim() and len(value) == rows:
-            if missing and fill is not None:
-                added = value[-1:].expand(missing, *value.shape[1:])
-                value = torch.cat([value, torch.full_like(added, fill[name]) if name in fill else added])
-            for part, chunk in zip(made, value.split(size)):
-                part[name] = chunk
-        else:
-            for part in made:
-                part[name] = value
+    made: list[dict[str, Any]] = [{**batch} for _ in range(count)]
+    for name, value in _by_row(batch).items():
+        if missing and fill is not None:
+            added = value[-1:].expand(missing, *value.shape[1:])
+            value = torch.cat([value, torch.full_like(added, fill[name]) if name in fill else added])
+        for part, chunk in zip(made, value.split(size)):
+            part[name] = chunk
     return made, size, tokens
 
 
 def repeated(microbatch: Mapping[str, Any], count: int) -> dict[str, Any]:
     """A batch of `count` times the same microbatch."""
-    rows, _ = size_of(microbatch)
-    return {
-        name: torch.cat([value] * count) if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
-        for name, value in microbatch.items()
-    }
+    return {**microbatch} | {name: torch.cat([value] * count) for name, value in _by_row(microbatch).items()}
 
 
 def first_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """The first `rows` rows of `batch`."""
-    whole, _ = size_of(batch)
-    return {
-        name: value[:rows] if isinstance(value, Tensor) and value.dim() and len(value) == whole else value
-        for name, value in batch.items()
-    }
+    return {**batch} | {name: value[:rows] for name, value in _by_row(batch).items()}
 
 
 def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Two microbatches of one batch as one of twice the rows."""
-    rows, _ = size_of(first)
+    return {**first} | {name: torch.cat([value, second[name]]) for name, value in _by_row(first).items()}
+
+
+def _by_row(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What `batch` has for each row."""
+    rows, _ = size_of(batch)
     return {
-        name: torch.cat([value, second[name]])
-        if isinstance(value, Tensor) and value.dim() and len(value) == rows
-        else value
-        for name, value in first.items()
+        name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() and len(value) == rows
     }
 
 
@@ -156,12 +146,10 @@ def masks_and_classes(batch: Mapping[str, Any]) -> list[Counted]:
 
 
 def _entries(batch: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
-    rows, _ = size_of(batch)
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and value.dim() and len(value) == rows:
-            for window, entries in _WINDOWS.items():
-                if value.dim() > 1 or window == "all":
-                    yield name, window, entries(value)
+    for name, value in _by_row(batch).items():
+        for window, entries in _WINDOWS.items():
+            if value.dim() > 1 or window == "all":
+                yield name, window, entries(value)
 
 
 def _is_class(entries: Tensor, ignored: int | None) -> Tensor:

@@ -23,6 +23,7 @@ from nemo_like.options import (
     normalise,
 )
 from nemo_like.options.parallel import check_imbalance
+from nemo_like.options.words import check_whole
 from nemo_like.planning.devices import Device, device_of
 
 MODES = ("none", "full", "selective", "plan")
@@ -58,8 +59,7 @@ class Question:
             value = getattr(self, name)
             if value is None and name == "global_batch":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number >= {least}.")
+            check_whole(name, value, least)
         if self.job.step.microbatches != 1:
             raise ValueError(
                 f"step has microbatches={self.job.step.microbatches}, which fit looks for itself; pin grad_accum instead."
