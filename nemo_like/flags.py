@@ -34,6 +34,7 @@ from nemo_like.options import (
     Precision,
     StepSpec,
     TensorParallel,
+    parse_bytes,
     parse_dtype,
     parse_strategy,
 )
@@ -190,10 +191,17 @@ def job_of(values: Mapping[str, Any], **fields: Any) -> Job:
         "cp": ContextParallel(said["cp"], said["cp_method"]),
         "ep": ExpertParallel(said["ep"], imbalance=said["imbalance"]), "pp": _pipeline(said), "step": _step(said),
         "allocator": allocator_here(said["alloc_conf"]),
-        "search": PlanSearch(False if said["no_skip"] else None, said["host"], said["host_memory"], said["measure"]),
+        "search": PlanSearch(
+            False if said["no_skip"] else None, said["host"], _bytes("host_memory", said), said["measure"]
+        ),
     }  # fmt: skip
     made |= {name: said[name] for name in ("gpu", "world_size") if name in given}
     return Job.of(**{**made, **fields})
+
+
+def _bytes(name: str, said: Mapping[str, Any]) -> int:
+    value = said[name]
+    return parse_bytes(value, FLAGS[name].word) if isinstance(value, str) else value
 
 
 def _strategy(said: Mapping[str, Any]) -> Any:

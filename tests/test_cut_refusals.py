@@ -51,7 +51,7 @@ def test_refused_options() -> None:
         model.config._attn_implementation = implementation
         with pytest.raises(ValueError, match=implementation):
             check_context_parallel(model, ContextParallel(2))
-    with pytest.raises(ValueError, match="strategy 'ddp' has none"):
+    with pytest.raises(ValueError, match="strategy 'ddp' keeps them whole"):
         parallelize(model, "ddp", cp=2)
     with pytest.raises(ValueError, match="this job has one rank"):
         parallelize(FAMILIES["llama"].build(), cp=2)

@@ -119,7 +119,7 @@ def test_sharding_options_are_checked_on_one_rank_too() -> None:
         (lambda: dict(strategy=FSDP2(reshard_after_forward="yes")), "reshard_after_forward is 'yes'"),
         (dict(offload="disk"), "disk"),
         (dict(tp=2), "tp is 2, but this job has one rank"),
-        (dict(strategy="ddp", tp=2), "tp splits weights"),
+        (dict(strategy="ddp", tp=2), "tp is 2: it splits weights"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             parallelize(build("plain"), **(arguments() if callable(arguments) else arguments))

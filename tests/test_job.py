@@ -66,11 +66,10 @@ def _planned(job: Job, limit: int) -> tuple[Any, ...]:
     mode = job.ac.mode  # type: ignore[union-attr]
     if job.pp.size > 1:
         with PipelinePlanner(_model(), _sample(ROWS), job) as staged:
-            report: Any = pipeline_report(staged, [], limit)
-    else:
-        with Planner(_model(), _sample(ROWS), job) as planner:
-            report = make_report(planner, [], limit)
-    row = next(row for row in report.rows if row.name == mode)
+            stages = next(row for row in pipeline_report(staged, [], limit).rows if row.name == mode)
+        return stages.plan.peak_bytes, stages.reserved and max(stages.reserved), stages.plan.step_seconds, stages.fits
+    with Planner(_model(), _sample(ROWS), job) as planner:
+        row = next(row for row in make_report(planner, [], limit).rows if row.name == mode)
     return row.plan.peak_bytes, row.need.reserved, row.plan.step_seconds, row.fits
 
 
@@ -80,12 +79,11 @@ def _searched(job: Job, limit: int) -> tuple[Any, ...]:
     pins: dict[str, Any] = {
         "dp_replicate": job.dp_replicate, "dp_shard": job.dp_shard, "tp": job.tp.size, "cp": job.cp.size, "pp": job.pp.size,
         "micro_batch": ROWS, "grad_accum": (job.pp.microbatches if job.pp.size > 1 else job.step.microbatches),
+        "reshard_after_forward": [sharded.reshard_after_forward], "cpu_offload": sharded.cpu_offload,
         "ac": job.ac.mode, "loss": "model" if job.loss is None else "chunked", "offload": job.offload.mode,  # type: ignore[union-attr]
     }  # fmt: skip
     if job.pp.size > 1:
         pins["schedule"] = job.pp.schedule
-    if sharded.reshard_after_forward is not None:
-        pins["reshard_after_forward"] = sharded.reshard_after_forward
     found = fit(
         _model(), gpus=job.world_size or 1, gpu=GPU, seq_len=TOKENS, memory=limit, sample=_sample, count=1,
         precision=job.precision, step=StepSpec(optimizer=job.step.optimizer, sync="every"), **pins,

@@ -17,8 +17,10 @@ from torch import nn
 from nemo_like import (
     CheckpointConfig,
     CheckpointWrapper,
+    ExpertParallel,
     MemoryBudget,
     MemoryProfiler,
+    PlanSearch,
     SelectiveCheckpointer,
     SelectivePolicy,
     StepSpec,
@@ -40,7 +42,7 @@ from nemo_like.distributed.launch import local_device
 from nemo_like.layers import find_layers
 from nemo_like.losses import chunked_cross_entropy, chunked_kl, chunked_log_probs
 from nemo_like.offload import OffloadWrapper, apply_offloading, offload_activations
-from nemo_like.options import FSDP2, ExpertParallel, OffloadConfig, Precision
+from nemo_like.options import FSDP2, OffloadConfig, Precision
 from nemo_like.planning import Plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
@@ -99,9 +101,12 @@ def test_a_budget_of_the_wrong_kind_says_how_to_write_it(fields: dict[str, objec
         MemoryBudget(**fields)
 
 
-@pytest.mark.parametrize("budget", [0.5, None, True])
-def test_a_number_is_no_budget(budget: object) -> None:
-    with pytest.raises(TypeError, match=r"budget is .*'40GiB' or '50%'"):
+@pytest.mark.parametrize(
+    ("budget", "error", "said"),
+    [(0.5, TypeError, "ac is 0.5, a float"), (None, ValueError, "ac is 'none'; a plan needs"), (True, ValueError, "'full'")],
+)
+def test_what_is_no_budget_is_refused(budget: object, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=rf"{said}.*'40GiB'"):
         plan_for(_WithLoss(layers=2), ac=budget, sample_input=(batch(2),))
 
 
@@ -145,7 +150,7 @@ def test_a_wrong_option_of_a_command_is_named(
         ("profile --model llama-tiny --input-shape 3,x", "--input-shape is '3,x'"),
         ("plan --model llama-tiny --gpu h100 --input-shape 0,3", "--input-shape is '0,3'"),
         ("plan --model llama-tiny --gpu h100 --vocab-size -4", "--vocab-size is -4"),
-        ("plan --model llama-tiny --gpu h100 --seq-len 16 --memory 1KiB", "Budget '1024B'"),
+        ("plan --model llama-tiny --gpu h100 --seq-len 16 --memory 1KiB", "Budget '1.00KiB'"),
         ("plan --model {bad} --gpu h100", "its config is not a llama.*not a multiple of the number of attention heads"),
         ("trace --ac sequential", "--ac is 'sequential'.*--?ac='full'|ac='full'"),
     ],
@@ -214,7 +219,7 @@ def _head() -> nn.Module:
 _NO_MODULE = {
     "parallelize": lambda x: parallelize(x),
     "apply": lambda x: apply_activation_checkpointing(x, "full"),
-    "plan_for": lambda x: plan_for(x, "50%", (batch(2),)),
+    "plan_for": lambda x: plan_for(x, ac="50%", sample_input=(batch(2),)),
     "fit": lambda x: fit(x, gpus=1, gpu="cpu") if not isinstance(x, str) else find_layers(x),
     "find_layers": find_layers,
     "profiler": MemoryProfiler,
@@ -251,7 +256,7 @@ _ON_A_MODEL: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "profiler's loss is not a function": (lambda m: MemoryProfiler(m, loss_fn=3), "loss_fn is 3; it must be a function"),
     "profiler's device": (lambda m: MemoryProfiler(m, "tpu"), "device is 'tpu'; write it like 'cpu', 'cuda'"),
-    "no replicas": (lambda m: parallelize(m, dp_replicate=0), "dp_replicate is 0; it must be a whole number of ranks >= 1"),
+    "no replicas": (lambda m: parallelize(m, dp_replicate=0), "dp_replicate is 0; it must be a whole number >= 1"),
     "replicas in words": (lambda m: parallelize(m, dp_replicate="2"), "dp_replicate is '2'; it must be a whole number"),
     "replicas beside pp": (lambda m: parallelize(m, dp_replicate=0, pp=2), "dp_replicate is 0; it must be a whole"),
     "autocast": (
@@ -304,12 +309,12 @@ _ON_A_MODEL: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         ),
         r"StepSpec\.loss_fn failed on what the model returns .*: KeyError: 'loss'",
     ),
-    "imbalance without ep": (
-        lambda m: plan_for(m, "50%", (batch(2),), imbalance=1.5),
-        r"imbalance is 1\.5; it must be a number from 1 \(balanced\) to the number of ranks that share the experts, 1",
+    "imbalance above ep": (
+        lambda m: plan_for(m, ac="50%", sample_input=(batch(2),), ep=ExpertParallel(2, imbalance=2.5)),
+        r"imbalance is 2\.5; it must be a number from 1 \(balanced\) to the number of ranks that share the experts, 2",
     ),
     "host memory": (
-        lambda m: plan_for(m, "50%", (batch(2),), host_memory="much"),
+        lambda m: plan_for(m, ac="50%", sample_input=(batch(2),), search=PlanSearch(host_memory="much")),
         "host_memory is 'much', which is not a number of bytes",
     ),
     "sync": (lambda m: set_gradient_sync(m, "x"), "enabled is 'x'; it must be True or False"),
@@ -436,8 +441,8 @@ _COMMANDS = {
     f"fit {_TINY} --gpus 1 --max-seq-len 32 --seq-len 64": "seq_len is 64, and max_seq_len says",
     f"fit {_TINY} --gpus 2 --imbalance 0.5": "imbalance is 0.5; it must be a number from 1",
     f"fit {_TINY} --gpus 2 --imbalance 1.5 --ep 1": "share the experts, 1",
-    f"plan {_TINY} --imbalance 0.5 --ep 2 --world-size 2": "--imbalance is 0.5; it must be a number from 1",
-    f"plan {_TINY} --imbalance 1.5": "--imbalance is 1.5; it must be a number from 1",
+    f"plan {_TINY} --imbalance 0.5 --ep 2 --world-size 2": "--imbalance is 0.5; it must be a finite number >= 1",
+    f"plan {_TINY} --imbalance 1.5": "--imbalance is 1.5, and nothing reads it: without --ep above 1",
     f"plan {_TINY} --memory much": "--memory is 'much', which is not a number of bytes",
     f"plan {_TINY} --host --host-memory much": "--host-memory is 'much', which is not a number of bytes",
     f"plan {_TINY} --budget much": "A size is 'much', which is not a number of bytes",
@@ -464,9 +469,9 @@ _COMMANDS = {
     "bench --suite published --plot x.png": "--plot is ",
     "bench --input-shape 2,3 --seq-len 4": "--seq-len is 4, and nothing reads it: --input-shape is the whole input",
     f"plan {_TINY} --balance memory": "--balance is 'memory', and nothing reads it: without --pp above 1",
-    f"plan {_TINY} --schedule gpipe": "--schedule is 'gpipe', and nothing reads it",
+    f"plan {_TINY} --pp-schedule gpipe": "--pp-schedule is 'gpipe', and nothing reads it",
     f"plan {_TINY} --sync last": "--sync is 'last', and nothing reads it",
-    f"plan {_TINY} --no-reshard": "--no-reshard is True, and nothing reads it: one rank keeps the model whole",
+    f"plan {_TINY} --reshard-after-forward no": "--reshard-after-forward is 'no', and nothing reads it: one rank keeps",
     f"plan {_TINY} --prefetch 2": "--prefetch is 2, and nothing reads it",
     f"plan {_TINY} --host-memory 1GiB": "--host-memory is '1GiB', and nothing reads it: that takes --host, --offload",
     f"plan {_TINY} --input-shape 2,3 --seq-len 8": "--seq-len is 8, and nothing reads it: --input-shape is the whole input",

@@ -225,6 +225,8 @@ def _check(args: argparse.Namespace) -> None:
             refuse_unread(
                 args, ["reshard_after_forward", "prefetch"], "one rank keeps the model whole. Give --world-size too."
             )
+    if args.ep == 1:
+        refuse_unread(args, ["imbalance"], "without --ep above 1 every rank has all experts.")
     if not (args.host or args.cpu_offload) and args.offload == "none":
         refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
     if args.input_shape:

@@ -34,7 +34,7 @@ class PlanSearch:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "skip" and value is None):
                 raise TypeError(f"PlanSearch.{name} is {value!r}; it must be True or False.")
-        size = parse_bytes(self.host_memory) if isinstance(self.host_memory, str) else self.host_memory
+        size = parse_bytes(self.host_memory, "host_memory") if isinstance(self.host_memory, str) else self.host_memory
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(
                 f"host_memory is {self.host_memory!r}; it must be a number of bytes >= 0, or a string like '64GiB'."

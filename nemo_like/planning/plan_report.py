@@ -136,7 +136,7 @@ def make_report(
 
     def within(budget: int) -> tuple[Any, Peak] | None:
         try:
-            choices, _ = planner.choose(MemoryBudget(peak_bytes=budget), gib(budget))
+            choices, _ = planner.choose(MemoryBudget(peak_bytes=budget), gib(limit))
         except BudgetError as error:
             errors.append(str(error))
             return None

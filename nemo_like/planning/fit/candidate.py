@@ -104,7 +104,7 @@ class Candidate:
         """In JSON values; sizes in bytes, times in seconds."""
         job = self.job
         return {
-            **self.layout._asdict(),
+            **vars(self.layout),
             "ac": self.ac, "loss": "model" if job.loss is None else "chunked", "offload": job.offload.mode,
             "reshard_after_forward": self.conf.reshard, "cpu_offload": self.conf.cpu_offload,
             "precision": precision_word(job.precision), "optimizer": job.step.optimizer,

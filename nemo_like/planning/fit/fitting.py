@@ -142,9 +142,9 @@ def fit(
         count: how many configurations to report.
         pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and what is decided
             already of ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``, ``full``,
-            ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward``,
-            ``cpu_offload``: one value, or a list of allowed ones, also of ``precision`` and ``optimizer``. Where nobody
-            says, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on a single host.
+            ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward`` (``[None]``:
+            FSDP2's default), ``cpu_offload``: one value, or a list of allowed ones, also of ``precision`` and ``optimizer``.
+            Where nobody says, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on a single host.
 
     Where a process group is up, rank 0 searches and the others receive its report.
 

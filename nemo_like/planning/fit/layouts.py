@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, CheckpointConfig, PipelineParallel
@@ -20,7 +20,8 @@ MOST_CONTEXT, MOST_STAGES = 64, 32
 """Ranks of ``cp`` and of ``pp`` that are looked at, unless somebody pins more."""
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
     """The sizes of a configuration: who has which part, and how often a step goes through it."""
 
     dp_replicate: int = 1
@@ -63,7 +64,7 @@ class Configuration:
         }  # fmt: skip
         for name, value in facts.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "layout", Layout(*(getattr(self, name) for name in Layout._fields)))
+        object.__setattr__(self, "layout", Layout(*(getattr(self, f.name) for f in fields(Layout))))
 
     dp_replicate: int = field(init=False, repr=False, compare=False)
     dp_shard: int = field(init=False, repr=False, compare=False)
@@ -115,7 +116,7 @@ class Configuration:
 
     def sized(self, **sizes: Any) -> Configuration:
         """Return this configuration with other sizes, by the names of `Layout`."""
-        return configuration(self.job, Layout(**(self.layout._asdict() | sizes)))
+        return configuration(self.job, replace(self.layout, **sizes))
 
 
 def configuration(job: Job, layout: Layout) -> Configuration:
@@ -242,5 +243,5 @@ def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[L
         elif facts.check(layout.pp, layout.grad_accum) is not None:
             rejected["the schedule cannot run so many microbatches"] += 1
         else:
-            made.append(layout._replace(schedule=word))
+            made.append(replace(layout, schedule=word))
     return made
