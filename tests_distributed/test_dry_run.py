@@ -41,20 +41,22 @@ Cell = tuple[str, Any, dict[str, Any], int]
 """A family, its ``ac``, other arguments of `parallelize`, and microbatches."""
 
 ON_TWO: tuple[Cell, ...] = (
+    ("llama", "40%", {}, 2),
+    ("qwen3", "full", {"strategy": FSDP2(reshard_after_forward=False)}, 1),  # a tied head
+    ("mixtral", "none", {"tp": 2}, 1),
+    ("smollm3", "selective", {"cp": 2}, 1),
+    ("flex_olmo", "selective", {"ep": FULLEST}, 1),
+    ("llama", "full", {"pp": STAGES}, 1),
+)
+MORE_ON_TWO: tuple[Cell, ...] = (
     ("llama", "none", {}, 1),
     ("llama", "full", {"precision": "bf16", "loss": "chunked"}, 1),
     ("llama", "submodule", {}, 1),
-    ("llama", "40%", {}, 2),
-    ("qwen3", "full", {"strategy": FSDP2(reshard_after_forward=False)}, 1),  # a tied head
     ("gpt_oss", "selective", {}, 1),
     ("olmo3", "full", {"dp_replicate": 2}, 1),
     ("llama", "selective", {"tp": TensorParallel(2, sequence_parallel=True)}, 1),
-    ("mixtral", "none", {"tp": 2}, 1),
-    ("smollm3", "selective", {"cp": 2}, 1),
     ("qwen3", "none", {"cp": ContextParallel(2, "ulysses")}, 1),
-    ("flex_olmo", "selective", {"ep": FULLEST}, 1),
     ("deepseek_v3", "full", {"ep": FULLEST}, 1),
-    ("llama", "full", {"pp": STAGES}, 1),
     ("qwen3", "selective", {"pp": PipelineParallel(2, "zbv", MICROBATCHES)}, 1),
 )
 ON_FOUR: tuple[Cell, ...] = (
@@ -85,7 +87,14 @@ def _real(rank: int, world_size: int, cells: tuple[Cell, ...]) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("ranks", "cells"), [(2, ON_TWO), (4, ON_FOUR)])
+@pytest.mark.parametrize(
+    ("ranks", "cells"),
+    [
+        (2, ON_TWO),
+        pytest.param(2, MORE_ON_TWO, marks=pytest.mark.long),
+        pytest.param(4, ON_FOUR, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_on_fake_tensors_takes_what_the_real_one_does(ranks: int, cells: tuple[Cell, ...]) -> None:
     for cell, real in zip(cells, zip(*run_ranks(ranks, _real, cells, timeout=400))):
         family, ac, job, microbatches = cell
@@ -118,11 +127,12 @@ def _planned(family: str, ranks: int, rank: int, ac: str, job: dict[str, Any]) -
     ("family", "ac", "ranks", "rank", "job"),
     [
         ("llama", "40%", 8, 0, {"tp": 2, "precision": "bf16"}),
-        ("llama", "selective", 16, 15, {"dp_replicate": 2, "cp": 2, "tp": 2}),
+        pytest.param("llama", "selective", 16, 15, {"dp_replicate": 2, "cp": 2, "tp": 2}, marks=pytest.mark.long),
         ("gpt_oss", "selective", 2, 0, {}),
-        ("gpt_oss", "full", 8, 3, {}),
-        ("qwen3_moe", "none", 4, 0, {"ep": FULLEST}),
-        ("deepseek_v3", "none", 2, 0, {}),  # what autograd keeps for choosing experts goes once they are chosen
+        pytest.param("gpt_oss", "full", 8, 3, {}, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "none", 4, 0, {"ep": FULLEST}, marks=pytest.mark.long),
+        # What autograd keeps for choosing experts goes once they are chosen.
+        pytest.param("deepseek_v3", "none", 2, 0, {}, marks=pytest.mark.long),
         ("deepseek_v3", "selective", 8, 0, {"ep": FULLEST, "loss": "chunked"}),
         ("llama", "none", 8, 0, {"pp": STAGES}),
     ],
@@ -146,7 +156,7 @@ def _deep(layers: int) -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-@pytest.mark.parametrize("ac", ["full", "50%"])
+@pytest.mark.parametrize("ac", ["full", pytest.param("50%", marks=pytest.mark.long)])
 def test_few_layers_say_what_all_of_them_take(ac: str) -> None:
     whole = dry_run(_deep(12), _batch(), world_size=2, ac=ac)
     few = dry_run(_deep(12), _batch(), world_size=2, ac=ac, depth=4)

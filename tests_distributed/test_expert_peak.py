@@ -58,8 +58,8 @@ def _peaks(rank: int, world_size: int, asked: tuple[str, ...], tp: int) -> list[
     ("ranks", "asked", "tp"),
     [
         (2, (*MODES, *BUDGETS), 1),
-        (4, ("full",), 1),
-        (4, ("none", "60%"), 2),
+        pytest.param(4, ("full",), 1, marks=pytest.mark.long),
+        pytest.param(4, ("none", "60%"), 2, marks=pytest.mark.long),
         pytest.param(4, (*MODES, *BUDGETS), 2, marks=pytest.mark.long),
         pytest.param(4, MODES, 1, marks=pytest.mark.long),
     ],

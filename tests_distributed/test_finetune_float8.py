@@ -30,6 +30,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return f"{text} --eval-samples 0 --warmup-steps 1 --lr 1e-2 --device cpu --sync-save --save-every 2".split()
 
 
+@pytest.mark.long
 def test_float8_trains_alike_in_every_mode(line: list[str], tmp_path: Path) -> None:
     words = ("fp8", "fp8-rowwise", "fp8-gather")
     cases = {"bf16": [*line, "--precision", "bf16"]}

@@ -72,7 +72,10 @@ def _train_on_more(best):
     "pins",
     [
         {"micro_batch": 2, "schedule": "1f1b", "ac": "plan", "loss": "model"},
-        {"micro_batch": 1, "schedule": ["interleaved_1f1b", "zbv"], "ac": "full", "loss": "model"},
+        pytest.param(
+            {"micro_batch": 1, "schedule": ["interleaved_1f1b", "zbv"], "ac": "full", "loss": "model"},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_best_pipeline_for_two_ranks_runs_and_peaks_as_predicted(pins):
@@ -102,6 +105,7 @@ def _run_cut_stages(rank, world_size, limit):
     return best.call(), best.peak_bytes, pipeline_peak_range(pipeline, {"input_ids": ids, "labels": ids})
 
 
+@pytest.mark.long
 def test_the_best_pipeline_that_shares_sequences_runs_and_peaks_as_predicted():
     limit = 5 << 19
     found = run_ranks(4, _run_cut_stages, limit, timeout=280)

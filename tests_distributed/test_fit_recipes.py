@@ -322,6 +322,7 @@ def test_state_on_the_host_is_refused_where_it_cannot_be_or_nobody_knows_its_sec
         fitted.choose(options, replace(ALONE, world_size=world_size), model, 64)
 
 
+@pytest.mark.long
 def test_fine_tuning_fits_float8(tmp_path: Path) -> None:
     pytest.importorskip("torchao.float8")
     make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)

@@ -150,6 +150,7 @@ def _two_hosts(line: str) -> list[subprocess.CompletedProcess[str]]:
             agent.wait()
 
 
+@pytest.mark.long
 def test_the_command_of_many_hosts_starts_on_a_fresh_folder_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     line = DOCUMENT.read_text().split("```bash\n")[1].split("```")[0].replace("\\\n", " ")
     for words, small in SMALL.items():

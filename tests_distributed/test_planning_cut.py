@@ -90,7 +90,7 @@ def _check(ranks: list[list[Any]]) -> None:
     [
         ("LlamaConfig", ("none", "full", "50%"), False),
         ("Gemma3TextConfig", ("selective",), False),
-        ("Qwen3Config", ("none", "full"), True),
+        pytest.param("Qwen3Config", ("none", "full"), True, marks=pytest.mark.long),
         pytest.param("Qwen3Config", ("none", "full"), False, marks=pytest.mark.long),
         pytest.param("LlamaConfig", ("none", "full", "selective"), True, marks=pytest.mark.long),
     ],

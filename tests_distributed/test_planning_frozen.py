@@ -88,7 +88,10 @@ def _check(rows: list[tuple]) -> None:
         assert abs(predicted - measured) <= 0.01 * measured, (name, ac, predicted, measured, where)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    ["in four bits", "half frozen", *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if "adapters" in name)],
+)
 def test_one_device(name):
     _check(_cases(0, 1, [name], ("none", "full")))
 

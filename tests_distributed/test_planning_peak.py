@@ -143,7 +143,9 @@ def _compare(rank, world_size, name, modes):
     return rows
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "plain"])
+@pytest.mark.parametrize(
+    "name", ["llama", "plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3", "gemma3", "gpt2"))]
+)
 def test_predicted_peak_is_within_one_per_cent(name):
     for rows in run_ranks(2, _compare, name, ("none", "full", "selective", "35%", "70%"), timeout=240):
         for mode, predicted, measured, where, parts in rows:

@@ -153,8 +153,8 @@ def _check(rows):
 
 
 def test_one_device():
-    _check(_cases(0, 1, "single", list(SPECS)))
-    _check(_cases(0, 1, "single", ["default", "dropped", "accumulated"], ("none",)))
+    _check(_cases(0, 1, "single", ["default", "dropped", "accumulated", "outside", "averaged"]))
+    _check(_cases(0, 1, "single", ["default"], ("none",)))
 
 
 class _Evaluating(Loop):
@@ -207,14 +207,24 @@ def test_evaluation_between_steps_and_parameters_that_are_stored_in_bfloat16(dty
 
 
 @pytest.mark.long
-def test_one_device_without_checkpointing():
-    _check(_cases(0, 1, "single", list(SPECS), ("none",)))
+@pytest.mark.timeout(1200)
+def test_one_device_in_every_loop():
+    _check(_cases(0, 1, "single", list(SPECS), ("full", "none")))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_fsdp2(ranks):
-    names = [name for name in SPECS if name not in ("outside, unsaid", "sgd", "momentum", "averaged", "muon")]
-    names = names if ranks == 2 else ["default", "summed in the last", "accumulated", "dropped", "outside", "foreach"]
+FEW = ("default", "summed in the last", "accumulated", "dropped", "outside", "foreach")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, FEW[:4]),
+        pytest.param(2, [name for name in SPECS if name not in ("outside, unsaid", "sgd", "momentum", "averaged", "muon")],
+                     marks=pytest.mark.long),
+        pytest.param(4, FEW, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_fsdp2(ranks, names):
     for rows in run_ranks(ranks, _cases, FSDP2(), names, timeout=280):
         _check(rows)
 
@@ -224,19 +234,16 @@ def test_fsdp2_without_prefetch_fetches_one_unit_ahead_in_backward():
         _check(rows)
 
 
-def test_ddp():
-    names = [
-        "default",
-        "outside",
-        "accumulated",
-        "summed in the last",
-        "summed in the last of four",
-        "zeroed",
-        "dropped",
-        "loop",
-        "foreach",
-        "fused",
-    ]
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("default", "accumulated", "summed in the last", "zeroed"),
+        pytest.param(
+            ("outside", "summed in the last of four", "dropped", "loop", "foreach", "fused"), marks=pytest.mark.long
+        ),
+    ],
+)
+def test_ddp(names):
     for rows in run_ranks(2, _cases, "ddp", names, timeout=280):
         _check(rows)
 

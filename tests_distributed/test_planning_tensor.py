@@ -145,6 +145,7 @@ def _assert_near(ranks: list[list[Any]]) -> None:
             assert abs(planned - measured) <= 0.003 * measured, (ac, planned, measured)
 
 
+@pytest.mark.long
 def test_budgets_beside_sequences_and_logits_in_parts() -> None:
     options = TensorParallel(2, sequence_parallel=True, loss_parallel=True)
     _assert_near(run_ranks(2, _parts, options, ("full", "40%"), timeout=240))

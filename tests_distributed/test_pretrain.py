@@ -121,6 +121,7 @@ def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_pa
         check_own_loss(plain_model())
 
 
+@pytest.mark.long
 def test_fifty_steps_of_the_default_job_beat_byte_frequencies(tmp_path: Path):
     """The README's command, a quarter of it: real text, two ranks, every default."""
     run = run_job(2, ["--steps", "50", "--eval-every", "0", "--plain"], tmp_path / "run.json")

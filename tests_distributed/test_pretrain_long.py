@@ -35,6 +35,7 @@ def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["eval_losses"][-1]["loss"] == pytest.approx(expected["eval_losses"][-1]["loss"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_fifty_steps_on_parts_are_those_on_whole_sequences_and_resume(job: list[str], tmp_path: Path) -> None:
     whole = run_job(2, job, tmp_path / "whole")
     assert len(whole["losses"]) == 50 and whole["losses"][-1] < whole["losses"][0] - 1

@@ -47,6 +47,7 @@ def _worker(config: dict[str, str]) -> None:
         raise RuntimeError(f"the training job ended with code {code}")
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

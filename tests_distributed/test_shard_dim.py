@@ -133,7 +133,8 @@ def _peak(rank: int, world_size: int, experts: int, precision: str | None, mode:
 
 @pytest.mark.parametrize(
     ("ranks", "experts", "precision", "mode"),
-    [(2, 3, None, "full"), (2, 3, "bf16", "full"), (4, 6, None, "full"), (4, 6, None, "none"), (4, 6, "bf16", "none")],
+    [(2, 3, None, "full"), (2, 3, "bf16", "full"),
+     *(pytest.param(4, 6, *case, marks=pytest.mark.long) for case in ((None, "full"), (None, "none"), ("bf16", "none")))],
 )
 def test_the_predicted_peak_is_the_measured_one(ranks: int, experts: int, precision: str | None, mode: str) -> None:
     """Without checkpointing the peak is where a layer is gathered ahead, of which gloo makes a copy."""

@@ -30,6 +30,7 @@ def docstrings() -> list[dict[str, str]]:
     return [{"prompt": f"{name}: ", "completion": text} for name, text in sorted(found.items()) if len(text) > 20]
 
 
+@pytest.mark.long
 def test_from_text_to_answers(tmp_path: Path) -> None:
     samples = docstrings()
     (tmp_path / "text.txt").write_text("\n".join(sample["completion"] for sample in samples) * 3)

@@ -111,6 +111,7 @@ def test_settings_change_no_bit_of_a_sharded_trainers_run(tmp_path: Path) -> Non
     torch.testing.assert_close(losses(found["cp"]), torch.tensor(alone), rtol=1e-4, atol=0)
 
 
+@pytest.mark.long
 def test_layers_that_accelerate_compiles_in_bfloat16(tmp_path: Path) -> None:
     """With whole state dicts, all by accelerate's own config file."""
     jobs: dict[str, Any] = {

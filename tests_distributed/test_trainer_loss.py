@@ -56,6 +56,7 @@ def _curves(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:
     return curves
 
 
+@pytest.mark.long
 def test_fifty_steps_in_chunks_are_those_of_whole_logits(tmp_path: Path) -> None:
     first, second = run_ranks(2, _curves, str(tmp_path), init_group=False, timeout=240)
     for curves in (first, second):

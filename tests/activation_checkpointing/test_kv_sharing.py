@@ -161,7 +161,7 @@ def test_a_budget_trains_kv_shared_models_to_the_bit(name: str, budget: str) -> 
     assert all(torch.equal(gradients[key], grad) for key, grad in expected.items() if grad is not None)
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", ["gemma4", pytest.param("gemma3n", marks=pytest.mark.long)])
 def test_the_command_plans_a_config_that_shares_keys_and_values(name: str, tmp_path, capsys) -> None:
     pytest.importorskip("scipy")
     build(name).config.save_pretrained(tmp_path)

@@ -40,6 +40,7 @@ def test_sums_that_run_beside_products_are_faster():
     _assert_order(rows, "tokens_per_second")
 
 
+@pytest.mark.long
 def test_stages_that_share_sequences_between_hosts_are_predicted():
     """405B with `cp` of 1 and 4: under `torch.compile` the ring runs beside nothing."""
     rows = [predicted(published_rows()[number]) for number in (14, 16)]

@@ -20,7 +20,7 @@ from nemo_like.commands.tiny_models import build_tiny
         "mamba",  # many gradients meet in one tensor: autograd sums them in place
         "bloom",  # its layers return attention weights that nobody uses
         "bart",  # parameters that never get a gradient
-        "jamba",
+        pytest.param("jamba", marks=pytest.mark.long),
         "vit",  # the scratch of a convolution
         "roformer",  # its model holds the input of the first layer too
         "doge",  # attention without a fused kernel

@@ -478,6 +478,7 @@ def test_a_send_delays_only_what_another_rank_needs():
     assert timeline(alone, seconds, 1, 0.25).seconds == timeline(alone, seconds, 1).seconds
 
 
+@pytest.mark.long
 def test_a_budget_of_stages_is_planned_beside_tensor_parallelism():
     asked = {"gpu": "cpu", "seq_len": 64, "global_batch": 8, "micro_batch": 2, "loss": "model", "schedule": "1f1b"}
     asked |= {"gpus": 4, "pp": 2, "tp": 2}

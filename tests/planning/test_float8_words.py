@@ -36,7 +36,9 @@ def _gradients(model: Any) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("word", BUDGETS)
+@pytest.mark.parametrize(
+    "word", ["fp8", *(pytest.param(word, marks=pytest.mark.long) for word in ("fp8-rowwise", "fp8-gather"))]
+)
 def test_a_budget_beside_the_word_gives_the_same_gradients_and_peaks_as_planned(word: str) -> None:
     budget, sample = BUDGETS[word], _sample()
     said = {"precision": word, "device": "cpu"}
