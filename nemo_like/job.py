@@ -254,6 +254,19 @@ class Job:
         return found
 
 
+def default_words() -> dict[str, str]:
+    """Return the default of each keyword of `Job.of`, as code."""
+    return {name: as_code(getattr(_default_job(), name, None), _READERS.get(name)) for name in KEYWORDS}
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Whether `value`, as a caller writes it for the keyword `name`, means the default."""
+    try:
+        return _READERS.get(name, lambda value: value)(value) == getattr(_default_job(), name, None)
+    except (ValueError, TypeError):
+        return False
+
+
 _ALWAYS_IN_A_CALL = ("strategy", "ac")
 _OF_THE_MACHINE = ("gpu", "world_size", "allocator")
 

@@ -42,7 +42,7 @@ def _differing(rank: int, world_size: int, by_rank: list[dict[str, Any]]) -> str
         ),
         ([dict(strategy="fsdp2"), dict(strategy="ddp")], ["strategy is 'fsdp2' on rank 0 and 'ddp' on rank 1"]),
         ([dict(tp=2), dict()], ["tp is 2 on rank 0 and 1 on rank 1"]),
-        ([dict(offload="all"), dict()], ["offload is 'all' on rank 0 and None on rank 1"]),
+        ([dict(offload="all"), dict()], ["offload is 'all' on rank 0 and 'none' on rank 1"]),
     ],
 )
 def test_options_that_differ_are_named_on_every_rank(by_rank: list[dict[str, Any]], said: list[str]) -> None:
@@ -54,7 +54,7 @@ def test_options_that_differ_are_named_on_every_rank(by_rank: list[dict[str, Any
 
 def test_ranks_with_the_same_value_are_named_together() -> None:
     messages = run_ranks(3, _differing, [dict(compile=True), dict(), dict(compile=True)])
-    assert all("compile is True on ranks 0, 2 and False on rank 1" in message for message in messages), messages
+    assert all("compile is True on ranks 0, 2 and None on rank 1" in message for message in messages), messages
 
 
 def _other_model(rank: int, world_size: int, how: str) -> str:

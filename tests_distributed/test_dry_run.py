@@ -194,7 +194,7 @@ def test_a_step_is_told_by_its_moments_and_what_there_is_in_each() -> None:
         ({"world_size": 2, "depth": 3}, ValueError, "depth is 3; it must be a whole number >= 4"),
         ({"world_size": 2, "strategy": "ddp"}, NotImplementedError, "strategy='ddp' is not run without ranks"),
         ({"world_size": 2, "pp": STAGES, "depth": 4}, NotImplementedError, "depth=4 with pp=2 is not run"),
-        ({"world_size": 2, "device": "cpu"}, TypeError, "device is dry_run's own"),
+        ({"world_size": 2, "devices": "cpu"}, TypeError, "'devices' is not a keyword"),
     ],
 )
 def test_what_cannot_be_run_is_refused(given: dict[str, Any], error: type[Exception], said: str) -> None:

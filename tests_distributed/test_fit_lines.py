@@ -54,7 +54,7 @@ def _run(rank, world_size, config, data, asked):
     names = {"parallelize": parallelize, "FSDP2": FSDP2, "PipelineParallel": PipelineParallel}
     names |= {"model": resolve_model(config).build(), "batch": {"input_ids": ids, "labels": ids}}
     exec(best.call(), names)
-    model, whole = names["model"], ids.repeat(best.layout.grad_accum, 1)
+    model, whole = names.get("pipeline", names["model"]), ids.repeat(best.layout.grad_accum, 1)
     staged = best.layout.pp > 1
     pasted = model.step(input_ids=whole, labels=whole) if staged else model(input_ids=ids, labels=ids).loss
     command, out = recipe(report, best), Path(data).parent / "run.json"

@@ -43,7 +43,7 @@ def _refused(rank: int, world_size: int) -> None:
             ),
             "loss_parallel",
         ),
-        (dict(tp=TensorParallel(1, sequence_parallel=True)), "there is one"),
+        (dict(tp=TensorParallel(1, sequence_parallel=True)), "tp is 1"),
     ):
         with pytest.raises(ValueError, match=message):
             parallelize(model, **arguments)

@@ -286,7 +286,7 @@ def _refusals(rank: int, world_size: int) -> None:
         "4 layers cannot be dealt out to 6 stages",
         pp=PipelineParallel(2, "interleaved_1f1b", stages_per_rank=3),
     )
-    refused(_build("llama"), "strategy='ddp' beside pp", strategy="ddp")
+    refused(_build("llama"), "pp is 2 with strategy='ddp'", strategy="ddp")
     refused(
         _build("llama"), r"balance is \[1, 1\], 2 layers, and the model has 4", pp=PipelineParallel(2, balance=[1, 1])
     )

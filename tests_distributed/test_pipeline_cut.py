@@ -138,7 +138,7 @@ def _refused(rank: int, world_size: int) -> None:
     model = build("llama")
     for options, reason in (
         ({"cp": ContextParallel(2, "ring"), "ac": "1GiB"}, "'ring' is not planned"),
-        ({"cp": 2, "strategy": "single"}, "cp splits sequences over ranks beside FSDP2"),
+        ({"cp": 2, "strategy": "single"}, "it splits sequences over the ranks of FSDP2"),
     ):
         with pytest.raises(ValueError, match=reason):
             parallelize(model, **given | options)

@@ -297,7 +297,7 @@ def _refusals(rank: int, world_size: int) -> None:
     refused(changed(headless), "stage 1 has none of the model's layers")
     four = PipelineParallel(2, "interleaved_1f1b", microbatches=MICROBATCHES, split=changed(twice))
     refused(None, r"'norm.weight' is in stages 0, 1, 2, 3. A parameter is one stage's", pp=four)
-    refused(split, "ac is 1.00GiB beside split=, whose stages are the caller's own: no plan is made", ac="1GiB")
+    refused(split, "ac is 1.00GiB with split=, whose stages are the caller's own: no plan is made", ac="1GiB")
 
 
 def test_stages_that_are_not_the_models_are_refused_and_the_model_left_unchanged() -> None:

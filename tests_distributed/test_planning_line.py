@@ -55,9 +55,8 @@ def _run(rank: int, world_size: int, lines: list[tuple[str, Any]]) -> list[int]:
 
 
 def test_the_printed_line_peaks_as_it_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
     cases: list[tuple[str, Any, str]] = [
-        (f"--memory 10.5MiB --no-skip --save {file}", ("AdamW", 1), f"ac=Plan.load({str(file)!r}), precision='bf16'"),
+        ("--memory 10.5MiB --no-skip", ("AdamW", 1), "KiB', precision='bf16', search=PlanSearch(skip=False)"),
         (
             "--memory 11MiB --reshard-after-forward no --prefetch 2 --optimizer sgd --grad-accum 2",
             ("SGD", 2),

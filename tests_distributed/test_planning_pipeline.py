@@ -44,11 +44,10 @@ def _microbatch() -> dict[str, torch.Tensor]:
 
 
 def _planner(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfig", **setup: Any) -> PipelinePlanner:
-    own = {} if shard_ranks > 1 else {"fsdp": None}
     return PipelinePlanner(
         _build(name),
         _microbatch(),
-        Job.of(world_size=shard_ranks * pp.size, step=StepSpec(), **own, **setup, gpu=resolve_device("cpu"), pp=pp),
+        Job.of(world_size=shard_ranks * pp.size, step=StepSpec(), **setup, gpu=resolve_device("cpu"), pp=pp),
     )
 
 
@@ -77,9 +76,9 @@ def _cut_peaks(rank: int, world_size: int, schedule: str, modes: tuple[str, ...]
     pp, cp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES), ContextParallel(2, method)
     planned = _build(name)
     before = {key: len(vars(module)) for key, module in planned.named_modules()}
-    setup = Job.of(world_size=2, step=StepSpec(), cp=cp)
+    job = Job.of(world_size=4, step=StepSpec(), cp=cp, pp=pp, gpu=resolve_device("cpu"))
     rows = []
-    with PipelinePlanner(planned, _microbatch(), setup.change(gpu=resolve_device("cpu"), pp=pp)) as planner:
+    with PipelinePlanner(planned, _microbatch(), job) as planner:
         for mode in modes:
             plain = mode in ("none", "full", "selective")
             choices = planner.uniform(mode) if plain else choose(planner, MemoryBudget.parse(mode))

@@ -37,17 +37,16 @@ def test_all_ranks_get_the_error_of_rank_zero():
 
 
 def _replicated(rank, world_size):
-    from nemo_like.distributed.mesh import build_mesh
     from nemo_like.models import resolve_model
     from nemo_like.planning import plan_for
 
     source = resolve_model("llama-tiny")
     model, sample = source.build("meta"), source.sample_input(1, 32)
-    meshes = [build_mesh(device_type="cpu"), build_mesh(device_type="cpu", dp_replicate=2)]
-    return [plan_for(model, ac="100%", sample_input=sample, gpu="cpu", mesh=mesh).peak["parameters"] for mesh in meshes]
+    asked = {"ac": "100%", "sample_input": sample, "gpu": "cpu"}
+    return [plan_for(model, **asked, dp_replicate=size).peak["parameters"] for size in (1, 2)]
 
 
-def test_mesh_says_how_far_parameters_are_sharded():
+def test_the_number_of_replicas_says_how_far_parameters_are_sharded():
     from nemo_like.models import resolve_model
 
     params = 4 * sum(p.numel() for p in resolve_model("llama-tiny").build("meta").parameters())

@@ -168,7 +168,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
 
 
 def test_chunks_of_logits_in_parts_are_refused() -> None:
-    with pytest.raises(ValueError, match="loss='chunked' beside loss_parallel=True"):
+    with pytest.raises(ValueError, match="loss='chunked' with loss_parallel=True"):
         Planner(
             _build("LlamaConfig"),
             _batch(),

@@ -179,7 +179,7 @@ def _refused(rank: int, world_size: int) -> None:
 
     model = _built()
     _experts(model)
-    assert "layers.0.experts" in message(model, strategy="ddp") and "FSDP2" in message(model, strategy="ddp")
+    assert "layers.0.experts" in message(model, strategy="ddp") and "strategy='fsdp2'" in message(model, strategy="ddp")
     asked = MemoryBudget(fraction=0.5)
     assert "layers.0.experts" in message(model, ac=asked, sample_input={"ids": _ids()})
     parallelize(model, FSDP2(), "sequential", sample_input={"ids": _ids()}, device="cpu")

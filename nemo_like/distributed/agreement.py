@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed import launch
 from nemo_like.distributed.mesh import axis_size
-from nemo_like.job import Job
+from nemo_like.job import Job, default_words, is_default
 from nemo_like.log import warn_once
 from nemo_like.module_tree import base_model
 from nemo_like.options import Single, normalise
 from nemo_like.torch_compat import is_fake
 
-_OWN_ON_EACH_RANK = ("model", "sample_input")
+_OWN_ON_EACH_RANK = ("model", "sample_input", "asked")
 """Arguments that may differ: each rank has data of its own, and a model is compared by its tensors."""
 
 _LONGEST = 200
@@ -69,8 +69,9 @@ def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
         )
     groups = mesh_groups(mesh if isinstance(mesh, DeviceMesh) else None)
     names = {module: name for name, module in model.named_modules()}
-    asked = {name: _describe(value, names) for name, value in options.items() if name not in _OWN_ON_EACH_RANK}
-    if isinstance(word, str):
+    told = {name: value for name, value in options.items() if name not in _OWN_ON_EACH_RANK and not is_default(name, value)}
+    asked = default_words() | {name: _describe(value, names) for name, value in told.items()}
+    if isinstance(word, str) and "strategy" in told:
         asked["strategy"] = repr(word)
     asked["device"] = repr(_device_type(options.get("device")))  # each rank has a number of its own
     layout = {name: _describe_tensor(tensor) for name, tensor in _named_tensors(model)}

@@ -37,7 +37,7 @@ def test_the_device_keeps_none_of_the_state_and_the_host_all_of_it(tmp_path):
     [
         (["--gpu", "rtx-4090"], "beside rtx-4090 is not known"),
         (["--world-size", "1"], "one rank keeps the model whole"),
-        (["--pp", "2"], "--cpu-offload beside --pp"),
+        (["--pp", "2"], "--cpu-offload with --pp"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(more, message, capsys):

@@ -97,17 +97,15 @@ def test_where_nothing_fits_the_pipeline_that_needs_least_is_found():
 
 def test_questions_that_differ_in_the_optimizer_trace_a_shape_once():
     traces, model = Traces(), _dense()
-    device = resolve_device("h100-80gb")
     asked = {
         "gpus": 2,
-        "device": device,
         "seq_len": 64,
         "limit": 1 << 40,
         "pins": read_pins({"micro_batch": 1, "tp": 1}),
     }
     shapes = []
     for name in ("adamw", "adamw-8bit"):
-        question = Question(Job.of(step=StepSpec(optimizer=name)), **asked)
+        question = Question(Job.of(step=StepSpec(optimizer=name), gpu="h100-80gb"), **asked)
         search, _, _ = make_search(model, question, None, traces)
         key, layouts = next(iter(search.by_shape.items()))
         layout = next(one for one in layouts if one.dp_shard == 2)

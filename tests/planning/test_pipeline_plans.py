@@ -130,7 +130,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     pytest.importorskip("matplotlib")
     assert main([*base, *more, "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
-    assert "Layers per stage [2, 2], microbatches in flight [2, 1]" in said and "pp=PipelineParallel(2" in said
+    assert "Layers per stage [2, 2], micro-batches in flight [2, 1]" in said and "pp=2" in said
     body = json.loads(out.read_text())
     assert body["recommended"] == "none" and len(body["rows"][0]["rank_peak_bytes"]) == 2
     assert 0 < body["rows"][0]["bubble"] < 1 and picture.stat().st_size > 1000

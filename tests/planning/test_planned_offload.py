@@ -63,7 +63,7 @@ def test_a_budget_that_only_host_memory_meets() -> None:
     model, sample = _model()
     kept, least = (_planner(o).peak(_planner(o).uniform("full")).total for o in (OffloadConfig("none"), SMALL))
     assert least < kept
-    options = dict(device="h100-80gb", fsdp=None, step=STEP)
+    options = dict(gpu="h100-80gb", step=STEP)
     with pytest.raises(BudgetError):
         plan_for(model, ac=f"{(least + kept) // 2}B", sample_input=sample, **options)
     plan = plan_for(model, ac=f"{(least + kept) // 2}B", sample_input=sample, offload=SMALL, **options)
@@ -76,13 +76,14 @@ def test_offload_is_advised_only_where_it_would_help() -> None:
         plan_for(model, ac="1MiB", sample_input=sample, gpu="h100-80gb")
     assert "offload" not in str(small.value)
     source = resolve_model("llama3-8b")
-    big = (source.build("meta"), "1GiB", source.sample_input(4, 8192))
+    big, asked = source.build("meta"), {"ac": "1GiB", "gpu": "h100-80gb", "world_size": 8, "precision": "bf16"}
+    batch = source.sample_input(4, 8192)
     with pytest.raises(BudgetError) as large:
-        plan_for(*big, device="h100-80gb", world_size=8, precision="bf16")
+        plan_for(big, sample_input=batch, **asked)
     assert re.search(r"host offload \(offload='boundary': [\d.]+GiB less\)", str(large.value))
-    with pytest.raises(BudgetError) as asked:
-        plan_for(*big, device="h100-80gb", world_size=8, precision="bf16", offload="boundary")
-    assert "host offload" not in str(asked.value) and asked.value.smallest_bytes < large.value.smallest_bytes
+    with pytest.raises(BudgetError) as moved:
+        plan_for(big, sample_input=batch, offload="boundary", **asked)
+    assert "host offload" not in str(moved.value) and moved.value.smallest_bytes < large.value.smallest_bytes
 
 
 def test_the_front_door_plans_with_it() -> None:
