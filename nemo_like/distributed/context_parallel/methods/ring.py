@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nemo_like.activation_checkpointing.ops import OpFacts, declare
 from nemo_like.distributed.context_parallel.attention import attention_of, is_causal
 from nemo_like.distributed.context_parallel.methods import ContextMethod
 from nemo_like.distributed.context_parallel.parts import Parts, StackCall
@@ -211,3 +212,4 @@ def _backward(ctx: Any, grad: Tensor, of_total: Tensor | None) -> tuple[Any, ...
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup)
+declare("nemo_like.ring_attention.default", OpFacts(saved=True, collective=True))
