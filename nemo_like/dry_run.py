@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.accumulate import set_gradient_sync
+from nemo_like.distributed.context_parallel.methods import method_of
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.batches import repeated
@@ -243,7 +244,7 @@ def _refuse(job: Job, depth: int | None) -> None:
         "PipelineParallel.split": job.pp.size > 1 and job.pp.split is not None,
         f"depth={depth} with pp={job.pp.size}": job.pp.size > 1 and depth is not None,
         "strategy='ddp'": isinstance(job.strategy, DDP),
-        "ContextParallel.method='ring'": job.cp.size > 1 and job.cp.method == "ring",
+        f"ContextParallel.method={job.cp.method!r}": job.cp.size > 1 and not method_of(job.cp.method).planned,
         f"ExpertParallel.dispatch={job.ep.dispatch!r}": job.ep.size > 1
         and job.ep.dispatch != ExpertParallel().dispatch,
         f"compile={job.compile!r}": job.compile is not None,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from nemo_like.distributed.context_parallel import block_masks, layout
+from nemo_like.distributed.context_parallel.methods import method_of
 from nemo_like.distributed.context_parallel.parts import Parts
 from nemo_like.distributed.context_parallel.plain_flex import replace_flex
 from nemo_like.distributed.context_parallel.verify_cut import first_tokens
@@ -35,7 +36,7 @@ def test_a_part_sees_what_its_rows_of_the_whole_see(at_once: int, monkeypatch: p
     whole = create_block_mask(_sliding, 1, 2, length, length, device="cpu")
     expected = layout.pad(_dense(whole), 3, ranks)
     for rank in range(ranks):
-        parts = Parts(ranks, rank, "")
+        parts = Parts(ranks, rank, "", method_of("all_gather"))
         made = block_masks.of_part(parts, whole, (1, 2, 300, 600), length, "cpu")
         assert made.shape == (1, 2, 300, 600)
         rows = layout.positions(600, ranks, rank)

@@ -1,15 +1,16 @@
 """The table of operators: what policies, the engine, the tracers and the cost model know about each.
 
-A new attention kernel, collective or allocation is one line in `_ROWS`. Everything else reads `facts(op)`. Rows of
-operators that only some builds of torch or some packages have do no harm where they are absent.
+A new attention kernel, collective or allocation is one line in `_ROWS`; a file that defines an operator may `declare` its
+facts there. Everything else reads `facts(op)`. Rows of operators that only some builds of torch or some packages have do no
+harm where they are absent.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ class OpFacts:
     """Writes into an argument (in-place and ``out=`` forms), so that it always runs again."""
     flops: FlopRule | None = None
     """``(op, args, kwargs, output)`` → FLOPs of one call, a multiply-add being two. None: its time is its bytes."""
+
+    received: Callable[[int, int], int] | None = None
+    """(bytes of the input, of the output) → bytes that come from other ranks in forward. None: they are not priced."""
+    scratch: Callable[[torch.Tensor, torch.Tensor], int] | None = None
+    """(first input, output) → bytes that it takes beyond both, and gives back. None: nothing is known of it."""
 
     @property
     def tracked(self) -> bool:
@@ -96,12 +102,6 @@ _ROWS: dict[str, OpFacts] = {
     "_c10d_functional.all_reduce.default": _COLLECTIVE,
     "_c10d_functional.reduce_scatter_tensor.default": _COLLECTIVE,
     "_c10d_functional.all_to_all_single.default": _COLLECTIVE,
-    # The keys and values of the whole sequence: kept, unless a plan repeats the gather or puts them on the host.
-    "nemo_like.gather_sequence.default": _GATHER,
-    "nemo_like.heads_for_sequence.default": _GATHER,
-    "nemo_like.sequence_for_heads.default": _GATHER,
-    "nemo_like.scatter_sequence.default": _GATHER,
-    "nemo_like.ring_attention.default": _GATHER,
     "deepep.dispatch.default": _COLLECTIVE,
     "deepep.combine.default": _COLLECTIVE,
     "deep_ep.dispatch.default": _COLLECTIVE,
@@ -157,18 +157,20 @@ def facts(op: Op) -> OpFacts:
     namespace = getattr(op, "namespace", "")
     aliases = schema is not None and any(ret.alias_info is not None for ret in schema.returns)
     free = row.free or aliases or packet_name(op) in _FREE_PACKETS
-    return OpFacts(
+    return replace(
+        row,
         saved=row.saved or op in compute_intensive_ops(),
-        pinned=row.pinned,
-        alternates=row.alternates,
-        attention=row.attention,
         collective=row.collective or namespace in _COLLECTIVE_NAMESPACES,
-        exchange=row.exchange,
         free=free or namespace in _FREE_NAMESPACES,
         random=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
         mutating=bool(schema is not None and schema.is_mutable) or _writes_first(op),
         flops=row.flops or op_flops.rule_of_torch(op),
     )
+
+
+def declare(name: str, row: OpFacts) -> None:
+    """State what is known of the operator `name` (``namespace.operator.overload``), in the file that defines it."""
+    _ROWS[name] = row
 
 
 @functools.cache

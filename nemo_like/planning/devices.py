@@ -239,21 +239,14 @@ _FIELDS = (
 )  # fmt: skip
 
 
-_SEQUENCE_OPS = (
-    "nemo_like::gather_sequence", "nemo_like::heads_for_sequence", "nemo_like::sequence_for_heads",
-)  # fmt: skip
-"""What ranks that share a sequence send each other in forward."""
-
-
 def op_seconds(op: OpRecord, device: Device) -> float:
     """``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` (Williams et al., "Roofline", CACM 2009)."""
     if op.view:
         return 0.0
-    if facts(op.op).exchange:
+    row = facts(op.op)
+    if row.exchange:
         # Half of what it moves is sent. A network card reaches the device over the bus to the host, so that bus bounds it.
         return op.moved / 2 / device.host_link
-    if op.op.name() in _SEQUENCE_OPS:
-        # Gathering, a rank receives what it has not got; by all-to-all, at most as much as it has.
-        received = 2 * op.bytes - op.moved if op.op.name() == _SEQUENCE_OPS[0] else op.bytes
-        return max(received / device.host_link, op.moved / device.bandwidth)
+    if row.received is not None:
+        return max(row.received(op.moved - op.bytes, op.bytes) / device.host_link, op.moved / device.bandwidth)
     return max(op.flops / device.flops_of(op.op, half=op.half), op.moved / device.bandwidth)

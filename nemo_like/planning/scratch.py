@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.op_lookup import argument, find_op
 
 _FORWARD = torch.ops.aten.convolution.default
@@ -37,8 +38,8 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
         return _attention_blocks(args[1], args[2], forward=False)
     if func in _SUMS and out.dtype != args[0].dtype and not args[0].is_floating_point():  # counts of a mask
         return args[0].numel() * out.element_size()
-    if getattr(func, "namespace", "") == "nemo_like" and isinstance(out, torch.Tensor):  # not the routing of experts
-        return _sequence_scratch(func, args[0], out)
+    if (rule := facts(func).scratch) is not None:
+        return rule(args[0], out)
     if (
         func is _SAFE_SOFTMAX
     ):  # which scores are -inf, and which rows are so throughout: attention without a fused kernel
@@ -76,19 +77,6 @@ def _of_backward(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> int:
         by_input = _input_backward(image, weight, grad, groups, strided) if wanted[0] else 0
     by_input -= weight.nbytes if wanted[1] else 0  # made after it
     return _copies(image, weight, grad) + max(by_weight, by_input)
-
-
-def _sequence_scratch(func: Any, sent: torch.Tensor, out: Any) -> int:
-    """What the operators of context parallelism send from and receive into; other operators of ours: nothing."""
-    if not isinstance(out, torch.Tensor):
-        return 0
-    copied = 0 if sent.is_contiguous() else sent.nbytes
-    return {
-        "nemo_like::gather_sequence": copied + out.nbytes,
-        "nemo_like::scatter_sequence": sent.nbytes + out.nbytes,
-        "nemo_like::heads_for_sequence": 2 * sent.nbytes,
-        "nemo_like::sequence_for_heads": 2 * sent.nbytes,
-    }.get(func.name(), 0)
 
 
 def _attention_blocks(query: torch.Tensor, key: torch.Tensor, *, forward: bool) -> int:

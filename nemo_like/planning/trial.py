@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import cut_for_planning
+from nemo_like.distributed.context_parallel.methods import method_of
 from nemo_like.job import Job
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import LABELS
@@ -57,8 +58,8 @@ def try_context_parallel(
         sample_input: what `model` is called with; None: a transformers model's own dummy inputs. Without any, nothing
             is tried.
     """
-    # The ring's own operators are collectives; what fails on parts shows with the other method, too.
-    options = ContextParallel(options.size, "all_gather") if options.method == "ring" else options
+    # What fails on parts shows with any method, and some can send on fake tensors.
+    options = options if method_of(options.method).planned else ContextParallel(options.size)
     twin, sample = _copied(model), _sample(model, sample_input, options.size)
     if twin is None or sample is None:
         return

@@ -2,20 +2,71 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from nemo_like import Job
 from nemo_like.cli import main
-from nemo_like.options import ContextParallel
+from nemo_like.distributed.context_parallel import check_context_parallel, methods
+from nemo_like.distributed.context_parallel.methods.all_gather import GatherKeys
+from nemo_like.distributed.context_parallel.parts import Parts
+from nemo_like.options import ContextParallel, parallel
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner
 from tests.models.expert_families import tokens
 from tests.models.families import FAMILIES
 
 ROWS, LENGTH, WIDTH = 2, 64, 8
+
+
+class _OneGather(GatherKeys):
+    """Keys and values in one collective, for attention that heads share evenly and that has no mask."""
+
+    triangles = False
+
+    def check(self, stack: Any, ranks: int) -> None:
+        if ranks == 3:
+            raise ValueError("method='one_gather' has no three ranks.")
+
+    def attend(
+        self, parts: Parts, implementation: str, own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        key, value = parts.gather(torch.stack([key, value]), 3).unbind(0)
+        return own(module, query, key, value, mask, **kwargs | {"is_causal": False})
+
+
+def test_a_method_is_one_file_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options, the checks of a model and plans take a method that only its file and the list of words know."""
+    file = ModuleType(f"{methods.__name__}.one_gather")
+    monkeypatch.setattr(file, "METHOD", _OneGather(), raising=False)
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    monkeypatch.setattr(parallel, "CONTEXT_METHODS", (*parallel.CONTEXT_METHODS, "one_gather"))
+    model, ids = FAMILIES["llama"].build(), tokens(ROWS, LENGTH) % 48
+    with pytest.raises(ValueError, match="no three ranks"):
+        check_context_parallel(model, ContextParallel(3, "one_gather"))
+    job = Job.of(world_size=2, cp=ContextParallel(2, "one_gather")).change(gpu=resolve_device("h100"))
+    with Planner(model, {"input_ids": ids, "labels": ids}, job) as planner:
+        gathers = [record for record in planner.problems[0].records if "gather_sequence" in record.op.name()]
+    assert [record.bytes for record in gathers] == [2 * ROWS * model.config.num_key_value_heads * LENGTH * WIDTH * 4]
+
+
+def test_no_code_compares_the_word_of_a_method() -> None:
+    package = Path(methods.__file__).parents[3]
+    assert {path.stem for path in Path(methods.__file__).parent.glob("[a-z]*.py")} == set(parallel.CONTEXT_METHODS)
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            assert not any(isinstance(side, ast.Attribute) and side.attr == "method" for side in sides), path
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

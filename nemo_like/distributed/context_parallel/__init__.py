@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.context_parallel import attention
 from nemo_like.distributed.context_parallel.cached import count_from_the_whole, counts_positions
+from nemo_like.distributed.context_parallel.methods import method_of
 from nemo_like.distributed.context_parallel.parts import MARK, Parts
 from nemo_like.distributed.context_parallel.plain import (
     AttentionHooks,
@@ -31,13 +32,15 @@ from nemo_like.distributed.context_parallel.whole_loss import RootHooks
 from nemo_like.layers import Layer
 from nemo_like.layers.structure import is_callable, is_container
 from nemo_like.module_tree import bare
-from nemo_like.options import ContextParallel
-from nemo_like.options.words import a_or_an
+from nemo_like.options import CONTEXT_METHODS, ContextParallel
 
 __all__ = ["apply_context_parallel", "check_context_parallel"]
 
 _STATES = "encoder_hidden_states"
 _INTERNAL = "_attn_implementation_internal"
+
+for _word in CONTEXT_METHODS:
+    method_of(_word)  # which defines the operators that it sends with: settings may name them
 
 
 def check_context_parallel(
@@ -55,9 +58,10 @@ def check_context_parallel(
             "config.output_router_logits is True: the auxiliary loss of the routers is no sum over tokens, and a part of "
             "the sequence does not give its part of it. Set it to False, or use cp=1."
         )
+    method = method_of(options.method)
     for stack in stacks:
-        _check_heads(stack, options)
-        _check_ring(stack, options)
+        if stack.transformers:
+            method.check(stack, options.size)
     return stacks
 
 
@@ -80,7 +84,7 @@ def apply_context_parallel(
         ValueError: as `check_context_parallel`. The model is unchanged then.
     """
     stacks = check_context_parallel(model, options, layers, call)
-    parts = Parts(mesh.size(), mesh.get_local_rank(), name_group(mesh.get_group()), options.method)
+    parts = Parts(mesh.size(), mesh.get_local_rank(), name_group(mesh.get_group()), method_of(options.method))
     install(model, stacks, parts, call)
     return model
 
@@ -95,12 +99,14 @@ def cut_for_planning(
 
     Rank 0 holds the last chunk of the sequence, whose queries see most keys, and so has the highest peak.
     """
-    if options.method == "ring":
+    method = method_of(options.method)
+    if not method.planned:
+        planned = " or ".join(repr(word) for word in CONTEXT_METHODS if method_of(word).planned)
         raise ValueError(
-            "A budget counts with method='all_gather' or 'ulysses'; 'ring' is not planned: use a mode (ac='full')."
+            f"A budget counts with method={planned}; {options.method!r} is not planned: use a mode (ac='full')."
         )
     stacks = check_context_parallel(model, options, layers, call)
-    parts = Parts(options.size, 0, "", options.method, planning=True)
+    parts = Parts(options.size, 0, "", method, planning=True)
     undo = install(model, stacks, parts, call)
     try:
         yield parts
@@ -184,47 +190,3 @@ def _reroute(stack: CutStack, parts: Parts) -> Iterator[Any]:
             continue  # shared with a stack before this one, as an encoder's with its decoder's
         setattr(config, _INTERNAL, attention.register(before or "eager"))
         yield _Set(config, _INTERNAL, before)
-
-
-def _check_ring(stack: CutStack, options: ContextParallel) -> None:
-    if options.method != "ring" or not stack.transformers:
-        return
-    config: Any = getattr(stack.module, "config", None)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    implementation = attention.attention_of(config)
-    why = None
-    if stack.cached:
-        why = "computes its attention itself (linear biases)"
-    elif implementation != "sdpa":
-        why = f"has the attention implementation {implementation!r} (soft caps, sinks and biases need 'eager')"
-    elif kinds:
-        why = f"has layers of {sorted(kinds)[0]}"
-    elif getattr(config, "is_encoder_decoder", False) or "encoder_hidden_states" in stack.arguments:
-        why = "may look at an encoder's states"
-    if why is not None:
-        raise ValueError(
-            f"method='ring' has causal self-attention alone, and {stack.name or 'the model'}, a "
-            f"{type(stack.module).__name__}, {why}: use method='all_gather'."
-        )
-
-
-def _check_heads(stack: CutStack, options: ContextParallel) -> None:
-    if options.method != "ulysses" or not stack.transformers:
-        return
-    if stack.cached:
-        raise ValueError(
-            f"method='ulysses' sends queries, too, and the layers of {stack.name or 'the model'}, a "
-            f"{type(stack.module).__name__}, compute their attention themselves (linear biases): use method='all_gather'."
-        )
-    heads = getattr(getattr(stack.module, "config", None), "num_attention_heads", None)
-    if heads is None or heads % options.size:
-        raise ValueError(
-            f"method='ulysses' gives each of {options.size} ranks some heads, and {type(stack.module).__name__} has "
-            f"{heads}: use a divisor of it, or method='all_gather'."
-        )
-    for name, module in stack.module.named_modules():
-        if attention.uses_interface(module) and (own := [name for name, _ in module.named_parameters(recurse=False)]):
-            raise ValueError(
-                f"method='ulysses' gives each rank some heads, and {name}, {a_or_an(module)}, holds {own[0]} for "
-                "all of them (attention sinks): use method='all_gather'."
-            )

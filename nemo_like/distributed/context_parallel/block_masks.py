@@ -129,7 +129,7 @@ def mask_over_whole(parts: Parts, own: Mod | None, rows: int, heads: int, length
 
 def score_over_whole(parts: Parts, own: Mod, rows: int, heads: int, length: int) -> Mod:
     """`own`, a ``score_mod`` of whole sequences, as one of a part's `rows` and this rank's `heads`."""
-    _refuse_tensors_of_a_part(own, rows if parts.method == "all_gather" else rows // parts.ranks, length)
+    _refuse_tensors_of_a_part(own, rows // parts.ranks if parts.method.cuts_heads else rows, length)
     place = positions_over_whole(parts, rows, heads)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -142,9 +142,9 @@ def score_over_whole(parts: Parts, own: Mod, rows: int, heads: int, length: int)
 def positions_over_whole(parts: Parts, rows: int, heads: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(head, row) on this rank to (head, row) of the unsplit model. Sums alone, which a kernel computes in place.
 
-    rows, heads: of this rank, which has some heads of all under Ulysses.
+    rows, heads: of this rank, which may have some heads of all.
     """
-    if parts.method == "ulysses":
+    if parts.method.cuts_heads:
         first = parts.rank * heads
         return lambda h, q: (h + first, q)
     chunk = rows // 2

@@ -44,21 +44,22 @@ def make(
         )  # fmt: skip
     own = call.masked or call.documents is not None
     plain = mask_function is sys.modules["transformers.masking_utils"].causal_mask_function
+    method = call.parts.method
     # Eager attention masks nothing by itself, flex attention neither.
-    skips = implementation == "sdpa" or (implementation == "eager" and call.parts.method == "all_gather")
+    skips = implementation == "sdpa" or (implementation == "eager" and method.triangles)
     if plain and skips and not own and kwargs.get("allow_is_causal_skip", True):
-        if call.parts.method == "all_gather":
+        if method.triangles:
             call.parts.make_triangles(kv_length, dtype, torch.device(device))
         return None  # padding is at the end, where no query of a token looks
-    whole, heads_cut = q_length * call.parts.ranks, call.parts.method == "ulysses"
+    whole = q_length * call.parts.ranks
     looks = _looks(call, whole, kv_length, mask_function, attention_mask)
     if implementation == "flex_attention":
-        length = whole if heads_cut else q_length
+        length = whole if method.cuts_heads else q_length
         place = block_masks.positions_over_whole(call.parts, length, heads=1)
         return block_masks.build(
             lambda b, h, q, k: looks(b, h, place(h, q)[1], k), (batch_size, 1, length, kv_length), device
         )
-    rows = torch.arange(whole, device=device) if heads_cut else call.parts.positions(whole, device)
+    rows = torch.arange(whole, device=device) if method.cuts_heads else call.parts.positions(whole, device)
     mask = _mask(batch_size, rows, kv_length, looks)
     return additive_mask(mask, dtype) if implementation == "eager" else mask
 
@@ -101,7 +102,7 @@ def _looks(
 
 
 def cut_given(parts: Parts, mask: Tensor, length: int) -> Tensor:
-    """A caller's own mask (B, 1 or H, S, S) to the rows of this rank (under Ulysses to all), over padded keys."""
+    """A caller's own mask (B, 1 or H, S, S) to the rows of this rank (to all, if it has some heads), over padded keys."""
     # Padding is never looked at; its own rows are not empty, or their softmax would be NaN.
     hidden = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
     missing = layout.padded_length(length, parts.ranks) - length
@@ -109,6 +110,6 @@ def cut_given(parts: Parts, mask: Tensor, length: int) -> Tensor:
         mask = layout.pad(mask, mask.ndim - 1, parts.ranks, hidden)
         if mask.shape[-2] == length:
             mask = torch.cat([mask, mask[..., -1:, :].expand(*mask.shape[:-2], missing, mask.shape[-1])], -2)
-    if mask.shape[-2] == 1 or parts.method == "ulysses":
+    if mask.shape[-2] == 1 or parts.method.cuts_heads:
         return mask
     return layout.cut(mask, mask.ndim - 2, parts.ranks, parts.rank)

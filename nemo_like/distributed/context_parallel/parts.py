@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout
+from nemo_like.distributed.context_parallel.methods import ContextMethod
 from nemo_like.distributed.context_parallel.sequence_ops import gather_sequence
 
 MARK = "_nemo_like_sequence_parts"
@@ -42,7 +43,7 @@ class Parts:
     rank: int
     group: str
     """Name of the process group, for the operators of `sequence_ops`."""
-    method: str = "all_gather"
+    method: ContextMethod
     planning: bool = False
     """Tensors have no values, and there are no other ranks."""
     masks: MasksOfAllLayers = field(default_factory=MasksOfAllLayers)

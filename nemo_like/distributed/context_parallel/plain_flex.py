@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import block_masks
 from nemo_like.distributed.context_parallel.parts import CURRENT, StackCall
-from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
 
 _OTHERS = ("torch", "transformers", "nemo_like")
 """Packages whose files are left alone: those of transformers reach flex attention by its interface."""
@@ -61,34 +60,17 @@ def _over_parts(own: Callable[..., Any]) -> Callable[..., Any]:
                 f"cp cuts the sequence, and flex attention got {query.shape[-2]} queries and {key.shape[-2]} keys: whether "
                 "these keys are cut is not known here. Use cp=1 for this model."
             )
-        if call.parts.method == "ring":
-            raise NotImplementedError("method='ring' has no block masks: use method='all_gather' with flex attention.")
-        if call.parts.method == "ulysses":
-            return _in_heads(own, call, query, key, value, given)
-        key, value = call.parts.gather(key, 2), call.parts.gather(value, 2)
-        return own(query, key, value, **_over_whole(call, query, key, given))
+        return call.parts.method.attend_flex(call, own, query, key, value, given)
 
     setattr(attend, _OURS, True)
     return attend
 
 
-def _over_whole(call: StackCall, query: Tensor, key: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+def over_whole(call: StackCall, query: Tensor, key: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """`given`, other arguments of flex attention, for these `query` and `key`: the mask and scores of their positions."""
     batch, heads, rows, _ = query.shape
     shape = (batch, heads, rows, key.shape[2])
     given["block_mask"] = block_masks.of_part(call.parts, given.get("block_mask"), shape, call.length, query.device)
     if given.get("score_mod") is not None:
         given["score_mod"] = block_masks.score_over_whole(call.parts, given["score_mod"], rows, heads, call.length)
     return given
-
-
-def _in_heads(
-    own: Callable[..., Any], call: StackCall, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
-) -> Tensor:
-    ranks, group = call.parts.ranks, call.parts.group
-    if query.shape[1] % ranks or key.shape[1] % ranks or given.get("return_lse") or given.get("return_aux"):
-        raise NotImplementedError(
-            f"method='ulysses' needs heads that {ranks} ranks divide, and flex attention that returns no more than its "
-            f"output; this one has {query.shape[1]} heads, {key.shape[1]} of keys. Use method='all_gather'."
-        )
-    query, key, value = (heads_for_sequence(states, ranks, group) for states in (query, key, value))
-    return sequence_for_heads(own(query, key, value, **_over_whole(call, query, key, given)), ranks, group)

@@ -24,7 +24,7 @@ def over_whole_sequences(module: nn.Module, parts: Parts) -> Iterator[Any]:
         table: Any = module.relative_attention_bias
         device = table.weight.device if device is None else device
         rows = parts.positions(query_length * parts.ranks, device)
-        if parts.method == "ulysses":
+        if parts.method.cuts_heads:
             rows = torch.arange(query_length * parts.ranks, device=device)
         columns = torch.arange(key_length * parts.ranks, device=device)
         bucket: Any = getattr(module, "_relative_position_bucket")  # noqa: B009

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_like.activation_checkpointing.ops import OpFacts, declare
 from nemo_like.distributed.context_parallel import layout
 
 _groups: dict[str, dist.ProcessGroup] = {}
@@ -136,3 +137,17 @@ scatter_sequence.register_autograd(_scatter_backward, setup_context=_keep_argume
 heads_for_sequence.register_autograd(_heads_backward, setup_context=_keep_arguments)
 sequence_for_heads.register_autograd(_sequence_backward, setup_context=_keep_arguments)
 sum_parts.register_autograd(_sum_backward, setup_context=_keep_arguments)
+
+# Kept, unless a plan repeats them or puts their results on the host. Gathering, a rank receives what it does not have, into
+# a buffer of the whole; by all-to-all, at most as much as it has, from one copy into another.
+declare("nemo_like.gather_sequence.default", OpFacts(
+    saved=True, collective=True, received=lambda part, whole: whole - part,
+    scratch=lambda part, whole: whole.nbytes + (0 if part.is_contiguous() else part.nbytes),
+))  # fmt: skip
+declare("nemo_like.scatter_sequence.default", OpFacts(
+    saved=True, collective=True, scratch=lambda whole, part: whole.nbytes + part.nbytes
+))  # fmt: skip
+for _name in ("heads_for_sequence", "sequence_for_heads"):
+    declare(f"nemo_like.{_name}.default", OpFacts(
+        saved=True, collective=True, received=lambda sent, got: got, scratch=lambda sent, got: 2 * sent.nbytes
+    ))  # fmt: skip

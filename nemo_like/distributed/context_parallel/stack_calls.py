@@ -54,7 +54,7 @@ class StackHooks:
             return None
         call = self._call(given)
         self._tokens.append(CURRENT.set(call))
-        if not self._stack.transformers and self._parts.method == "all_gather":
+        if not self._stack.transformers and self._parts.method.triangles:
             main = main_input(given)
             assert main is not None  # `_call` looked
             dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
@@ -103,7 +103,7 @@ class StackHooks:
                 [documents, documents[:, -1:].expand(-1, layout.padded_length(length, self._parts.ranks) - length)], 1
             )
         masked = mask is not None
-        if masked and self._parts.method == "ring":  # which takes no mask: one that hides nothing is none
+        if masked and not self._parts.method.takes_masks:  # one that hides nothing is none
             masked = not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()))
         last = not self._paired or given.get("encoder_hidden_states") is not None
         return StackCall(self._parts, length, masked, documents, last)

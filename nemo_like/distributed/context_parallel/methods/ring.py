@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go from rank to rank, and no rank ever holds those of the whole sequence.
+"""``ring``: keys and values go from rank to rank, and no rank ever holds those of the whole sequence.
 
 With chunk r and the r-th chunk from the end on rank r, and a causal mask, what comes from rank o needs one of three
 blocks: from the own rank a causal one; from a lower one its first chunk, seen by all queries; from a higher one both of
@@ -11,15 +11,91 @@ Brandon et al., "Striped Attention" (2023), in chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from nemo_like.activation_checkpointing.ops import OpFacts, declare
+from nemo_like.distributed.context_parallel.attention import attention_of, is_causal
+from nemo_like.distributed.context_parallel.methods import ContextMethod
+from nemo_like.distributed.context_parallel.parts import Parts, StackCall
 from nemo_like.distributed.context_parallel.ring_blocks import attention_block, attention_block_backward
 from nemo_like.distributed.context_parallel.sequence_ops import find_group
+from nemo_like.distributed.context_parallel.stacks import CutStack
+
+_REFUSED = ("s_aux", "softcap", "position_bias")
+
+
+class Ring(ContextMethod):
+    """Causal self-attention without a mask, bias or dropout."""
+
+    planned = False
+    takes_masks = False
+
+    def check(self, stack: CutStack, ranks: int) -> None:
+        config: Any = getattr(stack.module, "config", None)
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+        implementation = attention_of(config)
+        why = None
+        if stack.cached:
+            why = "computes its attention itself (linear biases)"
+        elif implementation != "sdpa":
+            why = f"has the attention implementation {implementation!r} (soft caps, sinks and biases need 'eager')"
+        elif kinds:
+            why = f"has layers of {sorted(kinds)[0]}"
+        elif getattr(config, "is_encoder_decoder", False) or "encoder_hidden_states" in stack.arguments:
+            why = "may look at an encoder's states"
+        if why is not None:
+            raise ValueError(
+                f"method='ring' has causal self-attention alone, and {stack.name or 'the model'}, a "
+                f"{type(stack.module).__name__}, {why}: use method='all_gather'."
+            )
+
+    def attend(
+        self, parts: Parts, implementation: str, own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        plain = mask is None and implementation == "sdpa" and all(kwargs.get(name) is None for name in _REFUSED)
+        plain = plain and bool(is_causal(module, kwargs))
+        attended = _attend(parts, query, key, value, plain, kwargs.get("dropout"), kwargs.get("scaling"))
+        return attended.transpose(1, 2).contiguous(), None
+
+    def attend_plain(
+        self, parts: Parts, own: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        causal: bool, given: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        return _attend(parts, query, key, value, causal and mask is None, given.get("dropout_p"), given.get("scale"))
+
+    def attend_flex(
+        self, call: StackCall, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+    ) -> Any:
+        raise NotImplementedError("method='ring' has no block masks: use method='all_gather' with flex attention.")
+
+
+METHOD = Ring()
+
+
+def _attend(
+    parts: Parts, query: Tensor, key: Tensor, value: Tensor, plain: bool, dropout: float | None, scale: float | None
+) -> Tensor:
+    """(B, H, L, D); plain: the mask is causal, and nothing else is asked for."""
+    if (
+        not plain
+        or dropout
+        or query.shape[2] != key.shape[2]
+        or key.shape != value.shape
+        or query.shape[1] % key.shape[1]
+    ):
+        raise NotImplementedError(
+            "method='ring' has causal self-attention alone, without a mask (padding, packed documents, sliding windows), "
+            f"bias, soft cap or dropout, with values as wide as keys; this layer asks for more (queries {tuple(query.shape)}"
+            f", values {tuple(value.shape)}). Use method='all_gather'."
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return ring_attention(query, key, value, scale, parts.rank, parts.ranks, parts.group)[0]
 
 
 def _exchange(sent: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[Any]]:
@@ -136,3 +212,4 @@ def _backward(ctx: Any, grad: Tensor, of_total: Tensor | None) -> tuple[Any, ...
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup)
+declare("nemo_like.ring_attention.default", OpFacts(saved=True, collective=True))

@@ -1,0 +1,106 @@
+"""``ulysses``: an all-to-all gives each rank some heads of the whole sequence, and a second one brings the result back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from nemo_like.distributed.context_parallel.attention import uses_interface, with_whole_bias, without_padding
+from nemo_like.distributed.context_parallel.methods import ContextMethod
+from nemo_like.distributed.context_parallel.parts import Parts, StackCall
+from nemo_like.distributed.context_parallel.plain_flex import over_whole
+from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
+from nemo_like.distributed.context_parallel.stacks import CutStack
+from nemo_like.options.words import a_or_an
+
+
+class Ulysses(ContextMethod):
+    """All tokens of some heads inside of attention, all heads of some tokens outside."""
+
+    cuts_heads = True
+
+    def check(self, stack: CutStack, ranks: int) -> None:
+        if stack.cached:
+            raise ValueError(
+                f"method='ulysses' sends queries, too, and the layers of {stack.name or 'the model'}, a "
+                f"{type(stack.module).__name__}, compute their attention themselves (linear biases): use "
+                "method='all_gather'."
+            )
+        heads = getattr(getattr(stack.module, "config", None), "num_attention_heads", None)
+        if heads is None or heads % ranks:
+            raise ValueError(
+                f"method='ulysses' gives each of {ranks} ranks some heads, and {type(stack.module).__name__} has "
+                f"{heads}: use a divisor of it, or method='all_gather'."
+            )
+        for name, module in stack.module.named_modules():
+            if uses_interface(module) and (own := [name for name, _ in module.named_parameters(recurse=False)]):
+                raise ValueError(
+                    f"method='ulysses' gives each rank some heads, and {name}, {a_or_an(module)}, holds {own[0]} for "
+                    "all of them (attention sinks): use method='all_gather'."
+                )
+
+    def attend(
+        self, parts: Parts, implementation: str, own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        groups = query.shape[1] // key.shape[1]
+        kwargs = dict(with_whole_bias(kwargs, key.shape[2], key.shape[2] * parts.ranks))
+        if key.shape[1] % parts.ranks:
+            key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
+        query, key, value = (heads_for_sequence(states, parts.ranks, parts.group) for states in (query, key, value))
+        mine = slice(parts.rank * query.shape[1], (parts.rank + 1) * query.shape[1])
+        for name, dim in (("s_aux", 0), ("position_bias", 1)):
+            given = kwargs.get(name)
+            if isinstance(given, Tensor) and given.shape[dim] > 1:
+                kwargs[name] = given[(slice(None),) * dim + (mine,)]
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
+            mask = mask[:, mine]
+        with _groups(module, query.shape[1] // key.shape[1]):
+            out = own(module, query, key, value, mask, **kwargs)[0]  # (B, S, H / ranks, D)
+        return sequence_for_heads(out.transpose(1, 2), parts.ranks, parts.group).transpose(1, 2).contiguous(), None
+
+    def attend_plain(
+        self, parts: Parts, own: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        causal: bool, given: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        if mask is not None or query.shape[1] % parts.ranks or key.shape[1] % parts.ranks:
+            raise NotImplementedError(
+                f"method='ulysses' needs heads that {parts.ranks} ranks divide and no mask made in the layer; this "
+                f"attention has {query.shape[1]} heads. Use method='all_gather'."
+            )
+        query, key, value = (heads_for_sequence(states, parts.ranks, parts.group) for states in (query, key, value))
+        hidden = None if causal else without_padding(key)
+        attended = own(query, key, value, attn_mask=hidden, is_causal=causal, **given)
+        return sequence_for_heads(attended, parts.ranks, parts.group)
+
+    def attend_flex(
+        self, call: StackCall, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+    ) -> Any:
+        ranks, group = call.parts.ranks, call.parts.group
+        if query.shape[1] % ranks or key.shape[1] % ranks or given.get("return_lse") or given.get("return_aux"):
+            raise NotImplementedError(
+                f"method='ulysses' needs heads that {ranks} ranks divide, and flex attention that returns no more than "
+                f"its output; this one has {query.shape[1]} heads, {key.shape[1]} of keys. Use method='all_gather'."
+            )
+        query, key, value = (heads_for_sequence(states, ranks, group) for states in (query, key, value))
+        return sequence_for_heads(own(query, key, value, **over_whole(call, query, key, given)), ranks, group)
+
+
+@contextlib.contextmanager
+def _groups(module: nn.Module, groups: int) -> Iterator[None]:
+    """`own` repeats keys by the module's count, which differs where they were repeated before they were sent."""
+    before = getattr(module, "num_key_value_groups", None)
+    if before is None or before == groups:
+        yield
+        return
+    module.num_key_value_groups = groups  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before
+
+
+METHOD = Ulysses()
