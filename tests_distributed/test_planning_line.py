@@ -57,10 +57,10 @@ def _run(rank: int, world_size: int, lines: list[tuple[str, Any]]) -> list[int]:
 def test_the_printed_line_peaks_as_it_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cases: list[tuple[str, Any, str]] = [
         ("--memory 10.5MiB --no-skip", ("AdamW", 1), "KiB', precision='bf16', search=PlanSearch(skip=False)"),
-        (
+        (  # 11 MiB without the token ids and the labels
             "--memory 11MiB --reshard-after-forward no --prefetch 2 --optimizer sgd --grad-accum 2",
             ("SGD", 2),
-            "strategy=FSDP2(reshard_after_forward=False, forward_prefetch=2, backward_prefetch=2), ac='11MiB', "
+            "strategy=FSDP2(reshard_after_forward=False, forward_prefetch=2, backward_prefetch=2), ac='11260KiB', "
             "precision='bf16', step=StepSpec(microbatches=2, optimizer='sgd')",
         ),
     ]
