@@ -104,7 +104,8 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
-            object.__setattr__(self, name, read(getattr(self, name)))
+            if not isinstance(value := getattr(self, name), Plan):
+                object.__setattr__(self, name, read(value))
         check_whole("dp_replicate", self.dp_replicate, 1)
         for name in ("world_size", "planned_tokens"):
             if getattr(self, name) is not None:
@@ -297,13 +298,12 @@ def _read_step(step: Any) -> StepSpec:
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "strategy": parse_strategy, "ac": lambda ac: ac if isinstance(ac, Plan) else parse_ac(ac), "ac_scope": _read_names,
-    "layers": _read_layers, "tp": TensorParallel.of, "cp": ContextParallel.of, "ep": ExpertParallel.of,
+    "strategy": parse_strategy, "ac": parse_ac, "ac_scope": _read_names, "layers": _read_layers, "tp": TensorParallel.of, "cp": ContextParallel.of, "ep": ExpertParallel.of,
     "pp": PipelineParallel.of, "loss": ChunkedLoss.of, "precision": Precision.of, "compile": parse_compile,
     "offload": OffloadConfig.of, "step": _read_step, "device": _read_device, "allocator": AllocatorConfig.of,
     "search": PlanSearch.of,
 }  # fmt: skip
-"""How the value of a field is made of what a caller writes; a value of the right class stays as it is."""
+"""How the value of a field is made of what a caller writes; a value of the right class, and a `Plan`, stay as they are."""
 
 KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name != "asked"), "optimizer")
 """What `Job.of` takes by name."""

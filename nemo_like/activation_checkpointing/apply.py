@@ -57,8 +57,21 @@ def apply_specs(
     tree = _Tree(model)
     _check(tree, specs, compile)
     wrappers: dict[str, CheckpointWrapper] = {}
-    for spec in specs:
-        wrappers |= _wrappers_for(tree, spec)
+    for spec in specs:  # all are made before the first is registered: an error leaves the model as it was
+        if spec.policy is None:
+            continue
+        segment = _segment_of(spec)
+        how: dict[str, Any] = dict(policy=spec.policy, preserve_rng_state=spec.preserve_rng_state, transfer=spec.transfer)
+        for position, name in enumerate(spec.members):
+            module = tree.find(name)
+            if _makes_its_own_regions(module, spec):
+                continue
+            if segment is None:
+                wrappers[name] = CheckpointWrapper(module, spec.use_reentrant, name=name, **how)
+            else:
+                wrappers[name] = SegmentMember(module, segment, position, name=name, **how)
+            if spec.keeps_something and len(spec.members) == 1:
+                setattr(wrappers[name], SELECTIVE_AC_WRAPPER_FLAG, True)
     for name, wrapper in wrappers.items():
         tree.put(name, wrapper)
     for spec in specs:
@@ -143,26 +156,6 @@ def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
 
 def _makes_its_own_regions(module: nn.Module, spec: CheckpointSpec) -> bool:
     return spec.calls is not None and isinstance(bare(module), UnrolledCell)
-
-
-def _wrappers_for(tree: _Tree, spec: CheckpointSpec) -> dict[str, CheckpointWrapper]:
-    """A wrapper for each module of a region that is to be replayed, by the module's name; nothing is registered yet."""
-    if spec.policy is None:
-        return {}
-    segment = _segment_of(spec)
-    wrappers: dict[str, CheckpointWrapper] = {}
-    how: dict[str, Any] = dict(policy=spec.policy, preserve_rng_state=spec.preserve_rng_state, transfer=spec.transfer)
-    for position, name in enumerate(spec.members):
-        module = tree.find(name)
-        if _makes_its_own_regions(module, spec):
-            continue
-        if segment is None:
-            wrappers[name] = CheckpointWrapper(module, spec.use_reentrant, name=name, **how)
-        else:
-            wrappers[name] = SegmentMember(module, segment, position, name=name, **how)
-        if spec.keeps_something and len(spec.members) == 1:
-            setattr(wrappers[name], SELECTIVE_AC_WRAPPER_FLAG, True)
-    return wrappers
 
 
 def _segment_of(spec: CheckpointSpec) -> Segment | None:
