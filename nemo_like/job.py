@@ -298,7 +298,8 @@ def _read_step(step: Any) -> StepSpec:
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "strategy": parse_strategy, "ac": parse_ac, "ac_scope": _read_names, "layers": _read_layers, "tp": TensorParallel.of, "cp": ContextParallel.of, "ep": ExpertParallel.of,
+    "strategy": parse_strategy, "ac": parse_ac, "ac_scope": _read_names, "layers": _read_layers,
+    "tp": TensorParallel.of, "cp": ContextParallel.of, "ep": ExpertParallel.of,
     "pp": PipelineParallel.of, "loss": ChunkedLoss.of, "precision": Precision.of, "compile": parse_compile,
     "offload": OffloadConfig.of, "step": _read_step, "device": _read_device, "allocator": AllocatorConfig.of,
     "search": PlanSearch.of,
