@@ -68,23 +68,20 @@ def shard_layers(
     if reduce_unused is None:
         reduce_unused = bool(plan.towers)
 
-    # Pinned memory is for copies to a GPU; without one torch raises on it.
-    host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
     policy = mp_policy or MixedPrecisionPolicy()
     inner_policy = dataclasses.replace(policy, output_dtype=None)
     last_layer = plan.layers[-1] if plan.layers else None
     placement = _placement(dp_mesh, options.reshard_after_forward)
     for unit in plan.units:
         mine = set(unit.params)
-        others = {p for module in unit.modules for p in module.parameters() if p not in mine}
-        fully_shard(
-            unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
-            mesh=dp_mesh,
-            reshard_after_forward=_reshard(unit, last_layer, options.reshard_after_forward),
-            mp_policy=policy if unit.kind == "root" else inner_policy,
-            shard_placement_fn=placement,
-            offload_policy=host,
-            ignored_params=others if others else None,
+        shard_unit(
+            unit.modules,
+            dp_mesh,
+            options,
+            policy=policy if unit.kind == "root" else inner_policy,
+            reshard=_reshard(unit, last_layer, options.reshard_after_forward),
+            placement=placement,
+            ignored_params={p for module in unit.modules for p in module.parameters() if p not in mine},
         )
     _move(plan.replicated, launch.local_device(mesh.device_type))
     _chain_prefetch(model, plan, options.forward_prefetch, options.backward_prefetch)
@@ -95,6 +92,40 @@ def shard_layers(
     if any(parameter.is_meta for parameter in model.parameters()):
         model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
     return plan
+
+
+def shard_unit(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    options: FSDP2,
+    *,
+    policy: MixedPrecisionPolicy,
+    reshard: bool | int,
+    placement: Callable[[nn.Parameter], Shard | None] | None,
+    ignored_params: set[nn.Parameter],
+) -> None:
+    """Make `modules` one unit of FSDP2 on the ranks of `mesh`: the one call of `fully_shard`.
+
+    Args:
+        modules: what is gathered together.
+        mesh: the axes to shard over and to replicate over.
+        options: CPU offload.
+        policy: dtypes of this unit.
+        reshard: torch's ``reshard_after_forward``.
+        placement: torch's ``shard_placement_fn``; None: dim 0 for all.
+        ignored_params: parameters of `modules` that stay out of the unit.
+    """
+    # Pinned memory is for copies to a GPU; without one torch raises on it.
+    host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
+    fully_shard(
+        modules[0] if len(modules) == 1 else list(modules),
+        mesh=mesh,
+        reshard_after_forward=reshard,
+        mp_policy=policy,
+        shard_placement_fn=placement,
+        offload_policy=host,
+        ignored_params=ignored_params or None,
+    )
 
 
 def _placement(dp_mesh: DeviceMesh, reshard: bool | int | None) -> Callable[[nn.Parameter], Shard | None] | None:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh
 from nemo_like.distributed.expert_parallel.find_experts import Experts
+from nemo_like.distributed.shard import shard_unit
 from nemo_like.options import FSDP2
 
 
@@ -30,18 +31,17 @@ def shard_experts(
     """
     options = FSDP2() if options is None else options
     policy = dataclasses.replace(mp_policy or MixedPrecisionPolicy(), output_dtype=None, cast_forward_inputs=False)
-    host = CPUOffloadPolicy(pin_memory=mesh.dense.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
     shards = mesh.whole["efsdp"].size()
     for experts in found:
         reshard = options.reshard_after_forward
-        fully_shard(
-            experts.module,
-            mesh=mesh.fsdp,
-            reshard_after_forward=reshard if isinstance(reshard, bool) else True,
-            mp_policy=policy,
-            shard_placement_fn=lambda parameter: Shard(expert_shard_dim(parameter, shards)),
-            offload_policy=host,
-            ignored_params=set(experts.shared.values()) or None,
+        shard_unit(
+            [experts.module],
+            mesh.fsdp,
+            options,
+            policy=policy,
+            reshard=reshard if isinstance(reshard, bool) else True,
+            placement=lambda parameter: Shard(expert_shard_dim(parameter, shards)),
+            ignored_params=set(experts.shared.values()),
         )
         unit = experts.module
         assert isinstance(unit, FSDPModule)
