@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from nemo_like import FSDP2, ChunkedLoss, Job, PipelineParallel, StepSpec, fit
 from nemo_like.planning import Planner
+from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.pipeline_report import pipeline_report
 from nemo_like.planning.plan_report import make_report
 from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.fitted import best_of
+from nemo_like.recipes.job_options import Options
 
 GPU, ROWS, TOKENS = "h100-80gb", 2, 64
 
@@ -48,7 +54,7 @@ def jobs(draw: Any) -> Job:
     offload = draw(st.sampled_from(["none", "boundary"])) if ac != "none" else "none"
     optimizer = draw(st.sampled_from(["adamw", "sgd", "adamw-8bit"]))
     micro = draw(st.sampled_from([1, 2, 4]))
-    reshard = draw(st.sampled_from([None, True, False]))
+    reshard = draw(st.sampled_from([None, False] if pp > 1 else [None, True, False]))  # stages: `fit` looks at no other
     loss = draw(st.sampled_from([None, ChunkedLoss()]))
     precision = draw(st.sampled_from([None, "bf16"]))
     assume(not (loss is not None and tp > 1))
@@ -60,15 +66,15 @@ def jobs(draw: Any) -> Job:
     )  # fmt: skip
 
 
-def _planned(job: Job, limit: int) -> tuple[Any, ...]:
+def _planned(job: Job, limit: int, sample: Any = None) -> tuple[Any, ...]:
     """What ``nemo-like plan`` has in the row of the job's mode."""
-    assert not isinstance(job.ac, str)
+    sample = _sample(ROWS) if sample is None else sample
     mode = job.ac.mode  # type: ignore[union-attr]
     if job.pp.size > 1:
-        with PipelinePlanner(_model(), _sample(ROWS), job) as staged:
+        with PipelinePlanner(_model(), sample, job) as staged:
             stages = next(row for row in pipeline_report(staged, [], limit).rows if row.name == mode)
         return stages.plan.peak_bytes, stages.reserved and max(stages.reserved), stages.plan.step_seconds, stages.fits
-    with Planner(_model(), _sample(ROWS), job) as planner:
+    with Planner(_model(), sample, job) as planner:
         row = next(row for row in make_report(planner, [], limit).rows if row.name == mode)
     return row.plan.peak_bytes, row.need.reserved, row.plan.step_seconds, row.fits
 
@@ -94,15 +100,67 @@ def _searched(job: Job, limit: int) -> tuple[Any, ...]:
     return best.peak_bytes, best.reserved, best.step_seconds, best.fits
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(job=jobs(), share=st.sampled_from([0.5, 2.0]))
-def test_plan_and_fit_say_the_same_of_a_job(job: Job, share: float) -> None:
-    planned = _planned(job, 1 << 36)
-    limit = int((planned[1] or planned[0]) * share)
+def _check_fronts(job: Job, share: float) -> None:
+    """``plan``, `fit` pinned to the job, and the recipes' ``--fit``: the same bytes, milliseconds and verdict."""
+    free = _planned(job, 1 << 36)
+    limit = int((free[1] or free[0]) * share)
     planned, searched = _planned(job, limit), _searched(job, limit)
-    assert planned[3] == searched[3]
-    if searched[3]:
-        assert planned == searched
+    assert planned[3] == searched[3], (planned, searched)
+    assert not searched[3] or _same(planned, searched), (planned, searched)
+    options = _options(job)
+    own = replace(options.job(), world_size=job.world_size, gpu=GPU)
+    rows = options.planned_input(ROWS, TOKENS)
+    planned, chosen = _planned(own, limit, rows), _chosen(options, job, limit)
+    assert planned[3] == chosen[3], (planned, chosen)
+    assert not chosen[3] or _same(planned, chosen), (planned, chosen)
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Seconds are sums, which two fronts add up in another order."""
+    return one[:2] == other[:2] and math.isclose(one[2], other[2], rel_tol=1e-12)
+
+
+def _options(job: Job) -> Options:
+    """The pretraining job of the same options."""
+    count = job.pp.microbatches if job.pp.size > 1 else job.step.microbatches
+    reshard = {None: "default", True: "yes", False: "no"}
+    assert isinstance(job.strategy, FSDP2)
+    return Options(
+        ac=job.ac.mode, loss="model" if job.loss is None else "chunked", offload=job.offload.mode,  # type: ignore[union-attr]
+        precision="bfloat16" if job.param_dtype == torch.bfloat16 else "float32", dp_replicate=job.dp_replicate,
+        reshard_after_forward=reshard[job.strategy.reshard_after_forward], tp=job.tp.size, cp=job.cp.size, pp=job.pp.size,
+        grad_accum=count or 1, batch_size=ROWS * (count or 1) * job.data_ranks,
+    )  # fmt: skip
+
+
+def _chosen(options: Options, job: Job, limit: int) -> tuple[Any, ...]:
+    """What ``--fit`` predicts of these options."""
+    ranks = Ranks(0, job.ranks, torch.device("cpu"), options.tp, options.cp, options.pp)
+    asked = replace(options, fit="ep", fit_memory=str(limit))  # the model has no experts: all is as the options say
+    try:
+        best, _ = best_of(asked, ranks, _model(), TOKENS, resolve_device(GPU), 64 << 30)
+    except ValueError as error:
+        assert "--fit: " in str(error), error
+        return (None, None, None, False)
+    return best.peak_bytes, best.reserved, best.step_seconds, best.fits
+
+
+@settings(
+    max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
+)
+@given(job=jobs(), share=st.sampled_from([0.5, 2.0]))
+def test_every_front_says_the_same_of_a_job(job: Job, share: float) -> None:
+    _check_fronts(job, share)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
+)
+@given(job=jobs(), share=st.sampled_from([0.5, 2.0]))
+def test_every_front_says_the_same_of_300_jobs(job: Job, share: float) -> None:
+    _check_fronts(job, share)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -104,7 +104,7 @@ def choose(options: RunOptions, ranks: Ranks, model: nn.Module, width: int) -> t
     host = _host_memory(options, ranks)
     found = _kept(options, ranks, asked, host)
     if found is None:
-        best, report = _best(options, ranks, model, width, device, host)
+        best, report = best_of(options, ranks, model, width, device, host)
         found = _fitted(options, asked, best, report, device)
     changed = replace(options, **found.options)
     axes = changed.axes
@@ -175,9 +175,18 @@ def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any], host: int
     return replace(found, kept=True)
 
 
-def _best(
+def best_of(
     options: RunOptions, ranks: Ranks, model: nn.Module, width: int, device: Device, host: int
 ) -> tuple[Candidate, FitReport]:
+    """Return the fastest of what `options` leave free, and the search's report; the arguments are those of `choose`.
+
+    Args:
+        device: what to predict for.
+        host: bytes of host memory that each rank may take.
+
+    Raises:
+        ValueError: nothing fits.
+    """
     pins, memory = _pins(options, ranks)
     reports: list[FitReport] = []
     for loss in ("model", "chunked") if "loss" in options.free else (options.loss,):
