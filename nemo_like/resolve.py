@@ -13,7 +13,7 @@ from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.apply import refuse_checkpointed
 from nemo_like.activation_checkpointing.plan import Plan, plan_specs
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, named_ops_policy
-from nemo_like.activation_checkpointing.spec import CheckpointSpec, How, one_region_each, segments_of
+from nemo_like.activation_checkpointing.spec import CheckpointSpec, How, segments_of
 from nemo_like.activation_checkpointing.submodules import submodules_to_checkpoint
 from nemo_like.cells import timestep_specs
 from nemo_like.choice import choose_layers
@@ -145,10 +145,10 @@ def config_specs(
         )
         how["policy"] = FullPolicy()
     if through_cache or config.mode == "submodule":
-        return one_region_each(_submodule_names(narrowed, skip_attention=through_cache), **how)
-    if config.mode == "sequential":
+        names = _submodule_names(narrowed, skip_attention=through_cache)
+    elif config.mode == "sequential":
         return [spec for stack in _stacks(narrowed) for spec in _segments(stack, config, saved_bytes, how)]
-    return one_region_each(names, **how)
+    return [CheckpointSpec((name,), **how) for name in names]
 
 
 def _stacks(layers: Sequence[Layer]) -> list[Sequence[Layer]]:

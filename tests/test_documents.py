@@ -7,19 +7,14 @@ import re
 import subprocess
 import sys
 import tomllib
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from nemo_like import CheckpointConfig, CheckpointWrapper, MemoryBudget, parallelize
-from nemo_like.activation_checkpointing import CheckpointSpec
-from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.cli import command_names
-from tests.models.decoders import PlainDecoder, batch
+from tests.models.decoders import PlainDecoder, batch, build
+from tests.walks import check, walk
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -120,53 +115,7 @@ def test_every_name_that_the_map_or_the_design_uses_is_in_the_source(page: str) 
     assert len(named) > 20 and not missing, missing
 
 
-def _walk(monkeypatch: pytest.MonkeyPatch, ac: str) -> list[tuple[str, str]]:
-    """The package's calls (name, file) that are open when the values that ``ac`` turns into are made, in this order.
-
-    The values: a config or budget, a plan, a spec, and the wrapper that ends up in the model.
-    """
-    open_calls: dict[type, list[tuple[str, str]]] = {}
-
-    def recording(made: type, make: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
-            open_calls[made] = [
-                (code.co_name, str(Path(code.co_filename).relative_to(ROOT)))
-                for code in codes
-                if code.co_filename.startswith(str(ROOT / "nemo_like")) and code.co_name != "<listcomp>"
-            ]
-            make(self, *args, **kwargs)
-
-        return init
-
-    model = PlainDecoder()
-    values = (CheckpointConfig, MemoryBudget, Plan, CheckpointSpec, CheckpointWrapper)
-    with monkeypatch.context() as patch:
-        for made in values:
-            patch.setattr(made, "__init__", recording(made, made.__init__))
-        parallelize(model, ac=ac, sample_input=batch())
-    return list(dict.fromkeys(call for made in values for call in open_calls.get(made, ())))
-
-
-def test_the_walk_of_a_mode_is_as_the_design_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d+ `(\w+)`.*?\| `([\w/.]+)` \|$", page, re.MULTILINE)
-    walk = _walk(monkeypatch, "selective")
-    assert walk == rows
-    assert len(walk) <= 8 and len({file for _, file in walk}) <= 5
-
-
-def test_the_walk_of_a_budget_is_that_of_a_mode_and_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
-    walk = _walk(monkeypatch, "50%")
-    assert ("plan_for", "nemo_like/planning/planner.py") in walk
-    outside = [(name, file) for name, file in walk if not file.startswith("nemo_like/planning/")]
-    assert outside == [
-        ("parallelize", "nemo_like/parallelizer.py"),
-        ("read_ac", "nemo_like/resolve.py"),
-        ("parse_ac", "nemo_like/options/checkpointing.py"),
-        ("parse", "nemo_like/options/checkpointing.py"),
-        ("planned", "nemo_like/resolve.py"),
-        ("resolve", "nemo_like/resolve.py"),
-        ("apply_specs", "nemo_like/activation_checkpointing/apply.py"),
-        ("_wrappers_for", "nemo_like/activation_checkpointing/apply.py"),
-    ]
+@pytest.mark.parametrize("option", ['ac="selective"', 'ac="50%"', 'loss="chunked"'])
+def test_the_walk_of_an_option_is_as_the_design_says(option: str) -> None:
+    model = build("llama") if "loss" in option else PlainDecoder()
+    check(walk(model, option, sample_input=batch() if "%" in option else None), option)
