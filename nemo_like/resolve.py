@@ -24,6 +24,7 @@ from nemo_like.log import is_rank_zero, logger, warn_once
 from nemo_like.module_tree import bare, join
 from nemo_like.offload import placed_on_host
 from nemo_like.options import CheckpointConfig, MemoryBudget, parse_ac
+from nemo_like.options.words import write_bytes
 from nemo_like.profiling import MemoryProfiler
 
 
@@ -111,7 +112,7 @@ def with_plan(model: nn.Module, job: Job, chosen: Sequence[Layer], sample_input:
     plan = plan_for(model, replace(job, layers=tuple(layer.fqn for layer in chosen)), sample_input=sample_input)
     if is_rank_zero():
         logger.info(
-            f"ac={plan.budget!r}: predicted peak {plan.peak_bytes / 2**30:.2f} GiB per rank, replay "
+            f"ac={plan.budget!r}: predicted peak {write_bytes(plan.peak_bytes)} per rank, replay "
             f"{plan.replay_share:.0%} of a forward pass."
         )
     return replace(job, ac=plan)

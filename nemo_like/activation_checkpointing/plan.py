@@ -18,7 +18,6 @@ from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy,
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.log import warn_once
 from nemo_like.module_tree import bare, bare_modules
-from nemo_like.options.words import write_bytes
 
 FORMAT = 1
 
@@ -269,8 +268,3 @@ class BudgetError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.smallest_bytes)  # it travels from rank 0 to the others
-
-
-def gib(size: int) -> str:
-    """Bytes for a message."""
-    return write_bytes(size)

@@ -13,6 +13,7 @@ from torch import nn
 from nemo_like.layers import Layer, find_layers, is_frozen, select_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import parse_dtype
+from nemo_like.options.words import write_bytes
 
 HELP = "print the layers of a model: its groups, the units to shard and to checkpoint, their parameters and bytes"
 EXAMPLES = (
@@ -126,22 +127,12 @@ def to_text(report: LayersReport) -> str:
         checkpointed = f"yes{frozen}" if item.checkpointed else "no, not in scope"
         rows.append(
             (item.group, item.names, item.layer_class, str(item.count), f"{item.parameters_each:,}",
-             _size(item.bytes_each), "own unit", checkpointed)
+             write_bytes(item.bytes_each), "own unit", checkpointed)
         )  # fmt: skip
     outside = f"{report.outside_parameters:,}"
-    rows.append(("-", "(outside layers)", "-", "1", outside, _size(report.outside_bytes), "root unit", "no"))
+    rows.append(("-", "(outside layers)", "-", "1", outside, write_bytes(report.outside_bytes), "root unit", "no"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     counts = {group: sum(i.count for i in report.runs if i.group == group) for group in (i.group for i in report.runs)}
-    title = f"{report.model_class}: {report.parameters:,} parameters, {_size(report.bytes)}; layers: "
+    title = f"{report.model_class}: {report.parameters:,} parameters, {write_bytes(report.bytes)}; layers: "
     return title + ", ".join(f"{count} {group}" for group, count in counts.items()) + "\n\n" + "\n".join(lines) + "\n"
-
-
-def _size(nbytes: int) -> str:
-    """Bytes in binary units: ``"1.50 GiB"``."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"

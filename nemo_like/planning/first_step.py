@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from nemo_like.activation_checkpointing.plan import Plan, gib
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.log import logger
+from nemo_like.options.words import write_bytes
 from nemo_like.profiling.meters import AllocatorEvents, storages_of
 from nemo_like.tensors import describe, tensors_in
 
@@ -157,8 +158,8 @@ class _StepWatch:
         found = causes(self.plan.step, self.seen)
         more = "above" if peak > predicted else "below"
         text = (
-            f"The first whole step peaked at {gib(peak)} on this rank, {abs(peak - predicted) / predicted:.0%} {more} the "
-            f"{gib(predicted)} that was predicted for ac={self.plan.budget!r}. "
+            f"The first whole step peaked at {write_bytes(peak)} on this rank, {abs(peak - predicted) / predicted:.0%} "
+            f"{more} the {write_bytes(predicted)} that was predicted for ac={self.plan.budget!r}. "
         )
         text += "The likely cause: " + "; ".join(found) + "." if found else (
             "What the loop does is what was planned for; something else is alive, or the plan was made for another set-up."

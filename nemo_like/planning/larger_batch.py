@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.activation_checkpointing.plan import Plan, gib
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.log import warn_once
+from nemo_like.options.words import write_bytes
 from nemo_like.tensors import describe, tensors_in
 
 _WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64")
@@ -77,7 +78,7 @@ class SizeWatch:
         if most_elements(given) <= self.most * microbatches:
             return
         self.over = True  # the hook is not taken out here: torch goes through the hooks just now
-        peak = f"the predicted peak of {gib(self.peak_bytes)}" if self.peak_bytes else "was predicted"
+        peak = f"the predicted peak of {write_bytes(self.peak_bytes)}" if self.peak_bytes else "was predicted"
         each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
         warn_once(
             f"A batch is larger than the one that the plan was made for ({describe(given, {})}; planned: "

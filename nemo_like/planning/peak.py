@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like.options import OffloadConfig
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.block_memory import BlockMemory
 from nemo_like.planning.communication import Communication, StepPoint, StepWalk
 from nemo_like.planning.microbatch import Microbatch
@@ -57,6 +58,12 @@ class Peak:
     def total(self) -> int:
         """The peak, bytes."""
         return sum(self.parts.values())
+
+    @property
+    def words(self) -> str:
+        """Where it is, and the four largest parts: ``"optimizer step: parameters 1.00GiB, ..."``."""
+        largest = sorted(self.parts.items(), key=lambda part: -part[1])[:4]
+        return f"{self.at}: " + ", ".join(f"{name} {write_bytes(size)}" for name, size in largest)
 
 
 _STAYING = ("parameters", "averaged weights", "remembered tables", "optimizer state")

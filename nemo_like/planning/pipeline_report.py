@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.extras import require
 from nemo_like.options import MemoryBudget
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan_report import FRACTIONS, MODES
 from nemo_like.planning.stage_plans import choose, describe, reserved_on_ranks
@@ -73,7 +74,7 @@ def pipeline_report(planner: PipelinePlanner, budgets: Sequence[str] = (), limit
 
     def within(budget: int) -> tuple[Choices, Peak] | None:
         try:
-            choices = choose(planner, MemoryBudget(peak_bytes=budget), gib(budget))
+            choices = choose(planner, MemoryBudget(peak_bytes=budget), write_bytes(budget))
         except BudgetError as error:
             errors.append(str(error))
             return None
@@ -205,6 +206,7 @@ def least_help(report: PipelineReport) -> str:
     """What to say where nothing fits."""
     low = min(report.rows, key=lambda row: row.plan.peak_bytes)
     return (
-        f"Nothing fits {gib(report.limit)}: ac={low.name!r} peaks at {gib(low.plan.peak_bytes)} ({low.plan.peak_at}). Use "
+        f"Nothing fits {write_bytes(report.limit)}: ac={low.name!r} peaks at {write_bytes(low.plan.peak_bytes)} "
+        f"({low.plan.peak_at}). Use "
         "smaller microbatches, more stages, more ranks to shard over, loss='chunked' or balance='memory'."
     )

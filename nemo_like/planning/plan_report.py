@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_like.activation_checkpointing.plan import Plan, gib
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.extras import require
 from nemo_like.job import Job
 from nemo_like.options import ChunkedLoss, MemoryBudget, PlanSearch, StepSpec
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
@@ -136,7 +137,7 @@ def make_report(
 
     def within(budget: int) -> tuple[Any, Peak] | None:
         try:
-            choices, _ = planner.choose(MemoryBudget(peak_bytes=budget), gib(limit))
+            choices, _ = planner.choose(MemoryBudget(peak_bytes=budget), write_bytes(limit))
         except BudgetError as error:
             errors.append(str(error))
             return None
@@ -144,7 +145,7 @@ def make_report(
 
     best_of_all = plan_within(planner, limit, within)
     if best_of_all is None:
-        problem = errors[-1] if errors else f"No plan reserves less than {gib(limit)}."
+        problem = errors[-1] if errors else f"No plan reserves less than {write_bytes(limit)}."
     else:
         text = budget_word(best_of_all[3], best_of_all[1].total)
         if text not in asked:

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like.activation_checkpointing.plan import BudgetError, Plan, gib
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.block import Choice
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import asked_job
@@ -144,12 +145,11 @@ def _in_order(steps: list[tuple[float, int, int]]) -> list[int]:
 
 
 def _too_small(planner: PipelinePlanner, rank: int, limit: int, asked: str, peak: Peak) -> BudgetError:
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
     return BudgetError(
-        f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at on rank {rank} of the pipeline is "
-        f"{gib(peak.total)} ({peak.at}: {parts}). Give it at least that, or lower it with smaller microbatches, more stages "
-        f"(now {len(planner.stages)}), more ranks to shard over (now {planner.job.shard_ranks}), or "
-        "PipelineParallel(balance='memory').",
+        f"Budget {asked!r} is {write_bytes(limit)} per rank, and the least that any plan peaks at on rank {rank} of the "
+        f"pipeline is {write_bytes(peak.total)} ({peak.words}). Give it at least that, or lower it with smaller "
+        f"microbatches, more stages (now {len(planner.stages)}), more ranks to shard over (now {planner.job.shard_ranks}), "
+        "or PipelineParallel(balance='memory').",
         peak.total,
     )
 

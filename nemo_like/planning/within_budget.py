@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nemo_like.activation_checkpointing.plan import BudgetError, gib
+from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
+from nemo_like.options.words import write_bytes
 from nemo_like.planning import solver
 from nemo_like.planning.last_within import last_within
 from nemo_like.planning.peak import Peak
@@ -68,17 +69,16 @@ def _too_small(planner: Planner, budget: MemoryBudget, limit: int, asked: str) -
             " and what says which rows go to which expert" if planner.job.ep.size > 1 else ""
         )
         return BudgetError(
-            f"Budget {asked!r} allows {gib(limit)} of activations, and {kept} alone take {gib(least)} "
-            f"({least / none:.1%} of the {gib(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
+            f"Budget {asked!r} allows {write_bytes(limit)} of activations, and {kept} alone take {write_bytes(least)} "
+            f"({least / none:.1%} of the {write_bytes(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
             "use a smaller batch or sequence.",
             least,
         )
     peak = planner.peak(planner.proved_all(stack.assignment(stack.mixes[0])))
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(peak.parts.items(), key=lambda p: -p[1])[:4])
     return BudgetError(
-        f"Budget {asked!r} is {gib(limit)} per rank, and the least that any plan peaks at is {gib(peak.total)} "
-        f"({peak.at}: {parts}). Give it at least that, or lower it with a smaller batch or sequence, more ranks "
-        f"to shard over (now {planner.job.shard_ranks})"
+        f"Budget {asked!r} is {write_bytes(limit)} per rank, and the least that any plan peaks at is "
+        f"{write_bytes(peak.total)} ({peak.words}). Give it at least that, or lower it with a smaller batch or sequence, "
+        f"more ranks to shard over (now {planner.job.shard_ranks})"
         + _offload_would_save(planner, stack, peak)
         + _chunks_would_save(planner, stack, peak)
         + ".",
@@ -94,7 +94,7 @@ def _offload_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
     other.runs = {}
     other.job = replace(planner.job, offload=OffloadConfig("boundary"))
     saved = peak.total - other.peak(planner.proved_all(stack.assignment(stack.mixes[0]))).total
-    return f", host offload (offload='boundary': {gib(saved)} less)" if saved > 0 else ""
+    return f", host offload (offload='boundary': {write_bytes(saved)} less)" if saved > 0 else ""
 
 
 def _chunks_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
@@ -102,4 +102,4 @@ def _chunks_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
     chunks = None if planner.job.loss is not None else planner.with_chunks(ChunkedLoss())
     least = planner.proved_all(stack.assignment(stack.mixes[0]))
     saved = 0 if chunks is None else peak.total - chunks.peak(least).total
-    return f", or a chunked loss (loss='chunked': {gib(saved)} less)" if saved > 0 else ""
+    return f", or a chunked loss (loss='chunked': {write_bytes(saved)} less)" if saved > 0 else ""

@@ -15,13 +15,14 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like.activation_checkpointing.plan import FORMAT, Plan, gib, layer_signature
+from nemo_like.activation_checkpointing.plan import FORMAT, Plan, layer_signature
 from nemo_like.console import flag
 from nemo_like.distributed.launch import local_world_size
 from nemo_like.flags import RESHARD, reshard_word
 from nemo_like.json_file import write_json
 from nemo_like.log import say_once
 from nemo_like.options import FSDP2, MemoryBudget, normalise, parse_ac, parse_bytes
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.fit import Candidate, FitReport, fit
 from nemo_like.recipes.agree import Ranks
@@ -60,7 +61,7 @@ class Fitted:
         chosen = " ".join(_said(name, value) for name, value in self.options.items())
         return (
             f"--fit {'keeps' if self.kept else 'chose'} {chosen or 'nothing'}: predicted peak "
-            f"{gib(said['peak_bytes'])} of {gib(said['limit_bytes'])} on each rank, for microbatches "
+            f"{write_bytes(said['peak_bytes'])} of {write_bytes(said['limit_bytes'])} on each rank, for microbatches "
             f"of up to {said['rows']} x {said['width']} tokens; {said['tokens_per_second_per_gpu']:,.0f} tokens/s per rank "
             f"by the rates of {said['rates']}"
         )
@@ -168,8 +169,8 @@ def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any], host: int
         return None
     if (there := found.predicted["host_bytes"]) > host:
         say_once(
-            f"--fit chooses anew: what the run that is resumed chose takes {gib(there)} of host memory on each rank, and "
-            f"there are {gib(host)}."
+            f"--fit chooses anew: what the run that is resumed chose takes {write_bytes(there)} of host memory on each "
+            f"rank, and there are {write_bytes(host)}."
         )
         return None
     return replace(found, kept=True)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.activation_checkpointing.plan import BudgetError, gib
+from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import MemoryBudget, parse_ac, parse_dtype
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.planner import Planner
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.run_options import RunOptions
 
-_GIB = 2**30
 _LESS = 0.9
 """Share of a budget that did not fit, to try next."""
 
@@ -72,12 +72,13 @@ class PlannedStep:
         both = {
             name: value for said in sorted(found, key=lambda said: found[said]) for name, value in changes[said].items()
         }
-        ways = [f"-{_size(saved)} with {said}" for said, saved in sorted(found.items(), key=lambda item: -item[1])]
+        ways = [f"-{write_bytes(saved)} with {said}" for said, saved in sorted(found.items(), key=lambda item: -item[1])]
         if len(both) > 1:
             words = (
                 "all of these" if len(both) == sum(len(changes[said]) for said in found) else "the best of all of these"
             )
-            ways.append(f"a peak of {_size(self.peak(replace(options, **both)))} in place of {_size(now)} with {words}")
+            best = write_bytes(self.peak(replace(options, **both)))
+            ways.append(f"a peak of {best} in place of {write_bytes(now)} with {words}")
         return ways or ["a smaller --seq-len, or more ranks to shard over"]
 
     def peak(self, options: RunOptions) -> int:
@@ -124,8 +125,4 @@ def smaller_budget(budget: MemoryBudget, device: Device) -> str:
     if budget.fraction is not None:
         return f"{budget.fraction * 100 / 2:g}%"
     size = budget.peak_bytes or device.memory_bytes * (budget.device_share or 1.0)
-    return gib(int(size * _LESS))
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.1f} MiB"
+    return write_bytes(int(size * _LESS))

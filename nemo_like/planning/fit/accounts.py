@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nemo_like.activation_checkpointing.plan import gib
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.block import Choice
 from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import Device
@@ -130,5 +130,5 @@ def _optimizer(
     passes = optimizer_seconds(trained, name, device) + host_optimizer_seconds(on_host, name, device)
     if kernels * device.launch_seconds > passes:
         return f"{name}{where}: launches of {kernels} kernels"
-    size = gib(sum(param.size for param in [*trained, *on_host]))
+    size = write_bytes(sum(param.size for param in [*trained, *on_host]))
     return f"{name}{where}: passes over {size} of parameters, gradients and states"

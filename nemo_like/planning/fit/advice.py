@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration
 from nemo_like.planning.fit.question import Question
@@ -76,7 +76,7 @@ def ways_out(
 
     def consider(what: str, size: int) -> None:
         if size < now:
-            (fitting if size <= limit else lowering).append(f"{what}: -{gib(now - size)}")
+            (fitting if size <= limit else lowering).append(f"{what}: -{write_bytes(now - size)}")
 
     for name, changed in _variants(shape, conf):
         consider(name, _needs(shape, changed))
@@ -135,7 +135,7 @@ def _on_the_host(shape: TracedShape | StagedShape, conf: Configuration, question
     words = "weights, gradients and optimizer state on the host (cpu_offload=True)"
     size = shape.host_bytes(there, shape.choices(there))
     if size > question.host_memory:
-        words = f"{words} with {gib(size)} of host memory per rank (--host-memory)"
+        words = f"{words} with {write_bytes(size)} of host memory per rank (--host-memory)"
     return words, _needs(shape, there)
 
 

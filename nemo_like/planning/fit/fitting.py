@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.job import Job
@@ -22,6 +21,7 @@ from nemo_like.log import say_once
 from nemo_like.models import check_positions, resolve_model
 from nemo_like.module_tree import check_model
 from nemo_like.options import MemoryBudget, Precision, parse_bytes
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.fit.advice import binds, ways_out
 from nemo_like.planning.fit.candidate import Candidate
@@ -91,8 +91,8 @@ class FitReport:
             why = ", ".join(f"{name} ({count})" for name, count in self.rejected.items())
             return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
         return (
-            f"Nothing fits in {gib(limit)} on each of {self.question.gpus} x {self.question.device.name}: what "
-            f"needs least takes {gib(near.need.bytes)} ({near.need.by}; {near.call()}), bound by {self.binds}."
+            f"Nothing fits in {write_bytes(limit)} on each of {self.question.gpus} x {self.question.device.name}: what "
+            f"needs least takes {write_bytes(near.need.bytes)} ({near.need.by}; {near.call()}), bound by {self.binds}."
             + (f" What would help: {'; '.join(self.helps)}." if self.helps else "")
         )
 

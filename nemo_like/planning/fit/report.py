@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from nemo_like.activation_checkpointing.plan import gib
 from nemo_like.flags import reshard_word
 from nemo_like.options import PipelineParallel
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.fitting import FitReport
@@ -78,7 +78,7 @@ def explanation(candidate: Candidate) -> str:
     of. The parts add up to the peak and to the step, and the lines below a part to it."""
     account = candidate.account
     rows = ((), ()) if account is None else (account.bytes, account.seconds)
-    lines = [f"Peak: {gib(candidate.peak_bytes)}, {candidate.peak.at}"]
+    lines = [f"Peak: {write_bytes(candidate.peak_bytes)}, {candidate.peak.at}"]
     lines += _parts(candidate.peak.parts, rows[0], _size)
     lines.append(f"Beside it, among what must fit:\n  {_size(candidate.need.inputs)}  step's input")
     if account is not None and account.ranks:
@@ -102,7 +102,7 @@ def _parts(totals: Mapping[str, float], rows: Sequence[Row], word: Callable[[flo
 
 
 def _size(size: float) -> str:
-    return f"{size / 2**30:8.3f} GiB" if abs(size) >= 2**24 else f"{size / 2**20:8.3f} MiB"
+    return f"{write_bytes(round(size)):>11}"
 
 
 def _milliseconds(seconds: float) -> str:
