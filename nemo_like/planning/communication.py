@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from nemo_like.planning.microbatch import Microbatch
+from nemo_like.planning.parts import Part
 from nemo_like.planning.sharding import Sharding, UnitBytes
-
-PARTS = (
-    "parameters", "averaged weights", "remembered tables", "optimizer state", "gradients",
-    "gathered layers", "gathered root", "reduce buffers",
-    "held activations", "running layer", "outside of layers", "kept output", "optimizer step",
-    "microbatches in flight", "receive buffers", "sent tensors",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class StepPoint:
 class StepWalk:
     """What is alive now, by part; and the highest point so far."""
 
-    now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
     best: dict[str, int] = field(default_factory=dict)
     best_total: int = -1
     best_at: str = ""
@@ -53,7 +48,8 @@ class StepWalk:
     stage: int = 0
     in_flight: Callable[[], tuple[tuple[int, str, int], ...]] = tuple
 
-    def look(self, where: str, **extra: int) -> None:
+    def look(self, where: str, extra: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Take this point for the highest, if it is; `extra`: bytes by part that are alive here alone."""
         total = sum(self.now.values()) + sum(extra.values())
         if total > self.best_total:
             self.best_total, self.best_at = total, where
@@ -62,10 +58,7 @@ class StepWalk:
             self.log.append(StepPoint(where, self.phase, self._with(extra), self.upto, self.in_flight(), self.stage))
 
     def _with(self, extra: Mapping[str, int]) -> dict[str, int]:
-        parts = dict(self.now)
-        for part, value in extra.items():
-            parts[part.replace("_", " ")] += value
-        return parts
+        return self.now | {part: self.now[part] + value for part, value in extra.items()}
 
 
 class Communication:
@@ -78,7 +71,7 @@ class Communication:
         self.on = sharding.on
         self.flat: dict[int | str, int] = {}
         """Units whose flat buffer is there: fetched, not yet copied out; ``"tail"`` is one."""
-        self.kept = ("gathered root", 0)
+        self.kept = (Part.GATHERED_ROOT, 0)
         """The flat buffer of the unit that forward copied out last: freed at the next copy-out."""
         self.open: dict[int, int] = {}
         """Units that are gathered."""
@@ -88,15 +81,15 @@ class Communication:
     def start(self) -> None:
         if not self.on:
             return
-        self._gather("gathered root", self.s.root)
+        self._gather(Part.GATHERED_ROOT, self.s.root)
         self._fetch_ahead(-1)
 
-    def _gather(self, part: str, unit: UnitBytes) -> None:
+    def _gather(self, part: Part, unit: UnitBytes) -> None:
         """One unit into its flat buffer and out of it, in forward."""
-        self.walk.look("gathering", **{part.replace(" ", "_"): self._while_gathering(unit)})
+        self.walk.look("gathering", {part: self._while_gathering(unit)})
         self._keep(part, unit.flat)
         self.now[part] += unit.flat + unit.gathered  # the flat buffer, and the parameters copied out of it
-        self.walk.look("copying out", **{part.replace(" ", "_"): unit.copied})
+        self.walk.look("copying out", {part: unit.copied})
 
     def _while_gathering(self, unit: UnitBytes) -> int:
         """The flat buffer, what it is made from, and the copy of it that gloo receives into."""
@@ -105,7 +98,7 @@ class Communication:
     def _copied_by_gloo(self, unit: UnitBytes, size: int) -> int:
         return size if self.s.gloo and unit.gathered != unit.shard_gathered else 0
 
-    def _keep(self, part: str, size: int) -> None:
+    def _keep(self, part: Part, size: int) -> None:
         """The flat buffer kept so far goes; the one of `size` bytes, counted by the caller, takes its place."""
         self.now[self.kept[0]] -= self.kept[1]
         self.kept = (part, size)
@@ -117,16 +110,16 @@ class Communication:
     def _fetch(self, key: int | str, unit: UnitBytes | None) -> None:
         if unit is None or key in self.flat or key in self.open:
             return
-        self.walk.look("gathering", gathered_layers=self._while_gathering(unit))
+        self.walk.look("gathering", {Part.GATHERED_LAYERS: self._while_gathering(unit)})
         self.flat[key] = unit.flat
-        self.now["gathered layers"] += unit.flat
+        self.now[Part.GATHERED_LAYERS] += unit.flat
 
     def _copy_out(self, key: int | str, unit: UnitBytes) -> None:
         """In forward."""
         self._fetch(key, unit)
-        self._keep("gathered layers", self.flat.pop(key))
-        self.now["gathered layers"] += unit.gathered
-        self.walk.look("copying out", gathered_layers=unit.copied)
+        self._keep(Part.GATHERED_LAYERS, self.flat.pop(key))
+        self.now[Part.GATHERED_LAYERS] += unit.gathered
+        self.walk.look("copying out", {Part.GATHERED_LAYERS: unit.copied})
 
     def before_forward(self, i: int) -> None:
         unit = self._unit(i)
@@ -140,13 +133,13 @@ class Communication:
     def before_experts(self, unit: UnitBytes | None) -> None:
         """Experts are gathered inside the layer, when its forward comes to them; alone on their rank, copied."""
         if unit is not None:
-            self.walk.look("gathering experts", gathered_layers=self._while_gathering(unit))
-            self._keep("gathered layers", unit.flat)
-            self.now["gathered layers"] += unit.flat + unit.gathered
+            self.walk.look("gathering experts", {Part.GATHERED_LAYERS: self._while_gathering(unit)})
+            self._keep(Part.GATHERED_LAYERS, unit.flat)
+            self.now[Part.GATHERED_LAYERS] += unit.flat + unit.gathered
 
     def after_experts(self, unit: UnitBytes | None) -> None:
         if unit is not None and unit.reshard:
-            self.now["gathered layers"] -= unit.gathered
+            self.now[Part.GATHERED_LAYERS] -= unit.gathered
 
     def gathered_in_backward(self, unit: UnitBytes | None) -> int:
         """Of experts, while their layer's backward runs, beyond those that forward left gathered."""
@@ -154,13 +147,13 @@ class Communication:
 
     def reduce_experts(self, unit: UnitBytes, grads: int) -> None:
         """When backward has gone through the experts, before the rest of their layer's gradients."""
-        self.now["gathered layers"] -= 0 if unit.reshard else unit.gathered
+        self.now[Part.GATHERED_LAYERS] -= 0 if unit.reshard else unit.gathered
         self.reduce(unit, grads)
 
     def after_forward(self, i: int) -> None:
         unit = self._unit(i)
         if self.on and unit is not None and unit.reshard and i in self.open:
-            self.now["gathered layers"] -= self.open.pop(i)
+            self.now[Part.GATHERED_LAYERS] -= self.open.pop(i)
 
     def before_tail(self) -> None:
         if self.on and self.s.tail is not None:
@@ -169,7 +162,7 @@ class Communication:
 
     def after_model(self) -> None:
         """At the end of the model's forward, the last flat buffer goes."""
-        self._keep("gathered layers", 0)
+        self._keep(Part.GATHERED_LAYERS, 0)
 
     def before_tail_backward(self) -> None:
         """The tail (or the root: one) fetches the layers before it. For whole logits that comes after the peak."""
@@ -180,10 +173,10 @@ class Communication:
         """The tail is reduced before the last layer's backward."""
         if not self.on:
             freed = self.s.tail.grad if self.micro.frees and self.s.tail is not None else 0
-            self.now["gradients"] += grads - freed
+            self.now[Part.GRADIENTS] += grads - freed
             return
         if self.s.tail is not None:
-            self.now["gathered layers"] -= self.s.tail.gathered if self.tail_open else 0
+            self.now[Part.GATHERED_LAYERS] -= self.s.tail.gathered if self.tail_open else 0
             self.reduce(self.s.tail, 0)
 
     def before_backward(self, i: int) -> None:
@@ -192,9 +185,9 @@ class Communication:
             return
         if i not in self.open:
             self._fetch(i, unit)
-            self.walk.look("copying out", gathered_layers=unit.gathered + unit.copied)
+            self.walk.look("copying out", {Part.GATHERED_LAYERS: unit.gathered + unit.copied})
             self.open[i] = unit.gathered
-            self.now["gathered layers"] += unit.gathered - self.flat.pop(i)
+            self.now[Part.GATHERED_LAYERS] += unit.gathered - self.flat.pop(i)
         self._fetch_behind(i, self.s.prefetch[1])
 
     def _fetch_behind(self, i: int, count: int) -> None:
@@ -205,27 +198,27 @@ class Communication:
         """`grads`: made by this layer's backward; `before`: whole ones that were there."""
         unit = self._unit(i)
         if not self.on or unit is None:
-            self.now["gradients"] += grads - (before if self.micro.frees else 0)
+            self.now[Part.GRADIENTS] += grads - (before if self.micro.frees else 0)
             return
-        self.now["gathered layers"] -= self.open.pop(i, 0)
+        self.now[Part.GATHERED_LAYERS] -= self.open.pop(i, 0)
         self.reduce(unit, grads)
 
     def reduce(self, unit: UnitBytes, grads: int) -> None:
         """Gradients are copied into the flat buffer, freed, reduced, and cast to the parameters' dtype."""
         if not self.micro.reduces:
-            self.now["gradients"] += 0 if self.micro.adds else unit.whole_grad
-            self.now["running layer"] = max(0, self.now["running layer"] - grads)
+            self.now[Part.GRADIENTS] += 0 if self.micro.adds else unit.whole_grad
+            self.now[Part.RUNNING_LAYER] = max(0, self.now[Part.RUNNING_LAYER] - grads)
             return
-        self.now["reduce buffers"] -= self.last_reduce
-        self.now["reduce buffers"] += unit.reduce_input
+        self.now[Part.REDUCE_BUFFERS] -= self.last_reduce
+        self.now[Part.REDUCE_BUFFERS] += unit.reduce_input
         self.last_reduce = unit.reduce_input
-        self.walk.look("copying gradients", reduce_buffers=unit.held_in_reduce)
-        running, self.now["running layer"] = self.now["running layer"], max(0, self.now["running layer"] - grads)
-        self.now["gradients"] -= unit.whole_grad if self.micro.frees else 0
+        self.walk.look("copying gradients", {Part.REDUCE_BUFFERS: unit.held_in_reduce})
+        running, self.now[Part.RUNNING_LAYER] = self.now[Part.RUNNING_LAYER], max(0, self.now[Part.RUNNING_LAYER] - grads)
+        self.now[Part.GRADIENTS] -= unit.whole_grad if self.micro.frees else 0
         reducing = unit.reduce_output + unit.held_in_reduce + self._copied_by_gloo(unit, unit.reduce_input)
-        self.walk.look("reducing gradients", reduce_buffers=reducing, gradients=self._cast(unit))
-        self.now["gradients"] += 0 if self.micro.adds else unit.grad
-        self.now["running layer"] = max(0, running - grads)
+        self.walk.look("reducing gradients", {Part.REDUCE_BUFFERS: reducing, Part.GRADIENTS: self._cast(unit)})
+        self.now[Part.GRADIENTS] += 0 if self.micro.adds else unit.grad
+        self.now[Part.RUNNING_LAYER] = max(0, running - grads)
 
     def _cast(self, unit: UnitBytes) -> int:
         made = unit.grad or unit.host_grad
@@ -233,12 +226,12 @@ class Communication:
 
     def finish(self, root_grads: int) -> None:
         if not self.on:
-            self.now["gradients"] += root_grads
+            self.now[Part.GRADIENTS] += root_grads
             return
-        self.now["gathered layers"], self.now["gathered root"] = 0, 0
-        self.now["outside of layers"] = root_grads
+        self.now[Part.GATHERED_LAYERS], self.now[Part.GATHERED_ROOT] = 0, 0
+        self.now[Part.OUTSIDE_OF_LAYERS] = root_grads
         self.reduce(self.s.root, 0)
-        self.now["reduce buffers"] = 0
+        self.now[Part.REDUCE_BUFFERS] = 0
 
     def _unit(self, i: int) -> UnitBytes | None:
         return self.units[i]

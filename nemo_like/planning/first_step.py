@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.log import logger
 from nemo_like.options.words import write_bytes
+from nemo_like.planning.parts import Part
 from nemo_like.profiling.meters import AllocatorEvents, storages_of
 from nemo_like.tensors import describe, tensors_in
 
@@ -145,7 +146,7 @@ class _StepWatch:
         self.seen.optimizer = _word(optimizer)
         self.seen.output_kept = any(ref() is not None for ref in self.output)
         between = bytes_between_steps(model, optimizer, gradients=self.seen.gradients_before)
-        between += self.plan.peak.get("remembered tables", 0)  # of the functions of its code: nobody's tensors
+        between += self.plan.peak.get(Part.REMEMBERED_TABLES, 0)  # of the functions of its code: nobody's tensors
         peak = self.meter.stop(between)
         self._close()
         if peak is not None:

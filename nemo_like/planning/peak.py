@@ -7,7 +7,7 @@ forward and backward; and what the running layer, or the stretch between two lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like.options import OffloadConfig
@@ -16,6 +16,7 @@ from nemo_like.planning.block_memory import BlockMemory
 from nemo_like.planning.communication import Communication, StepPoint, StepWalk
 from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory, Stretch
+from nemo_like.planning.parts import STAYING, Part
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
 
@@ -46,12 +47,12 @@ class LayerMemory:
 class Peak:
     """A predicted peak."""
 
-    parts: dict[str, int]
+    parts: Mapping[str, int]
     """Bytes by what they are, at the peak."""
     at: str
     """Where in the step."""
     held: int
-    """Alive when the model's forward has ended, its output among it, beyond what stays from step to step (`_STAYING`);
+    """Alive when the model's forward has ended, its output among it, beyond what stays from step to step (`STAYING`);
     bytes."""
 
     @property
@@ -64,10 +65,6 @@ class Peak:
         """Where it is, and the four largest parts: ``"optimizer step: parameters 1.00GiB, ..."``."""
         largest = sorted(self.parts.items(), key=lambda part: -part[1])[:4]
         return f"{self.at}: " + ", ".join(f"{name} {write_bytes(size)}" for name, size in largest)
-
-
-_STAYING = ("parameters", "averaged weights", "remembered tables", "optimizer state")
-"""What is there before the first step of a loop, or stays from then on; gradients apart."""
 
 
 def step_peak(
@@ -96,21 +93,21 @@ def step_peak(
     walk = StepWalk(log=log)
     now = walk.now
     outer = outer.counted_once([layer.inputs for layer in layers])
-    now["parameters"], now["optimizer state"] = sharding.params, optimizer[0]
-    now["gradients"], now["averaged weights"] = micro.gradients, averaged
-    now["remembered tables"] = remembered
-    now["kept output"] = outer.kept  # the microbatch's before
+    now[Part.PARAMETERS], now[Part.OPTIMIZER_STATE] = sharding.params, optimizer[0]
+    now[Part.GRADIENTS], now[Part.AVERAGED_WEIGHTS] = micro.gradients, averaged
+    now[Part.REMEMBERED_TABLES] = remembered
+    now[Part.KEPT_OUTPUT] = outer.kept  # the microbatch's before
     comm = Communication(walk, sharding, [layer.unit for layer in layers], micro)
     comm.start()
     walk_forward(walk, comm, layers, outer, offload, copies_at_once=copies_at_once)
-    now["kept output"] = 0  # the output before is gone, and this one is among what is outside of layers
-    held = sum(now.values()) - sum(now[part] for part in _STAYING)
-    now["kept output"] = outer.kept
+    now[Part.KEPT_OUTPUT] = 0  # the output before is gone, and this one is among what is outside of layers
+    held = sum(now.values()) - sum(now[part] for part in STAYING)
+    now[Part.KEPT_OUTPUT] = outer.kept
     walk_backward(walk, comm, layers, outer, offload, tail_grads, copies_at_once=copies_at_once)
     comm.finish(root_grads)
-    now["outside of layers"] = 0
+    now[Part.OUTSIDE_OF_LAYERS] = 0
     walk.phase = "optimizer"
-    walk.look("optimizer step", optimizer_step=optimizer[1])
+    walk.look("optimizer step", {Part.OPTIMIZER_STEP: optimizer[1]})
     return Peak({part: value for part, value in walk.best.items() if value}, walk.best_at, held)
 
 
@@ -123,11 +120,11 @@ def walk_forward(
     for i, layer in enumerate(layers):
         _stretch(walk, outer.forward[i], f"before layer {i}, forward")
         comm.before_forward(i)
-        now["outside of layers"] = outer.forward[i].left
+        now[Part.OUTSIDE_OF_LAYERS] = outer.forward[i].left
         comm.before_experts(layer.experts)
-        walk.look(f"forward of layer {i}", running_layer=layer.memory.forward_peak + layer.copied)
+        walk.look(f"forward of layer {i}", {Part.RUNNING_LAYER: layer.memory.forward_peak + layer.copied})
         comm.after_experts(layer.experts)
-        now["held activations"] = held_bytes(layers[: i + 1], None if copies_at_once else offload)
+        now[Part.HELD_ACTIVATIONS] = held_bytes(layers[: i + 1], None if copies_at_once else offload)
         walk.upto = i + 1
         comm.after_forward(i)
     comm.before_tail()
@@ -145,47 +142,48 @@ def walk_backward(
     last layer has gone through.
     """
     now, walk.phase = walk.now, "backward"
-    now["outside of layers"] -= outer.kept
+    now[Part.OUTSIDE_OF_LAYERS] -= outer.kept
     _stretch(walk, _less(outer.loss, outer.kept), "loss")
     holding = [replace(layer, held=0, moved=0) if i in outer.dropped else layer for i, layer in enumerate(layers)]
     bound = None if copies_at_once else offload
-    now["held activations"] = held_bytes(holding, bound)
+    now[Part.HELD_ACTIVATIONS] = held_bytes(holding, bound)
     walk.upto = len(layers)
     if outer.in_chunks:
         comm.before_tail_backward()
     _stretch(walk, _less(outer.middle, outer.kept), "backward of the head")
     comm.after_tail_backward(tail_grads)
-    now["outside of layers"] -= tail_grads  # reduced, or among the gradients
+    now[Part.OUTSIDE_OF_LAYERS] -= tail_grads  # reduced, or among the gradients
     for i in reversed(range(len(layers))):
         layer, stretch = layers[i], _less(_backward_stretch(outer, len(layers), i), outer.kept)
         waiting = [holding[j] for j in range(len(layers)) if j < i or j in outer.idle]
         walk.upto = i
         after = outer.tail if i == 0 else outer.backward[len(layers) - 1 - i]
         if i in outer.idle:
-            now["held activations"] = held_bytes(waiting, bound)
-            now["receive buffers"] += after_last_layer if i == len(layers) - 1 else 0
+            now[Part.HELD_ACTIVATIONS] = held_bytes(waiting, bound)
+            now[Part.RECEIVE_BUFFERS] += after_last_layer if i == len(layers) - 1 else 0
             _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}")
             continue
         comm.before_backward(i)  # what the layer holds is there still
-        now["held activations"] = held_bytes(waiting, bound)
+        now[Part.HELD_ACTIVATIONS] = held_bytes(waiting, bound)
         if copies_at_once:
-            now["held activations"] += _fetched_ahead(layers, i, offload)
-        now["outside of layers"] = stretch.left - tail_grads - layer.memory.output_grad
+            now[Part.HELD_ACTIVATIONS] += _fetched_ahead(layers, i, offload)
+        now[Part.OUTSIDE_OF_LAYERS] = stretch.left - tail_grads - layer.memory.output_grad
         gathered = comm.gathered_in_backward(layer.experts)
         walk.look(
-            f"backward of layer {i}", running_layer=layer.memory.backward_peak + layer.inputs, gathered_layers=gathered
+            f"backward of layer {i}",
+            {Part.RUNNING_LAYER: layer.memory.backward_peak + layer.inputs, Part.GATHERED_LAYERS: gathered},
         )
-        now["running layer"] = layer.memory.param_grad + layer.memory.input_grad
+        now[Part.RUNNING_LAYER] = layer.memory.param_grad + layer.memory.input_grad
         grads = layer.memory.param_grad
         if layer.experts is not None:
             whole = layer.experts.whole_grad
             comm.reduce_experts(layer.experts, whole)
-            now["running layer"] -= whole
+            now[Part.RUNNING_LAYER] -= whole
             grads -= whole
         comm.after_backward(i, grads, layer.grads)
-        now["running layer"] = 0
+        now[Part.RUNNING_LAYER] = 0
         if i == len(layers) - 1:
-            now["receive buffers"] += after_last_layer
+            now[Part.RECEIVE_BUFFERS] += after_last_layer
         _stretch(walk, _less(after, tail_grads + outer.kept), f"after layer {i}, backward")
 
 
@@ -215,9 +213,9 @@ def _fetched_ahead(layers: Sequence[LayerMemory], i: int, offload: OffloadConfig
 
 
 def _stretch(walk: StepWalk, stretch: Stretch, where: str) -> None:
-    walk.now["outside of layers"] = 0
-    walk.look(where, outside_of_layers=stretch.peak)
-    walk.now["outside of layers"] = stretch.left
+    walk.now[Part.OUTSIDE_OF_LAYERS] = 0
+    walk.look(where, {Part.OUTSIDE_OF_LAYERS: stretch.peak})
+    walk.now[Part.OUTSIDE_OF_LAYERS] = stretch.left
 
 
 def _less(stretch: Stretch, size: int) -> Stretch:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from nemo_like.planning.parts import ACTIVATIONS, GATHERED, HEAD, STATE, Part, largest_group
 from nemo_like.planning.plan_report import MODES, PlanReport, routing
-
-PARTS: Mapping[str, tuple[str, ...]] = {
-    "state": ("parameters", "averaged weights", "remembered tables", "optimizer state", "gradients", "optimizer step"),
-    "gathered": ("gathered layers", "gathered root", "reduce buffers"),
-    "activations": ("held activations", "running layer"),
-    "head": ("outside of layers", "kept output"),
-}
-"""What the parts of a `Peak` are of."""
 
 
 def binds(report: PlanReport) -> str:
-    """The kind of `PARTS` that is most of the peak of the recommended row; where nothing fits, of the lowest."""
+    """The group of parts (`nemo_like.planning.parts.GROUPS`) that is most of the recommended row's peak; where nothing fits,
+    of the lowest."""
     row = report.best or min(report.rows, key=lambda row: row.plan.peak_bytes)
-    sizes = {kind: sum(row.plan.peak.get(part, 0) for part in parts) for kind, parts in PARTS.items()}
-    return max(sizes, key=lambda kind: sizes[kind])
+    return largest_group(row.plan.peak)
 
 
 def advice(report: PlanReport, sample: str) -> str:
@@ -46,7 +37,7 @@ def advice(report: PlanReport, sample: str) -> str:
 
 
 def _ways_out(report: PlanReport) -> list[str]:
-    ways = {"state": _state_line, "gathered": _gathered_line, "activations": _activations_line, "head": _head_line}
+    ways = {STATE: _state_line, GATHERED: _gathered_line, ACTIVATIONS: _activations_line, HEAD: _head_line}
     # What fits without any checkpointing has nothing to lower.
     first = [] if report.best is not None and report.best.name == "none" else ways[binds(report)](report)
     return [*first, *_chunks_line(report), *_padding_line(report)]
@@ -104,7 +95,7 @@ def _head_line(report: PlanReport) -> list[str]:
             "What is outside of the layers is most of the peak, and its loss cannot be chunked: a smaller micro-batch."
         )
     if job.step.keeps_output and job.loss is None:
-        kept = max(row.plan.peak.get("kept output", 0) for row in report.rows)
+        kept = max(row.plan.peak.get(Part.KEPT_OUTPUT, 0) for row in report.rows)
         if kept:
             lines.append(
                 f"Drop the output before backward (loss = model(**batch).loss; --drop-output): -{kept / 2**30:.2f} GiB."

@@ -18,6 +18,7 @@ from nemo_like.planning.communication import Communication, StepPoint, StepWalk
 from nemo_like.planning.halves_memory import HalvesMemory
 from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.outer import OuterMemory
+from nemo_like.planning.parts import Part
 from nemo_like.planning.peak import LayerMemory, Peak, held_bytes, walk_backward, walk_forward
 from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.tied_stages import HeldOnce
@@ -132,7 +133,8 @@ def rank_peak(
     rank = _RankWalk(stages, microbatches, holds_sent, stay, warmup, once)
     now = rank.walk.now
     rank.walk.log, rank.walk.in_flight = points, rank.waiting
-    now["optimizer state"], now["averaged weights"] = optimizer[0] - once.state, now["parameters"] if averages else 0
+    now[Part.OPTIMIZER_STATE] = optimizer[0] - once.state
+    now[Part.AVERAGED_WEIGHTS] = now[Part.PARAMETERS] if averages else 0
     for action in actions:
         most = rank.run(action)
         if log is not None:
@@ -146,9 +148,9 @@ def with_inputs_counted_once(parts: Mapping[str, int]) -> dict[str, int]:
     """What a first layer holds of its input is a receiving buffer, which is taken from what is outside of layers: bytes by
     part of which none is less than 0."""
     found = dict(parts)
-    twice = min(0, found["outside of layers"])
-    found["outside of layers"] -= twice
-    found["receive buffers"] += twice
+    twice = min(0, found[Part.OUTSIDE_OF_LAYERS])
+    found[Part.OUTSIDE_OF_LAYERS] -= twice
+    found[Part.RECEIVE_BUFFERS] += twice
     return found
 
 
@@ -161,8 +163,8 @@ class _RankWalk:
         self.first_sent = warmup - 1
         """Of 1F1B: how many backwards until the output is done with that the last send of its warm-up holds on to."""
         self.once = once
-        self.now["parameters"] -= once.params
-        self.now["gradients"] -= once.grads if stay else 0
+        self.now[Part.PARAMETERS] -= once.params
+        self.now[Part.GRADIENTS] -= once.grads if stay else 0
         here = {stage.slice.index for stage in stages}
         self.stages = {}
         for stage in stages:
@@ -170,13 +172,13 @@ class _RankWalk:
             comm = _Gathered(self.walk, stage.sharding, units, stage.first.micro)
             index = stage.slice.index
             self.stages[index] = _Running(stage, comm, index + 1 in here, index - 1 in here, stay)
-            self.now["parameters"] += stage.sharding.params
-            self.now["remembered tables"] += stage.remembered
-            self.now["receive buffers"] += (
+            self.now[Part.PARAMETERS] += stage.sharding.params
+            self.now[Part.REMEMBERED_TABLES] += stage.remembered
+            self.now[Part.RECEIVE_BUFFERS] += (
                 microbatches * stage.hidden * ((not stage.slice.is_first) + (not stage.slice.is_last))
             )
             if stay:
-                self.now["gradients"] += stage.rest.micro.gradients
+                self.now[Part.GRADIENTS] += stage.rest.micro.gradients
         self.in_flight: dict[tuple[int, int], int] = {}
         self.between: dict[tuple[int, int], int] = {}
         self.input_grads = 0
@@ -218,32 +220,32 @@ class _RankWalk:
         one, now = self._round(stage), self.now
         outer = one.outer.counted_once([layer.inputs for layer in one.layers])
         walk_forward(self.walk, stage.comm, one.layers, outer, stage.memory.offload)
-        left = now["held activations"] + now["outside of layers"]
-        now["held activations"] = now["outside of layers"] = 0
+        left = now[Part.HELD_ACTIVATIONS] + now[Part.OUTSIDE_OF_LAYERS]
+        now[Part.HELD_ACTIVATIONS] = now[Part.OUTSIDE_OF_LAYERS] = 0
         left -= stage.memory.hidden if stage.after_here else 0  # it takes the place of the buffer of the step before
-        now["microbatches in flight"] += left
+        now[Part.MICROBATCHES_IN_FLIGHT] += left
         self.in_flight[key] = left
 
     def _begin_backward(self, stage: _Running, one: StageRound, outer: OuterMemory, key: tuple[int, int]) -> int:
         """What was in flight is what the microbatch holds now; returns the output's bytes that it counts itself."""
         now, hidden = self.now, stage.memory.hidden
-        now["microbatches in flight"] -= self.in_flight.pop(key)
+        now[Part.MICROBATCHES_IN_FLIGHT] -= self.in_flight.pop(key)
         own = 0 if stage.after_here or stage.memory.slice.is_last else hidden
-        now["held activations"] = held_bytes(one.layers, stage.memory.offload)
-        now["outside of layers"] = outer.head.left
-        now["kept output"] = own if not stage.memory.slice.is_last else outer.kept
+        now[Part.HELD_ACTIVATIONS] = held_bytes(one.layers, stage.memory.offload)
+        now[Part.OUTSIDE_OF_LAYERS] = outer.head.left
+        now[Part.KEPT_OUTPUT] = own if not stage.memory.slice.is_last else outer.kept
         if not stage.memory.slice.is_last:
-            now["receive buffers"] -= hidden  # the one that is counted as the gradient of the last layer's output
+            now[Part.RECEIVE_BUFFERS] -= hidden  # the one that is counted as the gradient of the last layer's output
         return own
 
     def _sent(self, stage: _Running, own: int) -> None:
         """At the end of a backward, or of its first half."""
         now, hidden = self.now, stage.memory.hidden
-        now["kept output"] = now["outside of layers"] = now["held activations"] = 0
+        now[Part.KEPT_OUTPUT] = now[Part.OUTSIDE_OF_LAYERS] = now[Part.HELD_ACTIVATIONS] = 0
         self.done += 1
-        now["sent tensors"] += own if self.holds_sent or self.done == self.first_sent else 0
+        now[Part.SENT_TENSORS] += own if self.holds_sent or self.done == self.first_sent else 0
         if not (stage.memory.slice.is_first or stage.before_here):
-            now["sent tensors"] += hidden if self.holds_sent or self.done == 1 else 0
+            now[Part.SENT_TENSORS] += hidden if self.holds_sent or self.done == 1 else 0
 
     def _backward(self, stage: _Running, key: tuple[int, int]) -> None:
         one, memory = self._round(stage), stage.memory
@@ -260,7 +262,7 @@ class _RankWalk:
     def _first_gradients(self, stage: _Running, more: int) -> None:
         if not stage.first_done:
             again = stage.memory.slice.is_first  # the last stage, which comes before, has made those of what both have
-            self.now["gradients"] += more - (self.once.grads if again else 0)
+            self.now[Part.GRADIENTS] += more - (self.once.grads if again else 0)
         stage.first_done = True
 
     def _inputs(self, stage: _Running, key: tuple[int, int]) -> None:
@@ -272,29 +274,29 @@ class _RankWalk:
         assert one.outer_halves is not None
         outer = one.outer_halves.counted_once([layer.inputs for layer in one.layers])
         own = self._begin_backward(stage, one, one.outer, key)
-        now["outside of layers"] = 0
+        now[Part.OUTSIDE_OF_LAYERS] = 0
         last, kept = len(one.layers) - 1, 0
         peak = max(outer.loss.peak, outer.middle.peak)
-        walk.look("first half of backward of the head", outside_of_layers=peak - outer.kept)
+        walk.look("first half of backward of the head", {Part.OUTSIDE_OF_LAYERS: peak - outer.kept})
         for i in reversed(range(len(one.layers))):
             layer, halves = one.layers[i], one.halves[i]
             stretch = outer.middle if i == last else outer.backward[last - 1 - i]
-            now["held activations"] = held_bytes(one.layers[:i], memory.offload)
+            now[Part.HELD_ACTIVATIONS] = held_bytes(one.layers[:i], memory.offload)
             walk.upto = i
-            now["outside of layers"] = stretch.left - outer.kept - layer.memory.output_grad
+            now[Part.OUTSIDE_OF_LAYERS] = stretch.left - outer.kept - layer.memory.output_grad
             walk.look(
-                f"first half of backward of layer {i}", running_layer=halves.inputs_peak + layer.inputs,
-                microbatches_in_flight=kept,
-            )  # fmt: skip
+                f"first half of backward of layer {i}",
+                {Part.RUNNING_LAYER: halves.inputs_peak + layer.inputs, Part.MICROBATCHES_IN_FLIGHT: kept},
+            )
             kept += halves.kept + layer.inputs - (0 if i else memory.hidden)  # that is in a receiving buffer
             if i == last and not memory.slice.is_last:
-                now["receive buffers"] += memory.hidden
+                now[Part.RECEIVE_BUFFERS] += memory.hidden
                 kept -= halves.kept_output_grad  # that one
         outside = outer.tail.left - outer.kept - memory.hidden + memory.shared
         self._sent(stage, own)
         self.input_grads += 0 if stage.before_here else memory.hidden
         self.between[key] = kept + outside
-        now["microbatches in flight"] += self.between[key]
+        now[Part.MICROBATCHES_IN_FLIGHT] += self.between[key]
 
     def _weights(self, stage: _Running, key: tuple[int, int]) -> None:
         one, now = self._round(stage), self.now
@@ -303,8 +305,8 @@ class _RankWalk:
         adds = [halves.weights_peak - halves.kept for halves in one.halves]
         outer = one.outer_halves.weights.peak - one.outer_halves.tail.left
         made = sum(halves.param_grad for halves in one.halves)
-        self.walk.look("second half of backward", running_layer=max(*adds, outer, made))
-        now["microbatches in flight"] -= self.between.pop(key)
+        self.walk.look("second half of backward", {Part.RUNNING_LAYER: max(*adds, outer, made)})
+        now[Part.MICROBATCHES_IN_FLIGHT] -= self.between.pop(key)
         self._first_gradients(stage, made + one.root_grads + one.tail_grads)
 
     # --- FSDP2 ----------------------------------------------------------------------------------------------------
@@ -322,8 +324,8 @@ class _RankWalk:
             *sharding.experts.values(),
         ]
         for unit in units:
-            self.now["gathered layers"] += unit.gathered
-            self.walk.look("gathering", gathered_layers=unit.flat + unit.copied + unit.gather_input)
+            self.now[Part.GATHERED_LAYERS] += unit.gathered
+            self.walk.look("gathering", {Part.GATHERED_LAYERS: unit.flat + unit.copied + unit.gather_input})
 
     def finish(self, temporaries: int) -> None:
         """Gradients are reduced, stage by stage; then the optimizer's step."""
@@ -333,10 +335,10 @@ class _RankWalk:
                 continue
             comm.micro = Microbatch(frees=True)
             for unit in sharding.all:
-                self.now["gathered layers"] -= unit.gathered
+                self.now[Part.GATHERED_LAYERS] -= unit.gathered
                 comm.reduce(unit, 0)
-            self.now["reduce buffers"] = 0
+            self.now[Part.REDUCE_BUFFERS] = 0
         # With a backward cut in two, gradients of the stages' inputs stay until the next step.
-        self.now["sent tensors"] = self.input_grads
+        self.now[Part.SENT_TENSORS] = self.input_grads
         self.walk.phase = "optimizer"
-        self.walk.look("optimizer step", optimizer_step=temporaries)
+        self.walk.look("optimizer step", {Part.OPTIMIZER_STEP: temporaries})

@@ -15,6 +15,7 @@ from nemo_like import Job, OffloadConfig, PlanSearch, StepSpec, cli
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.optimizers import TrainedParameter
+from nemo_like.planning.parts import ACTIVATIONS, GATHERED, STATE
 from nemo_like.planning.plan_advice import advice, binds
 from nemo_like.planning.plan_report import make_report, table
 from nemo_like.planning.plan_search import full_peak, largest_batch, least_gpus
@@ -119,10 +120,10 @@ def test_the_least_number_of_gpus_is_the_first_that_fits() -> None:
 @pytest.mark.parametrize(
     ("job", "shape", "kind", "said"),
     [
-        (Job.of(world_size=2), (1, 4), "state", "shard over more ranks (now 2)"),
-        (Job.of(), (1, 4), "state", "run on more than one rank"),
-        (Job.of(world_size=64), (8, 64), "activations", "a smaller micro-batch with more of them (now 1 per step)"),
-        (Job.of(world_size=64, step=StepSpec(optimizer="sgd")), (1, 2), "gathered", "tensor parallelism"),
+        (Job.of(world_size=2), (1, 4), STATE, "shard over more ranks (now 2)"),
+        (Job.of(), (1, 4), STATE, "run on more than one rank"),
+        (Job.of(world_size=64), (8, 64), ACTIVATIONS, "a smaller micro-batch with more of them (now 1 per step)"),
+        (Job.of(world_size=64, step=StepSpec(optimizer="sgd")), (1, 2), GATHERED, "tensor parallelism"),
     ],
 )  # fmt: skip
 def test_advice_is_for_what_binds(job: Job, shape: tuple[int, int], kind: str, said: str) -> None:

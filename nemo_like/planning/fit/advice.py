@@ -14,16 +14,10 @@ from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
+from nemo_like.planning.parts import largest_group
 
 MOST_GPUS = 1 << 17
 _GROWING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-_MEMORY = {
-    "outside of layers": "head", "kept output": "head", "held activations": "activations", "running layer": "activations",
-    "parameters": "parameters and optimizer", "optimizer state": "parameters and optimizer",
-    "gradients": "parameters and optimizer", "optimizer step": "parameters and optimizer",
-    "microbatches in flight": "activations of microbatches in flight",
-    "receive buffers": "what stages send and receive", "sent tensors": "what stages send and receive",
-}  # fmt: skip
 _NETWORK = {
     "parameter gathers": "all-gather of parameters", "gradient reductions": "reduction of gradients",
     "tensor-parallel sums": "sums of tensor parallelism", "sequence gathers": "all-gather of keys and values",
@@ -43,11 +37,7 @@ def binds(candidate: Candidate, limit: int, gpus_per_host: int) -> str:
     }
     worst = max(extra, key=lambda name: extra[name])
     if candidate.need.bytes > limit or (worst == "replay" and extra["replay"] > 0.02 * candidate.step_seconds):
-        sizes: dict[str, int] = {}
-        for name, size in candidate.peak.parts.items():
-            group = _MEMORY.get(name, "gathered layers and their reductions")
-            sizes[group] = sizes.get(group, 0) + size
-        return f"memory: {max(sizes, key=lambda name: sizes[name])}"
+        return f"memory: {largest_group(candidate.peak.parts)}"
     if worst == "network" and extra["network"] > 0.02 * candidate.step_seconds:
         between = " between hosts" if candidate.conf.gpus > gpus_per_host else ""
         return f"network: {_NETWORK[max(sent, key=lambda name: sent[name])]}{between}"

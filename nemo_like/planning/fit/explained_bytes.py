@@ -10,6 +10,7 @@ from nemo_like.losses.model_loss import find_head
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.fit.explained import Row, rows_of
+from nemo_like.planning.parts import Part
 from nemo_like.planning.planner import RNG_STATE, Planner
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.step_time import kernel_kind
@@ -26,9 +27,9 @@ def highest(points: Sequence[StepPoint]) -> StepPoint:
 def byte_rows(planner: Planner, choices: Sequence[Choice], point: StepPoint) -> tuple[Row, ...]:
     """Of the highest point of a step without stages; they add up to it."""
     finer = _static_rows(planner) | {
-        "held activations": _rows("held activations", held_by_kind(planner, choices, point.upto)),
-        "running layer": _running_rows(planner, choices, point),
-        "outside of layers": _outside_rows(planner, choices, point),
+        Part.HELD_ACTIVATIONS: _rows(Part.HELD_ACTIVATIONS, held_by_kind(planner, choices, point.upto)),
+        Part.RUNNING_LAYER: _running_rows(planner, choices, point),
+        Part.OUTSIDE_OF_LAYERS: _outside_rows(planner, choices, point),
     }
     return rows_of({part: size for part, size in point.parts.items() if size}, finer, 0)
 
@@ -41,9 +42,9 @@ def staged_byte_rows(planner: PipelinePlanner, choices: Choices, rank: int, poin
             finer.setdefault(part, []).extend(Row(part, f"stage {index}: {row.what}", row.amount) for row in rows)
     running = planner.stages[point.stage].planner
     for part, rows in (
-        ("held activations", _rows("", held_by_kind(running, choices[point.stage], point.upto))),
-        ("running layer", _running_rows(running, choices[point.stage], point)),
-        ("outside of layers", _outside_rows(running, choices[point.stage], point)),
+        (Part.HELD_ACTIVATIONS, _rows("", held_by_kind(running, choices[point.stage], point.upto))),
+        (Part.RUNNING_LAYER, _running_rows(running, choices[point.stage], point)),
+        (Part.OUTSIDE_OF_LAYERS, _outside_rows(running, choices[point.stage], point)),
     ):
         finer[part] = [Row(part, f"stage {point.stage}: {row.what}", row.amount) for row in rows]
     waiting: Counter[tuple[int, str]] = Counter()
@@ -51,8 +52,8 @@ def staged_byte_rows(planner: PipelinePlanner, choices: Choices, rank: int, poin
     for stage, what, size in point.in_flight:
         waiting[stage, what] += 1
         sizes[stage, what] += size
-    finer["microbatches in flight"] = [
-        Row("microbatches in flight", f"stage {stage}: {waiting[stage, what]} {what}", size)
+    finer[Part.MICROBATCHES_IN_FLIGHT] = [
+        Row(Part.MICROBATCHES_IN_FLIGHT, f"stage {stage}: {waiting[stage, what]} {what}", size)
         for (stage, what), size in sizes.items()
     ]
     return rows_of({part: size for part, size in point.parts.items() if size}, finer, 0)
@@ -117,8 +118,8 @@ def _static_rows(planner: Planner) -> dict[str, list[Row]]:
     for param, own in zip(sharding.trained, memory.states):
         states[f"{name}, of layers" if param.in_layer else f"{name}, of what is around them"] += sum(own)
     return {
-        "parameters": _rows("parameters", parameters), "optimizer state": _rows("optimizer state", states),
-        "optimizer step": [Row("optimizer step", f"temporaries of {name}", memory.step)],
+        Part.PARAMETERS: _rows(Part.PARAMETERS, parameters), Part.OPTIMIZER_STATE: _rows(Part.OPTIMIZER_STATE, states),
+        Part.OPTIMIZER_STEP: [Row(Part.OPTIMIZER_STEP, f"temporaries of {name}", memory.step)],
     }  # fmt: skip
 
 
@@ -133,13 +134,13 @@ def _running_rows(planner: Planner, choices: Sequence[Choice], point: StepPoint)
     held = trace.input_bytes if choice.decisions else trace.kept_input_bytes
     memory = planner.memory(call.kind, choice)
     kept = min(memory.held, memory.backward_peak)
-    left = point.parts["running layer"]
+    left = point.parts[Part.RUNNING_LAYER]
     rows = []
     for what, size in (
         ("its inputs", held), ("what it kept", kept), ("gradients of its output", memory.output_grad),
         ("what it runs again, makes on the way, and its gradients", left),
     ):  # fmt: skip
-        rows.append(Row("running layer", f"layer {position}: {what}", min(size, left)))
+        rows.append(Row(Part.RUNNING_LAYER, f"layer {position}: {what}", min(size, left)))
         left -= min(size, left)
     return rows
 
@@ -168,10 +169,10 @@ def _outside_rows(planner: Planner, choices: Sequence[Choice], point: StepPoint)
     least = weight.shape[0] * 2 * 16  # of a chunk of a few tokens, two bytes each
     wide = [size for size in most.values() if size % weight.shape[0] == 0 and size >= least and size != weights]
     grads = [size for size in most.values() if size == weights]
-    left = point.parts["outside of layers"]
+    left = point.parts[Part.OUTSIDE_OF_LAYERS]
     rows = []
     for what, sizes in (("logits, their copies and gradients", wide), ("gradients of the head", grads)):
         size = min(sum(sizes), left)
-        rows.append(Row("outside of layers", f"{what} ({len(sizes)} tensors)", size))
+        rows.append(Row(Part.OUTSIDE_OF_LAYERS, f"{what} ({len(sizes)} tensors)", size))
         left -= size
-    return [*rows, Row("outside of layers", "hidden states, norm and loss", left)]
+    return [*rows, Row(Part.OUTSIDE_OF_LAYERS, "hidden states, norm and loss", left)]

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.planning.communication import PARTS, StepPoint
+from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.fitting import FitReport
+from nemo_like.planning.parts import Part
 
 _SHADES = {"forward": "#eaf2fb", "backward": "#fdf1e3", "optimizer": "#e9f6e9"}
 
@@ -70,7 +71,7 @@ def timelines(candidate: Candidate) -> dict[str, list[StepPoint]]:
 
 
 def _stack(axes: Any, points: Sequence[StepPoint]) -> None:
-    names = [name for name in PARTS if any(point.parts[name] for point in points)]
+    names = [name for name in Part if any(point.parts[name] for point in points)]
     sizes = [[point.parts[name] / 2**30 for point in points] for name in names]
     axes.stackplot(range(len(points)), *sizes, labels=names, colors=list(map(_color, names)), step="post", linewidth=0)
     begin, seen = 0, set[str]()
@@ -83,7 +84,7 @@ def _stack(axes: Any, points: Sequence[StepPoint]) -> None:
 
 def _color(part: str) -> str:
     """The same in all pictures: of matplotlib's first ten colours, then the same ones lighter."""
-    number = PARTS.index(part)
+    number = list(Part).index(Part(part))
     color = require("matplotlib.colors", "plot", "to draw the picture").to_rgb(f"C{number % 10}")
     white = 0.5 if number >= 10 else 0.0
     return require("matplotlib.colors", "plot", "to draw the picture").to_hex([c + (1 - c) * white for c in color])
@@ -92,7 +93,7 @@ def _color(part: str) -> str:
 def _bars(axes: Any, report: FitReport) -> None:
     places = list(range(1, len(report.candidates) + 1))
     below = [0.0] * len(places)
-    for name in (name for name in PARTS if any(name in candidate.peak.parts for candidate in report.candidates)):
+    for name in (name for name in Part if any(name in candidate.peak.parts for candidate in report.candidates)):
         sizes = [candidate.peak.parts.get(name, 0) / 2**30 for candidate in report.candidates]
         axes.bar(places, sizes, bottom=below, label=name, color=_color(name))
         below = [low + size for low, size in zip(below, sizes)]

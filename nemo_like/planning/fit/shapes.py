@@ -23,6 +23,7 @@ from nemo_like.planning.fit.question import Question
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.last_within import last_within
 from nemo_like.planning.outer import OuterMemory
+from nemo_like.planning.parts import OF_HEAD, OF_LAYERS, Part
 from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import RNG_STATE, Planner
 from nemo_like.planning.seconds import Links, StepSeconds, layer_runs, least_seconds, planned_seconds, step_seconds
@@ -38,7 +39,7 @@ _COARSE = 1 << 9
 """States of the frontier of a block whose skips are not looked for."""
 
 
-_COMPUTED = ("held activations", "running layer", "outside of layers", "kept output")
+_COMPUTED = (*OF_LAYERS, *OF_HEAD)
 """Parts of a peak that depend on a microbatch's rows and tokens."""
 
 
@@ -280,7 +281,7 @@ class TracedShape:
         peak = self.peak(conf, choices)
         computed = sum(peak.parts.get(name, 0) for name in _COMPUTED)
         least = peak.total - computed + int(min(1.0, rows, tokens) * computed)
-        growing = peak.parts.get("held activations", 0) - self.base.traced.shared_bytes - self._constant
+        growing = peak.parts.get(Part.HELD_ACTIVATIONS, 0) - self.base.traced.shared_bytes - self._constant
         return least + int(max(0.0, min(rows, tokens) - 1.0) * max(0, growing))
 
     @cached_property
