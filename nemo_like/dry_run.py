@@ -35,6 +35,7 @@ from nemo_like.layers import find_layers
 from nemo_like.log import say_once, unsaid
 from nemo_like.module_tree import bare, bare_modules
 from nemo_like.options import DDP, ExpertParallel, MemoryBudget, StepSpec
+from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.options.words import check_whole
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import resolve_device
@@ -166,7 +167,9 @@ def _run(model: nn.Module, sample_input: Any, job: Job, skipped: Mapping[str, Ki
     else:
         split_loss = job.loss is None and job.tp.loss_parallel
         go = _loop(made, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
-    optimizer = _optimizer(list(made.parameters()), loop.optimizer)
+    make = OPTIMIZER_OBJECTS[loop.optimizer].make
+    assert make is not None  # `_refuse`
+    optimizer = make(list(made.parameters()))
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     with told, run, ledger, SumsInPlace(), ledger.watching(_layers_of(modules, names)), _sends_hold(), _no_collector():
         for _ in range(2):  # the second one begins with the optimizer's state
@@ -228,16 +231,6 @@ def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLed
     return go
 
 
-def _optimizer(parameters: list[nn.Parameter], word: str) -> torch.optim.Optimizer:
-    if word.startswith("sgd"):
-        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9 if word == "sgd-momentum" else 0.0, foreach=False)
-    foreach, fused = word == "adamw-foreach", word == "adamw-fused"
-    return torch.optim.AdamW(parameters, lr=1e-4, foreach=None if fused else foreach, fused=fused or None)
-
-
-_OPTIMIZERS = ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "sgd", "sgd-momentum")
-
-
 def _refuse(job: Job, depth: int | None) -> None:
     """Raise where `job` has what cannot be run in one process on fake tensors."""
     refused = {
@@ -249,7 +242,7 @@ def _refuse(job: Job, depth: int | None) -> None:
         and job.ep.dispatch != ExpertParallel().dispatch,
         f"compile={job.compile!r}": job.compile is not None,
         f"offload={job.offload.mode!r}": job.offload.mode != "none",
-        f"StepSpec.optimizer={job.step.optimizer!r}": job.step.optimizer not in _OPTIMIZERS,
+        f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZER_OBJECTS[job.step.optimizer].make is None,
         "StepSpec.ema=True": job.step.ema,
     }
     for name, is_there in refused.items():

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
+from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.options.words import check_bool, check_whole, did_you_mean, normalise
 
-OPTIMIZERS: tuple[str, ...] = (
-    "adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-bf16", "muon", "sgd", "sgd-momentum",
-)  # fmt: skip
+OPTIMIZERS: tuple[str, ...] = tuple(OPTIMIZER_OBJECTS)
 ZERO_GRAD: tuple[str, ...] = ("free", "zero")
 SYNC: tuple[str, ...] = ("every", "last")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.log import logger
+from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, optimizer_word
 from nemo_like.options.words import write_bytes
 from nemo_like.planning.parts import Part
 from nemo_like.profiling.meters import AllocatorEvents, storages_of
@@ -143,7 +144,7 @@ class _StepWatch:
         if self.meter is None:
             self.seen.forwards = 0
             return
-        self.seen.optimizer = _word(optimizer)
+        self.seen.optimizer = optimizer_word(optimizer)
         self.seen.output_kept = any(ref() is not None for ref in self.output)
         between = bytes_between_steps(model, optimizer, gradients=self.seen.gradients_before)
         between += self.plan.peak.get(Part.REMEMBERED_TABLES, 0)  # of the functions of its code: nobody's tensors
@@ -198,31 +199,13 @@ def causes(planned: Mapping[str, Any], seen: Seen) -> list[str]:
         found.append("the model's output was dropped before backward (StepSpec(keeps_output=False))")
     if planned.get("loss") == "model" and not seen.own_loss:
         found.append("the loss was computed outside of the model (StepSpec(loss_fn=...), a sample without labels)")
-    if seen.optimizer not in _same_form(planned.get("optimizer", seen.optimizer)):
+    word = planned.get("optimizer", seen.optimizer)
+    if seen.optimizer not in (word, *getattr(OPTIMIZER_OBJECTS.get(word), "forms", ())):
         said = seen.optimizer or "another optimizer"
         found.append(f"the step was that of {said}, planned for {planned['optimizer']} (optimizer=...)")
     if seen.batch and planned.get("sample", seen.batch) != seen.batch:
         found.append(f"the batch was {seen.batch}, planned for {planned['sample']}")
     return found
-
-
-def _same_form(word: str) -> Sequence[str]:
-    return ("adamw-loop", "adamw-foreach") if word == "adamw" else (word,)
-
-
-def _word(optimizer: Optimizer) -> str:
-    """The optimizer in the words of `StepSpec`; empty where it has none."""
-    chosen = optimizer.param_groups[0]
-    if isinstance(optimizer, torch.optim.SGD):
-        return "sgd-momentum" if chosen["momentum"] else "sgd"
-    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-        return ""
-    if chosen.get("fused"):
-        return "adamw-fused"
-    param = chosen["params"][0]
-    plain = type(param) in (torch.Tensor, nn.Parameter) and param.device.type == "cuda"
-    foreach = plain if chosen.get("foreach") is None else chosen["foreach"]
-    return "adamw-foreach" if foreach else "adamw-loop"
 
 
 def bytes_between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bool) -> int:

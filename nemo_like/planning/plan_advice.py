@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.planning.parts import ACTIVATIONS, GATHERED, HEAD, STATE, Part, largest_group
 from nemo_like.planning.plan_report import MODES, PlanReport, routing
 
@@ -61,7 +62,8 @@ def _state_line(report: PlanReport) -> list[str]:
         "run on more than one rank, over which FSDP2 shards them" if job.fsdp is None
         else f"shard over more ranks (now {job.shard_ranks}), or keep them in host memory (FSDP2(cpu_offload=True))"
     )  # fmt: skip
-    light = "" if job.step.optimizer == "adamw-8bit" else "; an 8-bit optimizer holds a quarter of AdamW's state"
+    lighter = OPTIMIZER_OBJECTS[job.step.optimizer].lighter
+    light = "" if lighter is None else f"; optimizer={lighter!r} holds less state"
     return [f"Parameters, gradients and optimizer state are most of the peak: {more}{light}."]
 
 

@@ -39,6 +39,7 @@ from nemo_like.options import (
     Precision,
     parse_ac,
 )
+from nemo_like.options.optimizers import OptimizerMemory, optimizer_memory
 from nemo_like.planning import solver, within_budget
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import BlockMemory, block_memory
@@ -51,7 +52,6 @@ from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.microbatch import Microbatch, microbatches
-from nemo_like.planning.optimizers import OptimizerMemory, optimizer_memory
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan_of_choices import plan_of

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.optimizers import OptimizerMemory
 from nemo_like.planning.allocator_model import CachingAllocator
 from nemo_like.planning.block import Choice
-from nemo_like.planning.optimizers import OptimizerMemory
 from nemo_like.planning.step_events import Events, Pass, StepEvents
 
 if TYPE_CHECKING:

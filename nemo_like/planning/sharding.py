@@ -24,7 +24,7 @@ from nemo_like.distributed.expert_parallel.shard_experts import expert_shard_dim
 from nemo_like.distributed.units import UnitPlan, padded_rows, plan_units, shard_dim
 from nemo_like.module_tree import bare
 from nemo_like.options import FSDP2, Precision
-from nemo_like.planning.optimizers import TrainedParameter
+from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.planning.tensor_twin import PartOfWeight
 
 

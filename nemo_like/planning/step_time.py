@@ -8,8 +8,8 @@ from typing import Any
 
 from nemo_like.activation_checkpointing import ops
 from nemo_like.log import say_once
+from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, TrainedParameter
 from nemo_like.planning.devices import Device
-from nemo_like.planning.optimizers import TrainedParameter
 from nemo_like.planning.sharding import Sharding
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode
@@ -52,11 +52,6 @@ def _views(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-_PASSES = {"sgd": 3.0, "sgd-momentum": 5.0, "adamw-8bit": 4.0, "adamw-bf16": 5.0}
-"""How often an optimizer step goes over the bytes of the parameters, in one kernel: it reads parameter, gradient and
-states, and writes parameter and states. AdamW in full precision: 7."""
-
-
 def optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:
     """An optimizer step on one rank, as one kernel that is bound by memory: the least that it takes. Muon's products are
     not in it.
@@ -66,12 +61,7 @@ def optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: De
         name: one of `nemo_like.options.OPTIMIZERS`.
         device: whose bandwidth counts.
     """
-    return sum(param.size for param in trained) * _PASSES.get(name, 7.0) / device.bandwidth
-
-
-_HOST_PASSES = {"adamw": 20.0, "adamw-loop": 20.0, "adamw-foreach": 20.0}
-"""The same on the host, where AdamW runs one kernel after the other: weight decay 2, first moment 3, second 2 and 3, root 2,
-division 2, epsilon 2, update 4 (``_single_tensor_adam`` of ``torch/optim/adam.py``, torch 2.13)."""
+    return sum(param.size for param in trained) * OPTIMIZER_OBJECTS[name].passes / device.bandwidth
 
 
 def update_seconds(sharding: Sharding, name: str, device: Device) -> float:
@@ -90,7 +80,9 @@ def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, devic
         rate = device.host_link
         say_once(f"The bandwidth of host memory beside {device.name} is not known: the optimizer's step there is taken to "
                  f"go at the rate of the bus, {rate / 1e9:g} GB/s.")  # fmt: skip
-    return sum(param.size for param in trained) * _HOST_PASSES.get(name, _PASSES.get(name, 7.0)) / rate
+    facts = OPTIMIZER_OBJECTS[name]
+    passes = facts.passes if facts.host_passes is None else facts.host_passes
+    return sum(param.size for param in trained) * passes / rate
 
 
 def exposed_seconds(moved: int, forward_seconds: float, device: Device) -> float:

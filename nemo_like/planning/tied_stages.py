@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from nemo_like.planning.optimizers import TrainedParameter, optimizer_memory
+from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
 
 
 class HeldOnce(NamedTuple):

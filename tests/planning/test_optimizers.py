@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nemo_like import Job, StepSpec
+from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.planning.optimizers import TrainedParameter, optimizer_memory
 
 SHAPES = [(64, 64), (512, 64), (7,), (300, 200), (16, 2, 5)]
 MATRICES = [shape for shape in SHAPES if len(shape) == 2]

@@ -13,8 +13,8 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from nemo_like import Job, OffloadConfig, PlanSearch, StepSpec, cli
 from nemo_like.options import MemoryBudget
+from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.planning.devices import Device, resolve_device
-from nemo_like.planning.optimizers import TrainedParameter
 from nemo_like.planning.parts import ACTIVATIONS, GATHERED, STATE
 from nemo_like.planning.plan_advice import advice, binds
 from nemo_like.planning.plan_report import make_report, table

@@ -40,7 +40,8 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
 def _made(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
     count = pp.microbatches or 1
     if not pp.facts.several:
-        return tuple(tuple(_one_stage(rank, pp.size, count, pp.schedule)) for rank in range(pp.size))
+        ahead = [int(pp.facts.in_flight(pp.size - rank, count, 1)) for rank in range(pp.size)]
+        return tuple(tuple(_one_stage(rank, count, most)) for rank, most in enumerate(ahead))
     schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], _no_loss)
     return tuple(tuple(_flat(action for action in schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size))
 
@@ -49,9 +50,8 @@ _made_once = functools.lru_cache(maxsize=32)(_made)
 """A search asks for the same ones again and again. Not for files, which may have changed."""
 
 
-def _one_stage(rank: int, size: int, count: int, schedule: str) -> Iterator[Action]:
-    """GPipe and 1F1B, which torch has as loops and not as tables."""
-    ahead = count if schedule == "gpipe" else min(count, size - rank)
+def _one_stage(rank: int, count: int, ahead: int) -> Iterator[Action]:
+    """GPipe and 1F1B, which torch has as loops and not as tables; `ahead`: forwards before the first backward."""
     done = 0
     for number in range(count):
         if number >= ahead:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.options.words import write_bytes
 from nemo_like.planning.block import Choice
 from nemo_like.planning.communication import StepPoint
@@ -26,7 +27,6 @@ from nemo_like.planning.fit.explained_seconds import (
 from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.shapes import TracedShape
 from nemo_like.planning.fit.staged import StagedShape
-from nemo_like.planning.optimizers import TrainedParameter
 from nemo_like.planning.seconds import KERNELS_PER_PARAMETER, LayerRun, Links, StepSeconds, layer_runs, units_outside
 from nemo_like.planning.stage_seconds import busiest_rank, handing_on, parts_of_stages
 from nemo_like.planning.stage_walk import with_inputs_counted_once

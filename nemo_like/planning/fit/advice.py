@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.options.words import write_bytes
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration
@@ -72,11 +73,11 @@ def ways_out(
         consider(name, _needs(shape, changed))
     if (on_host := _on_the_host(shape, conf, question)) is not None:
         consider(*on_host)
-    if question.job.step.optimizer == "adamw":
-        step = replace(question.job.step, optimizer="adamw-8bit")
+    if (lighter := OPTIMIZER_OBJECTS[question.job.step.optimizer].lighter) is not None:
+        step = replace(question.job.step, optimizer=lighter)
         asked = replace(question, job=replace(question.job, step=step))
-        eight_bit = shape.for_job(step=step) if isinstance(shape, TracedShape) else remade(key, asked)
-        consider("an 8-bit optimizer (optimizer='adamw-8bit')", _needs(eight_bit, conf))
+        light = shape.for_job(step=step) if isinstance(shape, TracedShape) else remade(key, asked)
+        consider(f"an optimizer with less state (optimizer={lighter!r})", _needs(light, conf))
     consider(_GROWING, _needs(shape.for_job(allocator=growing), conf))
     rows = _fewer_rows(question, conf, lambda rows: remade(replace(key, micro_batch=rows), question))
     if rows is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from nemo_like.flags import reshard_word
-from nemo_like.options import PipelineParallel
+from nemo_like.options import PipelineParallel, StepSpec
 from nemo_like.options.words import write_bytes
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
@@ -136,5 +136,5 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     start = f"torchrun --nnodes {hosts} --nproc-per-node {min(conf.gpus, report.question.device.gpus_per_host)} -m "
     begin = "python -m " if conf.gpus == 1 else start
     optimizer = job.step.optimizer
-    note = "" if optimizer == "adamw" else f"  # it trains with AdamW, not {optimizer}"
+    note = "" if optimizer == StepSpec.optimizer else f"  # it trains with AdamW, not {optimizer}"
     return f"{begin}nemo_like.recipes.pretrain {' '.join(options)}{note}"

@@ -11,12 +11,13 @@ from collections import Counter
 from functools import cached_property
 from typing import Any
 
+from nemo_like.options import PipelineParallel
+from nemo_like.options.optimizers import optimizer_memory
 from nemo_like.options.schedules import SCHEDULE_OBJECTS
 from nemo_like.planning import network
 from nemo_like.planning.block import Choice
 from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.shapes import TracedShape
-from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.seconds import Links, least_seconds, unit_seconds
 from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.step_time import optimizer_seconds
@@ -49,7 +50,7 @@ class StagedBounds:
         """
         pp = conf.pp
         one = self._microbatch(conf, mode, exchanges)
-        facts = SCHEDULE_OBJECTS[conf.schedule or "1f1b"]
+        facts = SCHEDULE_OBJECTS[conf.schedule or PipelineParallel.schedule]
         stages = pp * facts.default_per_rank
         even = self._even(stages)
         fill = one * (pp - 1) / pp * even * facts.fill
@@ -78,7 +79,7 @@ class StagedBounds:
         """Of the first rank's peak: what lies there of its layers, and what its microbatches in flight hold."""
         held = sum(choice.held_bytes for choice in self.choices("full" if mode == "plan" else mode))
         lies = self._lying(conf)
-        facts = SCHEDULE_OBJECTS[conf.schedule or "1f1b"]
+        facts = SCHEDULE_OBJECTS[conf.schedule or PipelineParallel.schedule]
         flight = facts.in_flight(conf.pp, conf.grad_accum, facts.default_per_rank)
         stages = conf.pp * facts.default_per_rank
         return int(self._even(stages) / conf.pp * (lies + held * self._share(conf) * flight))

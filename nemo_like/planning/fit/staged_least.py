@@ -15,11 +15,11 @@ from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, count
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, Action, actions_of
 from nemo_like.distributed.pipeline.schedules import rank_of, stages_of
 from nemo_like.options import PipelineParallel
+from nemo_like.options.optimizers import optimizer_memory
 from nemo_like.planning import network
 from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.shapes import TracedShape
 from nemo_like.planning.fit.staged_bounds import StagedBounds
-from nemo_like.planning.optimizers import optimizer_memory
 from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.seconds import Links
 from nemo_like.planning.stage_seconds import action_seconds_of, layer_parts

@@ -1,0 +1,225 @@
+"""The optimizers: one object each, with all that anybody asks of one; what it holds on one rank is its state and the
+temporaries of its step (of torch's: ``torch/optim/adam.py``, torch 2.13)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+_COUNTER = 4
+"""Bytes of AdamW's counter of steps."""
+QUANTIZED_BLOCK, SMALLEST_QUANTIZED = 256, 4096
+"""Of 8-bit states: values that share a scale, and elements from which on a parameter has them."""
+
+
+@dataclass(frozen=True)
+class TrainedParameter:
+    """A parameter that an optimizer steps."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    elements: int
+    """On this rank, padding included."""
+    itemsize: int
+    in_layer: bool = False
+    """It belongs to a layer: not embedding, last norm or head."""
+
+    @property
+    def size(self) -> int:
+        """Bytes on this rank."""
+        return self.elements * self.itemsize
+
+    @property
+    def by_muon(self) -> bool:
+        """Muon takes the matrices of layers; AdamW steps all else beside it (Jordan et al., ``KellerJordan/Muon``)."""
+        return self.in_layer and len(self.shape) == 2
+
+
+@dataclass(frozen=True)
+class StepTemporaries:
+    """What one pass over parameters makes and drops, bytes."""
+
+    alone: tuple[tuple[int, ...], ...] = ()
+    """Of each parameter, while it is stepped alone. The last one stays until the next parameter has made its first, or,
+    unless `hands_over`, all of its own."""
+    together: tuple[int, ...] = ()
+    """Those that are there at one time, one of each parameter."""
+    hands_over: bool = False
+
+    @property
+    def most(self) -> int:
+        """The most of them at one time."""
+        found, before = sum(self.together), 0
+        for sizes in self.alone:
+            own = sum(sizes)
+            found = max(found, before + sizes[0], own) if self.hands_over else max(found, before + own)
+            before = sizes[-1]
+        return found
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes on one rank."""
+
+    states: tuple[tuple[int, ...], ...]
+    """The tensors of each parameter's state."""
+    passes: tuple[StepTemporaries, ...] = ()
+    """One after the other."""
+
+    @cached_property
+    def state(self) -> int:
+        """All of the state."""
+        return sum(map(sum, self.states))
+
+    @cached_property
+    def step(self) -> int:
+        """Most that the step's temporaries take."""
+        return max((each.most for each in self.passes), default=0)
+
+
+Memory = Callable[[Sequence[TrainedParameter], str], OptimizerMemory]
+"""Of these parameters, in the optimizer's order, on a device of this kind."""
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What is known of an optimizer. To add one, add an object to `OPTIMIZER_OBJECTS`."""
+
+    name: str
+    memory: Memory
+    passes: float = 7.0
+    """How often a step goes over the bytes of the parameters, in one kernel: AdamW in full precision reads parameter,
+    gradient and two moments, and writes all but the gradient. Muon's products are not in it."""
+    host_passes: float | None = None
+    """The same on the host; None: `passes`. AdamW runs one kernel after the other there: weight decay 2, first moment 3,
+    second 2 and 3, root 2, division 2, epsilon 2, update 4 (``_single_tensor_adam`` of ``torch/optim/adam.py``)."""
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    """Torch's own, for parameters on the CPU; None: torch brings none."""
+    forms: tuple[str, ...] = ()
+    """Words of what it may be, where torch decides by the device."""
+    lighter: str | None = None
+    """The word of one that trains as well with less state."""
+
+
+def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, device: str) -> OptimizerMemory:
+    """The memory of an optimizer on one rank.
+
+    Args:
+        trained: the parameters, in the optimizer's order.
+        name: a key of `OPTIMIZER_OBJECTS`.
+        device: the kind that the parameters are on: on ``cuda``, torch steps with ``foreach`` where nobody says.
+    """
+    return OPTIMIZER_OBJECTS[name].memory(trained, device)
+
+
+def optimizer_word(optimizer: torch.optim.Optimizer) -> str:
+    """The key of `OPTIMIZER_OBJECTS` that `optimizer` is; empty: none."""
+    chosen = optimizer.param_groups[0]
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd-momentum" if chosen["momentum"] else "sgd"
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        return ""
+    if chosen.get("fused"):
+        return "adamw-fused"
+    param = chosen["params"][0]
+    plain = type(param) in (torch.Tensor, nn.Parameter) and param.device.type == "cuda"
+    foreach = plain if chosen.get("foreach") is None else chosen["foreach"]
+    return "adamw-foreach" if foreach else "adamw-loop"
+
+
+def _adamw(passes: Callable[[Sequence[TrainedParameter]], tuple[StepTemporaries, ...]], fused: bool = False) -> Memory:
+    """Two moments, and for each parameter a counter of steps, a float32, which only a fused step has on another device than
+    the CPU; `passes`: a step's temporaries."""
+
+    def memory(trained: Sequence[TrainedParameter], device: str) -> OptimizerMemory:
+        counter = (_COUNTER,) if device == "cpu" or fused else ()
+        return OptimizerMemory(tuple((p.size, p.size, *counter) for p in trained), passes(trained))
+
+    return memory
+
+
+def _one_by_one(trained: Sequence[TrainedParameter]) -> tuple[StepTemporaries, ...]:
+    """Two of one parameter, and, from the second on, the last one of the parameter before."""
+    return (StepTemporaries(alone=tuple((p.size, p.size) for p in trained)),)
+
+
+def _all_at_once(trained: Sequence[TrainedParameter]) -> tuple[StepTemporaries, ...]:
+    return (StepTemporaries(together=tuple(p.size for p in trained)),)
+
+
+def _none(trained: Sequence[TrainedParameter]) -> tuple[StepTemporaries, ...]:
+    return ()
+
+
+_LOOP, _FOREACH = _adamw(_one_by_one), _adamw(_all_at_once)
+
+
+def _as_torch_builds_it(trained: Sequence[TrainedParameter], device: str) -> OptimizerMemory:
+    return (_FOREACH if device == "cuda" else _LOOP)(trained, device)
+
+
+def _of_states(state: Callable[[TrainedParameter], tuple[int, ...]]) -> Memory:
+    """`state` of each parameter, stepped without temporaries."""
+    return lambda trained, device: OptimizerMemory(tuple(map(state, trained)))
+
+
+def _quantized(param: TrainedParameter) -> tuple[int, ...]:
+    """One byte per value and a float32 scale per 256, from 4096 elements on, else float32 (Dettmers et al., arXiv
+    2110.02861; ``min_8bit_size`` and block size of bitsandbytes). torchao's keeps parameters that 256 does not divide as they
+    are, and a table of 1 KiB for each state."""
+    if param.elements < SMALLEST_QUANTIZED:
+        return 4 * param.elements, 4 * param.elements
+    scales = 4 * -(-param.elements // QUANTIZED_BLOCK)
+    return param.elements, param.elements, scales, scales
+
+
+def _with_muon(trained: Sequence[TrainedParameter], device: str) -> OptimizerMemory:
+    """`torch.optim.Muon` for the matrices of layers, AdamW for all else, one after the other.
+
+    Its state is one momentum; its step holds an update of one matrix and, in bfloat16, two of its iterates and three
+    products of the shorter side. Ranks that shard a matrix are taken to gather it whole.
+    """
+    rest = _as_torch_builds_it([p for p in trained if not p.by_muon], device)
+    states = iter(rest.states)
+    muon = StepTemporaries(tuple(_orthogonalized(p) for p in trained if p.by_muon), hands_over=True)
+    return OptimizerMemory(tuple((p.size,) if p.by_muon else next(states) for p in trained), (muon, *rest.passes))
+
+
+def _orthogonalized(param: TrainedParameter) -> tuple[int, ...]:
+    """Of one matrix: the update, what products take beyond the two iterates, and the iterates; the last one stays."""
+    short = min(param.shape)
+    update, iterate, product = math.prod(param.shape) * param.itemsize, 2 * math.prod(param.shape), 2 * short * short
+    # Either the products of one round and the next iterate, or those of two rounds, in which the next one begins.
+    return update, max(iterate + 2 * product, 3 * product), iterate
+
+
+def _torch_adamw(**how: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, **how)
+
+
+def _torch_sgd(momentum: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=False)
+
+
+OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {
+    facts.name: facts
+    for facts in (
+        OptimizerFacts("adamw", _as_torch_builds_it, host_passes=20.0, make=_torch_adamw(foreach=False),
+                       forms=("adamw-loop", "adamw-foreach"), lighter="adamw-8bit"),
+        OptimizerFacts("adamw-loop", _LOOP, host_passes=20.0, make=_torch_adamw(foreach=False)),
+        OptimizerFacts("adamw-foreach", _FOREACH, host_passes=20.0, make=_torch_adamw(foreach=True)),
+        OptimizerFacts("adamw-fused", _adamw(_none, fused=True), make=_torch_adamw(fused=True)),
+        OptimizerFacts("adamw-8bit", _of_states(_quantized), passes=4.0),
+        # Both moments in two bytes (DeepSeek-V3, arXiv 2412.19437, section 3.3), stepped by a fused kernel.
+        OptimizerFacts("adamw-bf16", _of_states(lambda p: (2 * p.elements, 2 * p.elements)), passes=5.0),
+        OptimizerFacts("muon", _with_muon),
+        OptimizerFacts("sgd", _of_states(lambda p: ()), passes=3.0, make=_torch_sgd(0.0)),
+        OptimizerFacts("sgd-momentum", _of_states(lambda p: (p.size,)), passes=5.0, make=_torch_sgd(0.9)),
+    )
+}  # fmt: skip
