@@ -171,8 +171,8 @@ def _of_states(state: Callable[[TrainedParameter], tuple[int, ...]]) -> Memory:
 
 def _quantized(param: TrainedParameter) -> tuple[int, ...]:
     """One byte per value and a float32 scale per 256, from 4096 elements on, else float32 (Dettmers et al., arXiv
-    2110.02861; ``min_8bit_size`` and block size of bitsandbytes). torchao's keeps parameters that 256 does not divide as they
-    are, and a table of 1 KiB for each state."""
+    2110.02861; ``min_8bit_size`` and block size of bitsandbytes). torchao's keeps parameters that 256 does not divide as
+    they are, and a table of 1 KiB for each state."""
     if param.elements < SMALLEST_QUANTIZED:
         return 4 * param.elements, 4 * param.elements
     scales = 4 * -(-param.elements // QUANTIZED_BLOCK)
