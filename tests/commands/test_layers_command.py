@@ -17,7 +17,7 @@ from tests.models.families import FAMILIES
 def test_layers_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["layers", "--model", "llama3-8b", "--dtype", "bf16"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "LlamaForCausalLM: 8,030,261,248 parameters, 14.96 GiB; layers: 32 language"
+    assert lines[0] == "LlamaForCausalLM: 8,030,261,248 parameters, 14.96GiB; layers: 32 language"
     (row,) = [line.split() for line in lines if "LlamaDecoderLayer" in line]
     # Published shapes: 4 * D^2 * (1 + 1/4) / 2 attention, 3 * D * F MLP, 2 * D norms, D = 4096, F = 14336; two bytes each.
     assert row[:6] == ["language", "model.layers.0-31", "LlamaDecoderLayer", "32", "218,112,000", "416.02"]

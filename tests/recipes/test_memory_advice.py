@@ -11,6 +11,7 @@ from torch import nn
 
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import plan_for
 from nemo_like.recipes.agree import Ranks
@@ -57,7 +58,7 @@ def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str) -> N
     now, full = step.peak(options), step.peak(replace(options, ac="full"))
     assert now == _peak(options, budget) and full < now
     ways = step.ways_out()
-    assert ways[0] == f"-{(now - full) / 2**20:.1f} MiB with --ac full"
+    assert ways[0] == f"-{write_bytes(now - full)} with --ac full"
     smaller = {"60%": "30%", "1.4MiB": "1.26MiB", "auto": None}[
         budget
     ]  # a tenth less of the device changes nothing here
@@ -65,7 +66,7 @@ def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str) -> N
         assert len(ways) == 1
     else:
         saved = now - _peak(options, smaller)
-        assert saved > 0 and ways[1:] == [f"-{saved / 2**20:.1f} MiB with --ac {smaller}"]
+        assert saved > 0 and ways[1:] == [f"-{write_bytes(saved)} with --ac {smaller}"]
 
 
 def test_the_budget_to_try_next() -> None:
