@@ -20,7 +20,7 @@ def test_layers_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "LlamaForCausalLM: 8,030,261,248 parameters, 14.96GiB; layers: 32 language"
     (row,) = [line.split() for line in lines if "LlamaDecoderLayer" in line]
     # Published shapes: 4 * D^2 * (1 + 1/4) / 2 attention, 3 * D * F MLP, 2 * D norms, D = 4096, F = 14336; two bytes each.
-    assert row[:6] == ["language", "model.layers.0-31", "LlamaDecoderLayer", "32", "218,112,000", "416.02"]
+    assert row[:6] == ["language", "model.layers.0-31", "LlamaDecoderLayer", "32", "218,112,000", "0.41GiB"]
 
 
 def test_layers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
