@@ -98,7 +98,7 @@ def test_the_command_plans_one_rank_as_it_will_run(capsys: pytest.CaptureFixture
             search=PlanSearch(skip=False),
             **more,
         )
-        for more in (dict(fsdp=None), {})
+        for more in ({}, dict(world_size=2))
     )
     assert rows["none"] == whole.none_bytes != sharded.none_bytes
     assert rows["full"] == whole.full_bytes
@@ -113,7 +113,7 @@ def test_precision_counts_in_the_plan_of_a_whole_model() -> None:
     model = build("llama")
     plain, whole, sharded = (
         plan_for(copy.deepcopy(model), ac="100%", sample_input=_sample(), gpu="cpu", **more)
-        for more in ({}, dict(precision="bf16", fsdp=None), dict(precision="bf16"))
+        for more in ({}, dict(precision="bf16"), dict(precision="bf16", world_size=2))
     )
     assert sharded.none_bytes < whole.none_bytes
     assert plain.peak["parameters"] == whole.peak["parameters"]
