@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from nemo_like.extras import require
 from nemo_like.torch_compat import PYTREE_LOGGER
@@ -63,6 +64,17 @@ def flag(name: str) -> str:
     '--seq-len'
     """
     return "--" + name.replace("_", "-")
+
+
+def as_flag(name: str, value: Any) -> str:
+    """A setting as one writes it on the command line.
+
+    >>> as_flag("cpu_offload", False), as_flag("grad_accum", 4)
+    ('--no-cpu-offload', '--grad-accum 4')
+    """
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no-{name}")
+    return f"{flag(name)} {value}"
 
 
 def refuse_unread(args: argparse.Namespace, names: Iterable[str], why: str) -> None:

@@ -7,6 +7,7 @@ a front does not take is not among its options, so that nothing is dropped witho
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -197,6 +198,24 @@ def job_of(values: Mapping[str, Any], **fields: Any) -> Job:
     }  # fmt: skip
     made |= {name: said[name] for name in ("gpu", "world_size") if name in given}
     return Job.of(**{**made, **fields})
+
+
+def changed_flags(job: Job, changed: Job) -> dict[str, Any]:
+    """Return the values, by name, of the flags that say something else of `changed` than of `job`."""
+    found = {}
+    for flag in FLAGS.values():
+        before, after = (functools.reduce(getattr, flag.field.split("."), each) for each in (job, changed))
+        if before != after:
+            found[flag.name] = _AS_FLAGS.get(flag.name, lambda value: value)(after)
+    return found
+
+
+_AS_FLAGS: Mapping[str, Callable[[Any], Any]] = {
+    "ac": lambda ac: ac.mode, "loss": lambda loss: "model" if loss is None else "chunked",
+    "offload": lambda offload: offload.mode, "drop_output": lambda kept: not kept,
+    "reshard_after_forward": lambda value: reshard_word(value),
+}  # fmt: skip
+"""What a flag's value is for that of its field, where the two are not the same."""
 
 
 def _bytes(name: str, said: Mapping[str, Any]) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.extras import require
 from nemo_like.job import Job
-from nemo_like.options import ChunkedLoss, MemoryBudget, PlanSearch, StepSpec
+from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
 from nemo_like.options.words import write_bytes
+from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
@@ -50,18 +51,6 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class ChunkedGain:
-    """What ``loss="chunked"`` would change."""
-
-    saved_bytes: int
-    """By how much lower ``full`` would peak."""
-    full_peak_bytes: int
-    """Where ``full`` would peak then."""
-    best: Plan | None
-    """The fastest plan that would fit; None where nothing would."""
-
-
-@dataclass(frozen=True)
 class PlanReport:
     """All rows, and the one to take."""
 
@@ -77,8 +66,8 @@ class PlanReport:
     """Why nothing fits."""
     unmet: tuple[str, ...] = ()
     """For each budget that was asked for and that nothing meets: why."""
-    chunks: ChunkedGain | None = None
-    """What a chunked loss would buy; None: nothing, or it is asked for."""
+    helps: tuple[str, ...] = ()
+    """Changes of the job that lower what a rank needs under ``ac="full"``, with how much; what makes it fit first."""
     reach: Reach | None = None
     """How far the device goes; None: not looked for."""
     tokens: int | None = None
@@ -152,9 +141,10 @@ def make_report(
             rows.append(_row(text, planner, best_of_all[0], limit))
     fitting = [row for row in rows if row.fits and (planner.takes_budget or row.name in MODES)]
     best = min(fitting, key=lambda row: (row.plan.step_time, row.plan.peak_bytes)) if fitting else None
+    helps = () if best is not None and best.name == "none" else _helps(planner, limit)
     return PlanReport(
-        tuple(rows), best, limit, planner.job, planner.device.name, problem, tuple(unmet),
-        _gain(planner, limit), None if reach is None else reach(limit), tokens, _balanced(planner, best), _padding(planner),
+        tuple(rows), best, limit, planner.job, planner.device.name, problem, tuple(unmet), helps,
+        None if reach is None else reach(limit), tokens, _balanced(planner, best), _padding(planner),
         None if best is None else tight(planner, best.choices),
     )  # fmt: skip
 
@@ -173,18 +163,15 @@ def _padding(planner: Planner) -> int:
     return int(sharding.padding * (2 + state / trained)) if trained else sharding.padding
 
 
-def _gain(planner: Planner, limit: int) -> ChunkedGain | None:
-    other = None if planner.job.loss is not None else planner.with_chunks(ChunkedLoss())
-    if other is None:
-        return None
-    before, after = (each.peak(each.uniform("full")).total for each in (planner, other))
-    if after >= before:
-        return None
-    try:
-        best = other.plan(MemoryBudget(peak_bytes=limit))
-    except BudgetError:
-        best = None
-    return ChunkedGain(before - after, after, best)
+def _helps(planner: Planner, limit: int) -> tuple[str, ...]:
+    full = planner.uniform("full")
+
+    def needs(made: Planner) -> int:
+        return verdict(made, full, made.peak(full), limit).bytes
+
+    tried = [(change.words, planner.under(change.job)) for change in changes(planner.job)]
+    known = [(words, needs(made)) for words, made in tried if made is not None]
+    return tuple(in_words(*helping(needs(planner), limit, known)))
 
 
 def _row(name: str, planner: Planner, choices: Sequence[Choice], limit: int) -> PlanRow:
@@ -264,10 +251,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "largest_batch": report.reach.largest_batch if report.reach else None,
         "larger_may_fit": report.reach.more if report.reach else None,
         "least_gpus": report.reach.least_gpus if report.reach else None,
-        "chunked_loss": None if report.chunks is None else {
-            "saved_bytes": report.chunks.saved_bytes, "full_peak_bytes": report.chunks.full_peak_bytes,
-            "step_time": report.chunks.best.step_time if report.chunks.best else None,
-        },
+        "helps": list(report.helps),
         "rows": [
             {
                 "ac": row.name, "held_bytes": row.plan.held_bytes,

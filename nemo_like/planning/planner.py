@@ -327,6 +327,19 @@ class Planner:
             )
         return None if other.outers[False, True].whole_logits else other
 
+    def under(self, job: Job) -> Planner | None:
+        """Return this planner for a `job` that differs in what no layer's trace depends on: a loss in chunks, offloading,
+        options of FSDP2, the loop, its optimizer, the allocator. None where its loss cannot be chunked."""
+        base = self if job.loss == self.job.loss else self.with_chunks(job.loss or ChunkedLoss())
+        if base is None:
+            return None
+        other = copy.copy(base)
+        other.job, other.runs = job, {}
+        if job.step.keeps_output != self.job.step.keeps_output:
+            other.outers = {}
+        other.__dict__.pop("sharding", None)
+        return other
+
     def again(self, job: Job) -> Planner:
         """Return a planner for the same model and sample under another `job`, traced anew."""
         return self._again(job)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nemo_like.activation_checkpointing.plan import BudgetError
-from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
+from nemo_like.options import MemoryBudget
 from nemo_like.options.words import write_bytes
 from nemo_like.planning import solver
+from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.last_within import last_within
-from nemo_like.planning.peak import Peak
 from nemo_like.planning.stack import Stack
 
 if TYPE_CHECKING:
@@ -79,27 +77,18 @@ def _too_small(planner: Planner, budget: MemoryBudget, limit: int, asked: str) -
         f"Budget {asked!r} is {write_bytes(limit)} per rank, and the least that any plan peaks at is "
         f"{write_bytes(peak.total)} ({peak.words}). Give it at least that, or lower it with a smaller batch or sequence, "
         f"more ranks to shard over (now {planner.job.shard_ranks})"
-        + _offload_would_save(planner, stack, peak)
-        + _chunks_would_save(planner, stack, peak)
+        + _lower(planner, stack, peak.total, limit)
         + ".",
         peak.total,
     )
 
 
-def _offload_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
-    """The same for host memory; nothing where it would not lower the least peak."""
-    if planner.host or planner.job.offload.mode != "none":
-        return ""
-    other = copy.copy(planner)
-    other.runs = {}
-    other.job = replace(planner.job, offload=OffloadConfig("boundary"))
-    saved = peak.total - other.peak(planner.proved_all(stack.assignment(stack.mixes[0]))).total
-    return f", host offload (offload='boundary': {write_bytes(saved)} less)" if saved > 0 else ""
-
-
-def _chunks_would_save(planner: Planner, stack: Stack, peak: Peak) -> str:
-    """The end of a sentence of ways out."""
-    chunks = None if planner.job.loss is not None else planner.with_chunks(ChunkedLoss())
+def _lower(planner: Planner, stack: Stack, peak: int, limit: int) -> str:
+    """The end of a sentence of ways out: which changes of the job lower the least `peak`."""
     least = planner.proved_all(stack.assignment(stack.mixes[0]))
-    saved = 0 if chunks is None else peak.total - chunks.peak(least).total
-    return f", or a chunked loss (loss='chunked': {write_bytes(saved)} less)" if saved > 0 else ""
+    tried = []
+    for change in changes(planner.job):
+        other = planner.under(change.job)
+        if other is not None and not (planner.host and change.job.offload != planner.job.offload):
+            tried.append((change.words, other.peak(least).total))
+    return "".join(f"; or {words}" for words in in_words(*helping(peak, limit, tried)))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from nemo_like.activation_checkpointing.plan import FORMAT, Plan, layer_signature
-from nemo_like.console import flag
+from nemo_like.console import as_flag
 from nemo_like.distributed.launch import local_world_size
 from nemo_like.flags import RESHARD, reshard_word
 from nemo_like.json_file import write_json
@@ -58,7 +58,7 @@ class Fitted:
     def words(self) -> str:
         """For people, in one line."""
         said = self.predicted
-        chosen = " ".join(_said(name, value) for name, value in self.options.items())
+        chosen = " ".join(as_flag(name, value) for name, value in self.options.items())
         return (
             f"--fit {'keeps' if self.kept else 'chose'} {chosen or 'nothing'}: predicted peak "
             f"{write_bytes(said['peak_bytes'])} of {write_bytes(said['limit_bytes'])} on each rank, for microbatches "
@@ -110,13 +110,6 @@ def choose(options: RunOptions, ranks: Ranks, model: nn.Module, width: int) -> t
     changed = replace(options, **found.options)
     axes = changed.axes
     return changed, replace(ranks, tp=axes.get("tp", 1), cp=axes.get("cp", 1), pp=axes.get("pp", 1)), found
-
-
-def _said(name: str, value: Any) -> str:
-    """A chosen option as one writes it."""
-    if isinstance(value, bool):
-        return flag(name) if value else flag(f"no-{name}")
-    return f"{flag(name)} {value}"
 
 
 def _check_state_on_host(options: RunOptions, ranks: Ranks, device: Device) -> None:

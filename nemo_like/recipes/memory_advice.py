@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.plan import BudgetError
+from nemo_like.console import as_flag
+from nemo_like.flags import changed_flags
 from nemo_like.options import MemoryBudget, parse_ac, parse_dtype
 from nemo_like.options.words import write_bytes
+from nemo_like.planning.advise import changes, helping
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.planner import Planner
 from nemo_like.recipes.agree import Ranks
@@ -60,23 +63,18 @@ class PlannedStep:
         options = self._options
         now = self.peak(options)
         found: dict[str, int] = {}
-        changes = dict(self._changes())
-        for said, changed in changes.items():
+        tried = dict(self._changes())
+        for said, changed in tried.items():
             try:
-                saved = now - self.peak(replace(options, **changed))
+                found[said] = self.peak(replace(options, **changed))
             except BudgetError:  # one that is too small for the change
                 continue
-            if saved > 0:
-                found[said] = saved
+        _, ways = helping(now, 0, found.items())
         # Of two budgets the one that saves more: two values of one option cannot be taken together.
-        both = {
-            name: value for said in sorted(found, key=lambda said: found[said]) for name, value in changes[said].items()
-        }
-        ways = [f"-{write_bytes(saved)} with {said}" for said, saved in sorted(found.items(), key=lambda item: -item[1])]
+        lower = sorted((said for said in found if found[said] < now), key=lambda said: -found[said])
+        both = {name: value for said in lower for name, value in tried[said].items()}
         if len(both) > 1:
-            words = (
-                "all of these" if len(both) == sum(len(changes[said]) for said in found) else "the best of all of these"
-            )
+            words = "all of these" if len(both) == sum(len(tried[said]) for said in lower) else "the best of all of these"
             best = write_bytes(self.peak(replace(options, **both)))
             ways.append(f"a peak of {best} in place of {write_bytes(now)} with {words}")
         return ways or ["a smaller --seq-len, or more ranks to shard over"]
@@ -109,8 +107,11 @@ class PlannedStep:
             yield f"--ac {smaller}", {"ac": smaller}
         if options.ac != "full":
             yield "--ac full", {"ac": "full"}
-        if options.loss != "chunked":
-            yield "--loss chunked", {"loss": "chunked"}
+        job = options.job(world_size=ranks.world_size, gpu=self._device)
+        for change in changes(job):
+            values = changed_flags(job, change.job)
+            if values.keys() - {"ac"} and all(hasattr(options, name) for name in values):
+                yield " ".join(as_flag(name, value) for name, value in values.items()), values
         if options.batch_size % (2 * options.grad_accum * ranks.data_ranks) == 0:
             yield f"--grad-accum {2 * options.grad_accum}", {"grad_accum": 2 * options.grad_accum}
         if parse_dtype("--precision", options.compute) is torch.float32:

@@ -8,6 +8,7 @@ import torch
 from nemo_like import Job
 from nemo_like.options import PipelineParallel, Precision
 from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.stage_reserved import replay_rank
@@ -32,7 +33,7 @@ def test_what_is_named_for_a_pipeline_makes_it_fit():
     assert report.helps[:3] == (
         "micro-batch 2 instead of 4", "14 GPUs more (16 in all)", "sequence 40 instead of 64"
     )  # fmt: skip
-    assert any(words.startswith("chunk the loss: -") and words.endswith("not enough alone") for words in report.helps)
+    assert report.helps[-1].startswith("not enough alone: ") and "loss='chunked' (" in report.helps[-1]
     assert _fits(asked, micro_batch=2) and _fits(asked, seq_len=40) and _fits(asked, gpus=16, global_batch=64)
 
 
@@ -40,8 +41,8 @@ def test_a_smaller_optimizer_and_more_stages_are_named_where_they_help():
     asked = _STAGES | _AXES | {"memory": int(1.7 * 2**20), "micro_batch": 1, "global_batch": 8}
     report = fit(llama(6), **asked)
     eight_bit = fit(llama(6), **asked, optimizer="adamw-8bit").best
-    saved = (report.nearest.need.bytes - eight_bit.need.bytes) / 2**20
-    assert report.helps[0] == f"an optimizer with less state (optimizer='adamw-8bit'): -{saved:.2f}MiB"
+    saved = report.nearest.need.bytes - eight_bit.need.bytes
+    assert report.helps[0] == f"optimizer='adamw-8bit' ({write_bytes(saved)} less)"
     # What a stage holds gathered does not shrink on more ranks.
     asked |= {"seq_len": 16, "global_batch": 4, "memory": int(1.2 * 2**20)}
     report = fit(llama(12), **asked, optimizer="sgd")
@@ -79,4 +80,4 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
         for config in (AllocatorConfig(), AllocatorConfig(expandable_segments=True))
     )
     assert report.nearest.reserved == whole > 875 << 20 and growing < 875 << 20
-    assert f"PYTORCH_ALLOC_CONF=expandable_segments:True: -{(whole - growing) / 2**20:.2f}MiB" in report.helps
+    assert f"PYTORCH_ALLOC_CONF=expandable_segments:True ({write_bytes(whole - growing)} less)" in report.helps

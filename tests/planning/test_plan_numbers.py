@@ -120,8 +120,8 @@ def test_the_least_number_of_gpus_is_the_first_that_fits() -> None:
 @pytest.mark.parametrize(
     ("job", "shape", "kind", "said"),
     [
-        (Job.of(world_size=2), (1, 4), STATE, "shard over more ranks (now 2)"),
-        (Job.of(), (1, 4), STATE, "run on more than one rank"),
+        (Job.of(world_size=2), (1, 4), STATE, "more ranks to shard over (now 2)"),
+        (Job.of(), (1, 4), STATE, "more ranks to shard over (now 1)"),
         (Job.of(world_size=64), (8, 64), ACTIVATIONS, "a smaller micro-batch with more of them (now 1 per step)"),
         (Job.of(world_size=64, step=StepSpec(optimizer="sgd")), (1, 2), GATHERED, "tensor parallelism"),
     ],
@@ -141,7 +141,7 @@ def test_where_the_head_binds_the_output_and_the_loss_are_named() -> None:
         for row in report.rows
     )
     said = advice(replace(report, rows=rows), "batch")
-    assert "--drop-output): -0.50 GiB" in said and "Chunk the loss" in said
+    assert "Most of the peak: head." in said and "drops the output (" in said and "loss='chunked' (" in said
 
 
 @pytest.mark.parametrize("memory", [1 << 14, 1 << 15, 1 << 40])

@@ -58,7 +58,7 @@ def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str) -> N
     now, full = step.peak(options), step.peak(replace(options, ac="full"))
     assert now == _peak(options, budget) and full < now
     ways = step.ways_out()
-    assert ways[0] == f"-{write_bytes(now - full)} with --ac full"
+    assert ways[0] == f"--ac full ({write_bytes(now - full)} less)"
     smaller = {"60%": "30%", "1.4MiB": "1.26MiB", "auto": None}[
         budget
     ]  # a tenth less of the device changes nothing here
@@ -66,7 +66,7 @@ def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str) -> N
         assert len(ways) == 1
     else:
         saved = now - _peak(options, smaller)
-        assert saved > 0 and ways[1:] == [f"-{write_bytes(saved)} with --ac {smaller}"]
+        assert saved > 0 and ways[1:] == [f"--ac {smaller} ({write_bytes(saved)} less)"]
 
 
 def test_the_budget_to_try_next() -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from nemo_like.job import Job
 from nemo_like.options.allocator import AllocatorConfig
-from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.options.words import write_bytes
+from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration
 from nemo_like.planning.fit.question import Question
@@ -60,25 +61,16 @@ def ways_out(
     """
     limit, conf = question.limit, candidate.conf.change(ac="full")
     key, growing = shape.key, AllocatorConfig(expandable_segments=True)
-
-    now = _needs(shape, conf)
-    fitting: list[str] = []
-    lowering: list[str] = []
-
-    def consider(what: str, size: int) -> None:
-        if size < now:
-            (fitting if size <= limit else lowering).append(f"{what}: -{write_bytes(now - size)}")
-
-    for name, changed in _variants(shape, conf):
-        consider(name, _needs(shape, changed))
-    if (on_host := _on_the_host(shape, conf, question)) is not None:
-        consider(*on_host)
-    if (lighter := OPTIMIZER_OBJECTS[question.job.step.optimizer].lighter) is not None:
-        step = replace(question.job.step, optimizer=lighter)
-        asked = replace(question, job=replace(question.job, step=step))
-        light = shape.for_job(step=step) if isinstance(shape, TracedShape) else remade(key, asked)
-        consider(f"an optimizer with less state (optimizer={lighter!r})", _needs(light, conf))
-    consider(_GROWING, _needs(shape.for_job(allocator=growing), conf))
+    tried = []
+    for change in changes(conf.job):
+        made, changed = _under(shape, conf, change.job, question, remade), Configuration(change.job, conf.micro_batch)
+        if made is None:
+            continue
+        words, host = change.words, _state_on_host(made, changed)
+        if host > question.host_memory:
+            words = f"{words} with {write_bytes(host)} of host memory per rank (--host-memory)"
+        tried.append((words, _needs(made, changed)))
+    fitting, lowering = helping(_needs(shape, conf), limit, tried)
     rows = _fewer_rows(question, conf, lambda rows: remade(replace(key, micro_batch=rows), question))
     if rows is not None:
         fitting.append(f"micro-batch {rows} instead of {conf.micro_batch}")
@@ -87,7 +79,7 @@ def ways_out(
     length = _shorter(question, conf, lambda length: remade(key, replace(question, seq_len=length)))
     if length is not None:
         fitting.append(f"sequence {length:,} instead of {question.seq_len:,}")
-    return [*fitting, *(f"{words}, which is not enough alone" for words in lowering)]
+    return in_words(fitting, lowering)
 
 
 def _needs(shape: TracedShape | StagedShape, conf: Configuration) -> int:
@@ -102,32 +94,25 @@ def _fits(shape: TracedShape | StagedShape, conf: Configuration, limit: int) -> 
     return tensors <= limit and _needs(shape, conf) <= limit
 
 
-def _variants(shape: TracedShape | StagedShape, conf: Configuration) -> list[tuple[str, Configuration]]:
-    made = []
-    if conf.job.loss is None and shape.chunked is not None:
-        made.append(("chunk the loss", conf.change(loss="chunked")))
-    if conf.job.offload.mode == "none" and isinstance(shape, TracedShape):
-        made.append(("layer inputs on the host (offload='boundary')", conf.change(offload="boundary")))
-    if conf.reshard is False:
-        made.append(
-            ("free layers after forward (reshard_after_forward)", conf.with_strategy(reshard_after_forward=None))
-        )
-    return made
-
-
-def _on_the_host(shape: TracedShape | StagedShape, conf: Configuration, question: Question) -> tuple[str, int] | None:
-    """Parameters, gradients and optimizer state in host memory, and the bytes that it then needs; None: it cannot be."""
-    device = question.device
-    known = isinstance(shape, TracedShape) and question.gpus > 1 and device.kind != "cpu" and device.host_bandwidth
-    if not known or conf.cpu_offload:
+def _under(
+    shape: TracedShape | StagedShape, conf: Configuration, job: Job, question: Question,
+    remade: Callable[[ShapeKey, Question], TracedShape | StagedShape],
+) -> TracedShape | StagedShape | None:  # fmt: skip
+    """Return `shape` for `conf` under another `job`; None where that is not known, or cannot be."""
+    traced = isinstance(shape, TracedShape)
+    if (job.loss != conf.job.loss and shape.chunked is None) or (job.offload != conf.job.offload and not traced):
         return None
-    assert isinstance(shape, TracedShape)
-    there = conf.with_strategy(cpu_offload=True)
-    words = "weights, gradients and optimizer state on the host (cpu_offload=True)"
-    size = shape.host_bytes(there, shape.choices(there))
-    if size > question.host_memory:
-        words = f"{words} with {write_bytes(size)} of host memory per rank (--host-memory)"
-    return words, _needs(shape, there)
+    if job.step == conf.job.step:
+        return shape if job.allocator == conf.job.allocator else shape.for_job(allocator=job.allocator)
+    step = replace(question.job.step, optimizer=job.step.optimizer, keeps_output=job.step.keeps_output)
+    if traced and step.keeps_output == question.job.step.keeps_output:
+        return shape.for_job(step=step)
+    return remade(shape.key, replace(question, job=replace(question.job, step=step)))
+
+
+def _state_on_host(shape: TracedShape | StagedShape, conf: Configuration) -> int:
+    """Bytes of parameters, gradients and optimizer state of one rank in host memory."""
+    return shape.host_bytes(conf, shape.choices(conf)) if isinstance(shape, TracedShape) and conf.cpu_offload else 0
 
 
 def _fewer_rows(
