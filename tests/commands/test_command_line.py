@@ -79,7 +79,7 @@ def test_a_shell_completes_every_command(tmp_path: Path, capsys: pytest.CaptureF
         return done.stdout.split()
 
     assert completed("nemo-like p") == ["plan", "pretrain", "profile"]
-    assert completed("nemo-like plan --seq") == ["--seq-len"]
+    assert completed("nemo-like plan --seq-") == ["--seq-len"]
     (tmp_path / "some-data.jsonl").write_text("")
     assert completed(f"nemo-like fit --lengths {tmp_path}/some") == [f"{tmp_path}/some-data.jsonl"]
 

@@ -12,6 +12,7 @@ from nemo_like import Job, parallelize
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.options import PipelineParallel, Precision
+from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
@@ -187,7 +188,7 @@ def test_the_steps_input_must_fit_beside_the_peak_and_is_in_none_of_its_parts():
     inputs = 4 * 64 * 16
     assert best.need == Need(best.peak_bytes + inputs, ALLOCATED, None, inputs)
     assert best.as_json()["input_bytes"] == inputs and sum(best.peak.parts.values()) == best.peak_bytes
-    assert f"{inputs / 2**20:8.3f} MiB  step's input" in explanation(best)
+    assert f"{write_bytes(inputs):>11}  step's input" in explanation(best)
     assert fit(llama(), memory=best.need.bytes, **asked).candidates
     assert not fit(llama(), memory=best.need.bytes - 1, **asked).candidates
 

@@ -83,7 +83,7 @@ def test_offload_is_advised_only_where_it_would_help() -> None:
     assert re.search(r"offload='boundary' \([\d.]+GiB less\)", str(large.value))
     with pytest.raises(BudgetError) as moved:
         plan_for(big, sample_input=batch, offload="boundary", **asked)
-    assert "offload=" not in str(moved.value) and moved.value.smallest_bytes < large.value.smallest_bytes
+    assert "offload='" not in str(moved.value) and moved.value.smallest_bytes < large.value.smallest_bytes
 
 
 def test_the_front_door_plans_with_it() -> None:
