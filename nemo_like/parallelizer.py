@@ -1,12 +1,12 @@
 """`parallelize`: one call from a bare model to a sharded, checkpointed, compiled one.
 
 `parallelize` reads the job and the ranks; `_make_ready` has the order of the steps, for a model or for one stage of a
-pipeline: everything is checked before the first change.
+pipeline, and `_check` what is checked before the first of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.keep_routing import keep_routing
 from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.compile import compile_layers
 from nemo_like.distributed.agreement import check_agreement, compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.expert_parallel import (
+    ExpertMesh,
+    Experts,
     check_experts,
     make_expert_mesh,
     reduce_idle_experts,
@@ -44,7 +47,7 @@ from nemo_like.distributed.tensor_parallel import (
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.float8 import check_float8, effective_matmuls, float8_linears, scale_before_forward
 from nemo_like.job import Job, signed_by_job
-from nemo_like.layers import find_layers
+from nemo_like.layers import Layer, find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
 from nemo_like.module_tree import bare, check_model
@@ -199,53 +202,33 @@ def parallelize(
 
 
 def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: Any = None) -> Any:
-    """Check, plan and change `model`, a whole model or one stage of a pipeline, on the ranks of `mesh`."""
-    shard_mesh = mesh if job.fsdp is not None else None
-    target = local_device(None if mesh is None else mesh.device_type) if job.device is None else job.device
-    is_stage = hasattr(model, STAGE_MARK)
-    found, chosen = layers_for(model, job)
-    if job.loss is not None:
-        check_head(model)
-    check_float8(job.precision.matmuls)
-    experts = () if shard_mesh is None or job.ep.size == 1 else check_experts(model, shard_mesh, job.ep)
-    whole = [each.fqn for each in experts]
-    if shard_mesh is not None and job.fsdp is not None and job.tp.size > 1:
-        check_packed_weights(model, shard_mesh, job.tp.plan, whole, job.fsdp.reshard_after_forward)
-    if job.cp.size > 1:
-        check_context_parallel(model, job.cp, found, call_of(model))
-    if not is_stage and (job.cp.size > 1 or job.tp.size > 1):  # what stages are cut from was tried
-        from nemo_like.planning.trial import try_split
+    """Check `model`, a whole model or one stage of a pipeline, then change it, on the ranks of `mesh`.
 
-        try_split(model, job, found, whole, sample_input)
-    if shard_mesh is not None:
-        check_sharding(model, found, shard_mesh, options=job.fsdp)
-    else:
-        _check_whole_model(model, mesh, job)
-    job = with_plan(model, job, chosen, sample_input)
-    if isinstance(job.ac, Plan):
-        job.ac.check_matmuls(effective_matmuls(job.precision, sharded=shard_mesh is not None))
-    specs = resolve(model, job, found, chosen, sample_input)
-    check_specs(model, specs, compile=job.compile is not None)
-
+    The order below is that of torchtitan's ``parallelize.py``: weights are cut before they are checkpointed, compiled and
+    sharded; `_check` has the same axes in the same order.
+    """
+    job, layers, experts, specs = _check(model, job, mesh, sample_input)
     # Nothing has been changed up to here.
-    if not is_stage:  # a pipeline's stages do the last two themselves
-        start_from_the_same_weights(model, shard_mesh)
-        compare_batches(model, shard_mesh)
+    ranks = mesh if job.fsdp is not None else None  # all axes but replicas are FSDP2's alone
+    place = _place(job, mesh)
+    names, is_stage = [layer.fqn for layer in layers], hasattr(model, STAGE_MARK)
+    if not is_stage:  # a pipeline does the last two around its stages
+        start_from_the_same_weights(model, ranks)
+        compare_batches(model, ranks)
         keep_documents_apart(model)
-    names = [layer.fqn for layer in found]
     if job.precision.matmuls is not None:
-        layers = [bare(layer.module) for layer in found]
-        float8_linears(layers, job.precision.matmuls, target.type, sharded=shard_mesh is not None)
-    if shard_mesh is not None and job.tp.size > 1:
+        modules = [bare(layer.module) for layer in layers]
+        float8_linears(modules, job.precision.matmuls, place.type, sharded=ranks is not None)
+    if ranks is not None and job.tp.size > 1:
         apply_tensor_parallel(
-            model, shard_mesh["tp"], job.tp.plan, sequence_parallel=job.tp.sequence_parallel,
-            loss_parallel=job.tp.loss_parallel, whole=whole,
+            model, ranks["tp"], job.tp.plan, sequence_parallel=job.tp.sequence_parallel,
+            loss_parallel=job.tp.loss_parallel, whole=[each.fqn for each in experts],
         )  # fmt: skip
-    if shard_mesh is not None and job.cp.size > 1:
-        apply_context_parallel(model, shard_mesh["cp"], job.cp, found, call_of(model))
-    # Also for a stage without experts: making process groups takes every rank.
-    expert_mesh = None if shard_mesh is None or job.ep.size == 1 else make_expert_mesh(shard_mesh, job.ep.size)
-    if expert_mesh is not None:
+    if ranks is not None and job.cp.size > 1:
+        apply_context_parallel(model, ranks["cp"], job.cp, layers, call_of(model))
+    expert_mesh = None
+    if ranks is not None and job.ep.size > 1:  # a stage without experts, too: making process groups takes every rank
+        expert_mesh = make_expert_mesh(ranks, job.ep.size)
         experts = split_experts(model, experts, expert_mesh, job.ep.dispatch)
         specs = keep_routing(specs, [each.fqn for each in experts])
     if mesh is not None:
@@ -256,23 +239,67 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         chunk_model_loss(model, job.chunks)
     if job.compile is not None:
         compile_layers(model, job.compile, [layer.module for layer in find_layers(model, names)])
-    if shard_mesh is not None:
-        apart = [weight for each in experts for weight in each.weights]
-        policy = job.precision.policy
-        shard_layers(model, find_layers(model, names), shard_mesh, options=job.fsdp, mp_policy=policy, apart=apart)
-        if expert_mesh is not None:
-            shard_experts(experts, expert_mesh, mp_policy=policy, options=job.fsdp)
-        refuse_to_save_shards(model)
-        if job.precision.matmuls == "fp8-gather":
-            scale_before_forward(model)
+    if ranks is not None:
+        _shard(model, job, ranks, names, experts, expert_mesh)
     else:
-        model = _replicate(model, mesh, job, target)
+        model = _replicate(model, mesh, job, place)
     setattr(model, _MARK, True)
     if not is_stage and is_rank_zero() and (isinstance(job.ac, Plan) or job.planned_tokens is not None):
         from nemo_like.planning.watch import watch  # it compares with what was planned
 
-        watch(model, job, target)
+        watch(model, job, place)
     return model
+
+
+def _check(
+    model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: Any
+) -> tuple[Job, Sequence[Layer], tuple[Experts, ...], list[CheckpointSpec]]:
+    """Return the job with its plan, the layers, the experts to split and what to checkpoint; raise what cannot be."""
+    ranks = mesh if job.fsdp is not None else None
+    experts: tuple[Experts, ...] = ()
+    layers, chosen = layers_for(model, job)
+    if job.loss is not None:
+        check_head(model)
+    check_float8(job.precision.matmuls)
+    if ranks is not None and job.ep.size > 1:
+        experts = check_experts(model, ranks, job.ep)
+    whole = [each.fqn for each in experts]
+    if ranks is not None and job.fsdp is not None and job.tp.size > 1:
+        check_packed_weights(model, ranks, job.tp.plan, whole, job.fsdp.reshard_after_forward)
+    if job.cp.size > 1:
+        check_context_parallel(model, job.cp, layers, call_of(model))
+    if (job.cp.size > 1 or job.tp.size > 1) and not hasattr(model, STAGE_MARK):  # stages are cut from what was tried
+        from nemo_like.planning.trial import try_split
+
+        try_split(model, job, layers, whole, sample_input)
+    if ranks is not None:
+        check_sharding(model, layers, ranks, options=job.fsdp)
+    else:
+        _check_whole_model(model, mesh, job)
+    job = with_plan(model, job, chosen, sample_input)
+    if isinstance(job.ac, Plan):
+        job.ac.check_matmuls(effective_matmuls(job.precision, sharded=ranks is not None))
+    specs = resolve(model, job, layers, chosen, sample_input)
+    check_specs(model, specs, compile=job.compile is not None)
+    return job, layers, experts, specs
+
+
+def _place(job: Job, mesh: DeviceMesh | None) -> torch.device:
+    return local_device(None if mesh is None else mesh.device_type) if job.device is None else job.device
+
+
+def _shard(
+    model: nn.Module, job: Job, mesh: DeviceMesh, names: list[str], experts: tuple[Experts, ...],
+    expert_mesh: ExpertMesh | None,
+) -> None:  # fmt: skip
+    """FSDP2 over the layers `names`, the rest of the model, and the experts over the ranks that hold the same ones."""
+    apart, policy = [weight for each in experts for weight in each.weights], job.precision.policy
+    shard_layers(model, find_layers(model, names), mesh, options=job.fsdp, mp_policy=policy, apart=apart)
+    if expert_mesh is not None:
+        shard_experts(experts, expert_mesh, mp_policy=policy, options=job.fsdp)
+    refuse_to_save_shards(model)
+    if job.precision.matmuls == "fp8-gather":
+        scale_before_forward(model)
 
 
 def _on_ranks(job: Job, mesh: DeviceMesh | None) -> tuple[Job, DeviceMesh | None]:
