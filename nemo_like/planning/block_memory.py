@@ -17,7 +17,7 @@ from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.reasons import without_values
-from nemo_like.planning.recorded_events import BlockEvents
+from nemo_like.planning.program.records import BlockEvents
 from nemo_like.tensors import map_tensors, tensors_in
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.program.records import BlockEvents
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import backward_in_halves
 
@@ -38,6 +39,8 @@ class HalvesMemory:
     """While the second half runs."""
     param_grad: int
     """Gradients of its parameters at its end; none where it added to those that were there."""
+    events: BlockEvents = field(default_factory=BlockEvents)
+    """What it allocates and frees, in order."""
 
 
 def backward_of_inputs(
@@ -130,24 +133,32 @@ def _run(
                 if policy is None
                 else run_region(block, args, kwargs, policy=policy, name="planned block")
             )
+        outputs = tuple(map(meter.number, tensors_in(out)))
         roots = [t for i, t in enumerate(tensors_in(out)) if t.requires_grad and i not in kind.passed and i in used]
         if not roots:
-            return HalvesMemory(meter.lap(), 0, 0, 0, 0, 0)
+            return HalvesMemory(meter.lap(), 0, 0, 0, 0, 0, BlockEvents(tuple(meter.log), (), outputs))
         made: list[weakref.ref[Any]] = []
         stay: list[torch.Tensor] | None = [] if received else None
         gradients = _WatchedGradients.apply(made, stay, *roots)
+        given_to = len(roots)
         del out, roots
         meter.lap()
+        begun = len(meter.log)
         rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, leaves, once)
         inputs_peak = meter.lap()
         input_grad = sum(t.grad.untyped_storage().nbytes() for t in inputs if t.grad is not None)
-        kept = meter.live - input_grad
+        kept, ended = meter.live - input_grad, len(meter.log)
+        to_inputs = tuple(meter.number(t.grad) for t in inputs if t.grad is not None)
         kept_output_grad = sum(s.nbytes() for ref in made if (s := ref()) is not None)
         for tensor in inputs:
             tensor.grad = None
         meter.lap()
         rest()
         weights_peak = meter.lap()
-    grads = [t.grad for t in leaves if t.grad is not None]
+        grads = [t.grad for t in leaves if t.grad is not None]
+        log, first = tuple(meter.log), tuple(meter.log[begun:ended])
+        of_outputs = tuple(number for number, size in first if size)[:given_to]
+        weights = tuple((n, size) for n, size in log[ended:] if size or n not in to_inputs)
+        events = BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, tuple(map(meter.number, grads)), weights)
     param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in grads)
-    return HalvesMemory(inputs_peak, input_grad, kept, kept_output_grad, weights_peak, param_grad)
+    return HalvesMemory(inputs_peak, input_grad, kept, kept_output_grad, weights_peak, param_grad, events)

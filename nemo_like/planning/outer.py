@@ -31,7 +31,7 @@ from nemo_like.planning.layer_stubs import LayerStub, stand_in
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.recorded import record_again
-from nemo_like.planning.recorded_events import BackwardCall, ForwardCall, OuterEvents
+from nemo_like.planning.program.records import BackwardCall, ForwardCall, OuterEvents
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.step_time import OpSeconds
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
@@ -185,7 +185,7 @@ def outer_memory(
         own_loss = any(loss is t for t in tensors_in(output))
         scored = Stretch(meter.lap(), meter.live, twice(len(forward)))
         if not step.keeps_output:
-            del output
+            output = None
         gone = {i for i, ref in alive.items() if ref() is None}
         rest = None if halves else loss.backward()
         if halves:
@@ -193,8 +193,9 @@ def outer_memory(
         tail, backward_end = Stretch(meter.lap(), meter.live), len(meter.log)
         if rest is not None:
             rest()
-        weights = Stretch(meter.lap(), meter.live) if halves else None
-        last = meter.live
+        weights, weights_end = Stretch(meter.lap(), meter.live) if halves else None, len(meter.log)
+        last, returned = meter.live, () if output is None else tuple(map(meter.number, tensors_in(output)))
+        input_grads = tuple(meter.number(t.grad) for t in _given(traced) if t.grad is not None)
         output = None
         kept = last - meter.live
         for tensor in _given(traced):
@@ -202,7 +203,7 @@ def outer_memory(
     named = {t: name for name, t in reversed(state.items())}  # a tied one by its first name
     grads = {name: t.grad.untyped_storage().nbytes() for t, name in named.items() if t.grad is not None}
     numbers = {name: meter.number(t.grad) for t, name in named.items() if t.grad is not None}
-    events = OuterEvents(tuple(meter.log), tuple(calls), forward_end, tuple(backs), backward_end, numbers)
+    events = OuterEvents(tuple(meter.log), tuple(calls), forward_end, tuple(backs), backward_end, weights_end, numbers, returned, input_grads)
     before_each = _before_each(backward, len(forward), tail)
     idle = frozenset(range(len(forward))) - {i for i, _ in backward}
     whole = tuple(whole_logits)

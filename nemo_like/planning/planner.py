@@ -48,6 +48,7 @@ from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import device_of
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.float8_twin import check_float8_plan, convert, of_layers
+from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
@@ -66,6 +67,7 @@ from nemo_like.planning.sharding import (
 )
 from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_events import LayerEvents
+from nemo_like.planning.program.step import Around, LayerCall
 from nemo_like.planning.step_time import exposed_seconds
 from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules, rank_twin
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
@@ -477,6 +479,84 @@ class Planner:
             events = self.memory(call.kind, choice, accumulates, received=stays).events
             made.append(LayerEvents(events, units.get(module), sharding.experts.get(module), inputs))
         return made
+
+    def layer_calls(
+        self, choices: Sequence[Choice], accumulates: bool, *, received: bool = False, halves: bool | None = None
+    ) -> list[LayerCall]:
+        """What each layer call allocates and frees, and what it keeps.
+
+        Args:
+            choices: one for each.
+            accumulates: backward adds to gradients that are there.
+            received: the gradient of what the last one returns comes from a pipeline's next stage, into a buffer that stays.
+            halves: its schedule cuts backward in two, and recomputes once (True) or twice (False); None: it does not.
+        """
+        sharding = self.sharding
+        units = dict(zip(sharding.modules, sharding.units))
+        known: dict[Any, LayerCall] = {}
+        made = []
+        every = zip(self.traced.calls, choices, self._copies2(choices), self.staying(received))
+        for call, choice, copies, stays in every:
+            unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
+            key = (call.kind, id(choice), id(unit), id(experts), copies, stays)
+            if key not in known:
+                trace, region = self.problems[call.kind].trace, bool(choice.decisions)
+                # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
+                state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
+                if halves is None:
+                    events = self.memory(call.kind, choice, accumulates, received=stays).events
+                else:
+                    events = self.halves(call.kind, choice, accumulates, once=halves, received=stays).events
+                known[key] = LayerCall(
+                    events, unit, experts,
+                    trace.input_bytes if region else trace.kept_input_bytes,
+                    state + trace.state_bytes if region else 0, copied_in_forward(call.module) if region else 0, *copies,
+                )  # fmt: skip
+            made.append(known[key])
+        return made
+
+    def _copies2(self, choices: Sequence[Choice]) -> list[tuple[bool, tuple[int, ...]]]:
+        offload, last = self.job.offload, self.traced.calls[-1].fqn
+        if offload.mode == "none":
+            return [(False, ())] * len(choices)
+        left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
+        found = []
+        for call, choice in zip(self.traced.calls, choices):
+            problem = self.problems[call.kind]
+            sizes = [problem.trace.input_bytes]
+            if offload.mode != "boundary":
+                sizes += [r.bytes for r, word in zip(problem.records, choice.decisions) if word == "save"]
+            moves = choice.decisions and call.fqn != last
+            going = []
+            for at, size in enumerate(sizes if moves else ()):
+                if offload.min_bytes <= size <= left:
+                    left -= size
+                    going.append((at, size))
+            found.append((any(at == 0 for at, _ in going), tuple(size for at, size in going if at)))
+        return found
+
+    def halves(self, kind: int, choice: Choice, accumulate: bool, *, once: bool, received: bool) -> HalvesMemory:
+        """`memory` where a pipeline's schedule cuts backward in two; `once`: it recomputes once for both."""
+        known = self.known.halves
+        key = (self.block_number(kind), choice, accumulate, once, received)
+        if key not in known:
+            known[key] = halves_memory(
+                self.traced.kinds[kind], self.policy(kind, choice), self.traced.run, self.outer().used[kind],
+                accumulate=accumulate, once=once, received=received,
+            )  # fmt: skip
+        return known[key]
+
+    def around(self, choices: Sequence[Choice], accumulates: bool, *, halves: bool = False) -> Around:
+        """What is around the layers; `halves`: backward is cut in two."""
+        outer = self.outer(accumulates, choices)
+        if halves:
+            known = self.__dict__.setdefault("outer_halves", {})
+            if accumulates not in known:
+                known[accumulates] = outer_memory(
+                    self.model, self.layers, self.traced, self.job.step, self.job.loss, accumulate=accumulates, halves=True
+                )
+            outer = known[accumulates]
+        return Around(outer.events, outer.idle, outer.dropped, outer.in_chunks)
 
     def _peak_in(self, choices: Sequence[Choice], micro: Microbatch, log: list[StepPoint] | None = None) -> Peak:
         sharding, job = self.sharding, self.job

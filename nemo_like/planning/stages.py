@@ -220,10 +220,11 @@ class PipelinePlanner:
             [self.stage_memory(index, choices[index]) for index in own], self.actions[rank], microbatches=self.count,
             optimizer=(sum(own.state for own in memories), max(own.step for own in memories)),
             holds_sent=not self.pp.facts.frees_sent, stay=self.job.step.zero_grad == "zero",
-            averages=self.job.step.ema, once=self._held_once(rank), log=log, points=points,
+            averages=self.job.step.ema, once=self.held_once(rank), log=log, points=points,
         )  # fmt: skip
 
-    def _held_once(self, rank: int) -> HeldOnce:
+    def held_once(self, rank: int) -> HeldOnce:
+        """What the first and the last stage both count, and have in common."""
         ends = [self.stages[index] for index in self.of_rank(rank)]
         ends = [stage for stage in ends if stage.slice.is_first or stage.slice.is_last]
         if len(ends) < 2 or ends[0].planner.sharding.on:

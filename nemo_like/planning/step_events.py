@@ -1,6 +1,6 @@
 """A training step of one rank as allocations and frees, in the order and on the streams in which PyTorch makes them.
 
-What a layer and the model around the layers allocate was recorded (`nemo_like.planning.recorded_events`); one record of a
+What a layer and the model around the layers allocate was recorded (`nemo_like.planning.program.records`); one record of a
 kind of layer is played for each of its layers. What FSDP2 gathers and reduces is added here, after
 ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and ``_fsdp_param_group.py`` (PyTorch 2.13): the flat buffer
 of an all-gather and the cast copy that it reads are made on a stream of their own (``all_gather_copy_in_stream``), the
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nemo_like.planning.recorded_events import BackwardCall, BlockEvents, Log, OuterEvents
+from nemo_like.planning.program.records import BackwardCall, BlockEvents, Log, OuterEvents
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"

@@ -1,0 +1,157 @@
+"""What was allocated and freed while a block, or the model around its blocks, ran on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+Log = tuple[tuple[int, int], ...]
+"""In order: the number of a storage, and its bytes; 0 bytes: it is freed."""
+
+
+class Fold(NamedTuple):
+    """What a run of a log comes to, bytes above the level at its beginning."""
+
+    peak: int
+    net: int
+    """What it adds, without exposed storages."""
+    made: tuple[tuple[int, int], ...]
+    """Exposed storages that it leaves: number and bytes."""
+    freed: tuple[int, ...]
+    """Those of the ones before that it lets go of."""
+    late: tuple[int, ...]
+
+
+class Recorded:
+    """A log, of which some storages are exposed: others may hold them too, or have made them."""
+
+    def __init__(self, entries: Log, exposed: frozenset[int], sizes: Mapping[int, int], late: frozenset[int]) -> None:
+        """`sizes`: of all storages, also of those that an earlier log made. `late`: of those, what is freed when it ends."""
+        self.entries, self.exposed, self.sizes, self.late = entries, exposed, sizes, late
+        self._folds: dict[tuple[frozenset[int], frozenset[int]], Fold] = {}
+
+    def fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
+        """`there`: exposed storages that are there when it begins; `alone`: those that nobody else holds."""
+        found = self._folds.get((there, alone))
+        if found is None:
+            found = self._folds[there, alone] = self._fold(there, alone)
+        return found
+
+    def _fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
+        level = peak = net = 0
+        own: dict[int, int] = {}
+        left, late = set(there), []
+        for number, size in self.entries:
+            if number not in self.exposed:
+                change = size or -self.sizes[number]
+                net += change
+            elif size:
+                if number in left or number in own:
+                    continue
+                own[number] = change = size
+            elif number in self.late:
+                late.append(number)
+                continue
+            elif number in own:
+                change = -own.pop(number)
+            elif number in left:
+                left.remove(number)
+                change = -self.sizes[number] if number in alone else 0
+            else:
+                continue
+            level += change
+            peak = max(peak, level)
+        return Fold(peak, net, tuple(own.items()), tuple(n for n in there if n not in left), tuple(late))
+
+
+@dataclass(frozen=True)
+class BlockEvents:
+    """Of one block, under one choice. Its parameters and inputs are not among them."""
+
+    forward: Log = ()
+    """Its output is freed at the end, where autograd does not keep it."""
+    backward: Log = ()
+    outputs: tuple[int, ...] = ()
+    """The storage of each tensor that it returns; 0: one that it was given."""
+    output_grads: tuple[int, ...] = ()
+    """The gradients that its backward is given, made at its beginning."""
+    input_grads: tuple[int, ...] = ()
+    """Gradients of its inputs, alive at its end."""
+    param_grads: tuple[int, ...] = ()
+    """Gradients of its parameters, alive at its end; 0: backward added to one that was there."""
+    weights: Log = ()
+    """Where a pipeline's schedule cuts backward in two, its second half, which makes `param_grads`."""
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of its storages."""
+        return {number: size for log in (self.forward, self.backward, self.weights) for number, size in log if size}
+
+    def until(self, halfway: bool) -> Log:
+        """What has run after its forward, or after the first half of its backward."""
+        return self.forward + self.backward if halfway else self.forward
+
+    @cached_property
+    def _exposed(self) -> frozenset[int]:
+        return frozenset((*self.outputs, *self.output_grads, *self.input_grads, *self.param_grads)) - {0}
+
+    @cached_property
+    def running_forward(self) -> Recorded:
+        """Its forward. Its output is freed by whoever runs it."""
+        return Recorded(self.forward, self._exposed, self.sizes, frozenset(self.outputs) - {0})
+
+    @cached_property
+    def running_backward(self) -> Recorded:
+        """Its backward, or the first half of it."""
+        return Recorded(self.backward, self._exposed, self.sizes, frozenset())
+
+    @cached_property
+    def running_weights(self) -> Recorded:
+        """The second half."""
+        return Recorded(self.weights, self._exposed, self.sizes, frozenset())
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """Of a stand-in for a layer. Between `begin` and `end` its outputs are made, in order."""
+
+    begin: int
+    """Position in `OuterEvents.log`."""
+    end: int
+    inputs: tuple[int, ...]
+    """The storages that it is given for itself."""
+
+
+@dataclass(frozen=True)
+class BackwardCall:
+    """Of a stand-in for a layer. Between `begin` and `end` the gradients of its inputs are made."""
+
+    layer: int
+    """Position of its layer among all calls."""
+    begin: int
+    end: int
+    grads: tuple[int, ...]
+    """The gradients that it is given; 0: made outside."""
+
+
+@dataclass(frozen=True)
+class OuterEvents:
+    """Of everything but the layers."""
+
+    log: Log = ()
+    calls: tuple[ForwardCall, ...] = ()
+    forward_end: int = 0
+    """Position in `log` at which the model has returned."""
+    backs: tuple[BackwardCall, ...] = ()
+    backward_end: int = 0
+    """Position at which backward, or its first half, has ended."""
+    weights_end: int = 0
+    """Position at which its second half has, where a schedule cuts backward in two; else `backward_end`."""
+    param_grads: Mapping[str, int] = field(default_factory=dict)
+    """By name; alive at the end."""
+    outputs: tuple[int, ...] = ()
+    """Of what the model returns, if that is kept."""
+    input_grads: tuple[int, ...] = ()
+    """Of what a stage of a pipeline was sent."""
