@@ -148,9 +148,9 @@ def _running_rows(planner: Planner, choices: Sequence[Choice], point: StepPoint)
 def _outside_rows(planner: Planner, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
     """What is as wide as the vocabulary, where the head or the loss is the highest point."""
     head = find_head(planner.model)
-    if head is None or point.where not in _HEAD:
+    weight = None if head is None else next(head.parameters(), None)  # a stage of a pipeline may have none
+    if weight is None or point.where not in _HEAD:
         return []
-    weight = next(head.parameters())
     events = planner.outer(choices=choices).events
     begin = events.calls[-1].end if events.calls else 0
     ends = {"forward of the head": events.forward_end}
