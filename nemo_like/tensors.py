@@ -17,6 +17,10 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 """What has no tensors inside."""
 
 
+Place = tuple[int | str, int]
+"""Of a tensor in a call: the position or the name of the argument that it is in, and its number there."""
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in `value`, in order, a tensor that occurs twice twice.
 
@@ -47,6 +51,15 @@ def _find(value: Any, found: list[Tensor]) -> None:
         for leaf in tree_leaves(value):
             if leaf is not value:
                 _find(leaf, found)
+
+
+def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:
+    """The tensors of a call by their argument and their number in it.
+
+    A number among all of them would not do: layers that are not run leave empty what they fill for one another.
+    """
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {(name, i): tensor for name, value in arguments for i, tensor in enumerate(tensors_in(value))}
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -18,7 +18,7 @@ from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.program.records import BlockEvents
-from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.tensors import Place, by_argument, map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def block_memory(
             del out, made
             events = BlockEvents(tuple(meter.log), (), outputs)
             return BlockMemory(forward_peak, after - output, 0, 0, 0, 0, frozenset(), events)
-        given, given_to = sum(t.numel() * t.element_size() for t in roots), len(roots)
+        given, given_to = sum(t.numel() * t.element_size() for t in roots), tuple(at)
         # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
         stay: list[torch.Tensor] | None = [] if received else None
@@ -110,19 +110,35 @@ def block_memory(
         begun = len(meter.log)
         gradients.backward(torch.empty_like(gradients))
         backward_peak = meter.lap()
-        to_inputs = [t.grad for t in replaced.values() if t.grad is not None]
-        input_grad = sum(grad.untyped_storage().nbytes() for grad in to_inputs)
+        to_inputs = gradients_by_place(kind, replaced)
+        input_grad = sum(grad.untyped_storage().nbytes() for grad in to_inputs.values())
         grads = {name: t.grad for name, t in state.items() if t.grad is not None}
         of_leaves = [t.grad for t in leaves if t.grad is not None]
         param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in of_leaves)
         backward = tuple(meter.log[begun:])
         events = BlockEvents(
-            tuple(meter.log[:begun]), backward, outputs, tuple(n for n, size in backward if size)[:given_to],
-            tuple(map(meter.number, to_inputs)), tuple(map(meter.number, of_leaves)),
+            tuple(meter.log[:begun]), backward, outputs,
+            dict(zip(given_to, (n for n, size in backward if size))),
+            {place: meter.number(grad) for place, grad in to_inputs.items()}, numbers_of(meter, state),
         )  # fmt: skip
     return BlockMemory(
         forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads), events
     )
+
+
+def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict[Place, torch.Tensor]:
+    """Of each tensor of the block's call that has one, under its first place; `replaced`: by the ids of these tensors, what
+    it was called with."""
+    first = {id(t): (place, t) for place, t in reversed(by_argument(kind.args, kind.kwargs).items())}
+    found = {place: replaced[key].grad for key, (place, _) in reversed(first.items())}
+    return {place: grad for place, grad in found.items() if grad is not None}
+
+
+def numbers_of(meter: LiveBytes, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The gradients of a block's parameters by their first names, but for those that backward added to."""
+    first = {id(t): (name, t) for name, t in reversed(state.items())}
+    named = {name: meter.number(t.grad) for name, t in reversed(first.values()) if t.grad is not None}
+    return {name: number for name, number in named.items() if number}
 
 
 class _Away:

@@ -19,7 +19,7 @@ from nemo_like.activation_checkpointing import ops
 from nemo_like.model_copy import call_with
 from nemo_like.op_lookup import argument, packet_name
 from nemo_like.planning.fake import FakeRun, FakeTensor
-from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.torch_compat import OpOverload, TorchDispatchMode
 
 
@@ -80,6 +80,8 @@ class BlockTrace:
     """Its buffers that forward changes (running statistics): a region keeps a copy of them, as they were before."""
     draws: bool
     """Any op draws random numbers, so that a region keeps the generator's state."""
+    kept_inputs: frozenset[Place] = frozenset()
+    """Where its own inputs stand in its call that autograd keeps without checkpointing."""
     kept_shared: frozenset[int] = frozenset()
     """Which of the shared tensors, by their position, autograd keeps without checkpointing."""
 
@@ -233,7 +235,7 @@ _BATCH_NORMS = ("aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_
 
 
 def record(
-    call: Callable[[], Any], *, name: str, params: list[torch.Tensor], inputs: list[torch.Tensor],
+    call: Callable[[], Any], *, name: str, params: list[torch.Tensor], inputs: Mapping[Place, torch.Tensor],
     shared: list[torch.Tensor],
 ) -> tuple[BlockTrace, Any]:  # fmt: skip
     """Run `call` once, with or without fake tensors around it, and return its trace and its result.
@@ -242,13 +244,13 @@ def record(
         call: the forward pass of a block.
         name: for messages.
         params: its parameters and buffers: never counted.
-        inputs: the tensors it is called with that are its own.
+        inputs: the tensors it is called with that are its own, by their places in the call.
         shared: the tensors it is called with that other blocks are called with too.
     """
     recorder = Recorder()
     recorder.declare("param", params)
     recorder.declare("shared", shared)
-    recorder.declare("input", inputs)
+    recorder.declare("input", list(inputs.values()))
     with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed.tensor):
         out = call()
     s = recorder.storages
@@ -271,6 +273,7 @@ def record(
         param_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "param"),
         state_bytes=sum(s.size[key] for key in recorder.changed if origin.get(key) == "param"),
         draws=any(op.random for op in ops),
+        kept_inputs=frozenset(place for place, tensor in inputs.items() if s.key(tensor) in ours),
         kept_shared=frozenset(position for position, tensor in enumerate(shared) if s.key(tensor) in packed),
     )
     return trace, out
@@ -306,7 +309,7 @@ def trace_block(
             return replaced[id(value)]
 
         fake_args, fake_kwargs = map_tensors(stand_in, (args, kwargs))
-        own = [replaced[id(t)] for t in tensors_in((args, kwargs)) if id(t) not in shared_ids]
+        own = {place: replaced[id(t)] for place, t in by_argument(args, kwargs).items() if id(t) not in shared_ids}
         given = dict(state)
 
         def call() -> Any:

@@ -20,10 +20,10 @@ from nemo_like.module_tree import bare
 from nemo_like.options.words import a_or_an
 from nemo_like.planning.block_trace import trace_block
 from nemo_like.planning.fake import FakeRun, cache_off, call_flags
-from nemo_like.planning.kinds import Kind, ModelTrace, TracedCall, by_argument, call_key, handed_on, settings_of
+from nemo_like.planning.kinds import Kind, ModelTrace, TracedCall, call_key, handed_on, settings_of
 from nemo_like.planning.reasons import PLAN, Aim, named_reason
 from nemo_like.planning.recorded import record_again, recording
-from nemo_like.tensors import describe, map_tensors, split_sample, tensors_in
+from nemo_like.tensors import by_argument, describe, map_tensors, split_sample, tensors_in
 from nemo_like.torch_compat import tree_leaves
 
 

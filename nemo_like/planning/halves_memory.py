@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,13 @@ from torch import nn
 from nemo_like.activation_checkpointing.engine import half_of_backward, run_region
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.model_copy import leaves_of, with_state
-from nemo_like.planning.block_memory import OutputGradients, needing_no_values, with_gradients
+from nemo_like.planning.block_memory import (
+    OutputGradients,
+    gradients_by_place,
+    needing_no_values,
+    numbers_of,
+    with_gradients,
+)
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
@@ -102,20 +108,20 @@ def halves_memory(
         once: whether the first half replays for both.
     """
     state = leaves_of(kind.state)
-    block, leaves = _Called(kind.module), list(dict.fromkeys(state.values()))
-    found = None
+    block, found = _Called(kind.module), None
     with needing_no_values(kind), with_state(kind.module, state):
         for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
-            found = _run(block, kind, leaves, policy, run, used, accumulate=accumulate, once=once, received=received)
+            found = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)
     assert found is not None
     return found
 
 
 def _run(
-    block: _Called, kind: Kind, leaves: Sequence[torch.Tensor], policy: Policy | None, run: FakeRun, used: Collection[int],
+    block: _Called, kind: Kind, state: Mapping[str, torch.Tensor], policy: Policy | None, run: FakeRun, used: Collection[int],
     *, accumulate: bool, once: bool, received: bool,
 ) -> HalvesMemory:  # fmt: skip
     replaced: dict[int, torch.Tensor] = {}
+    leaves = list(dict.fromkeys(state.values()))
 
     def stand_in(value: torch.Tensor) -> torch.Tensor:
         return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
@@ -134,13 +140,15 @@ def _run(
                 else run_region(block, args, kwargs, policy=policy, name="planned block")
             )
         outputs = tuple(map(meter.number, tensors_in(out)))
-        roots = [t for i, t in enumerate(tensors_in(out)) if t.requires_grad and i not in kind.passed and i in used]
+        places = [
+            i for i, t in enumerate(tensors_in(out)) if t.requires_grad and i not in kind.passed and i in used
+        ]
+        roots = [tensors_in(out)[i] for i in places]
         if not roots:
             return HalvesMemory(meter.lap(), 0, 0, 0, 0, 0, BlockEvents(tuple(meter.log), (), outputs))
         made: list[weakref.ref[Any]] = []
         stay: list[torch.Tensor] | None = [] if received else None
         gradients = _WatchedGradients.apply(made, stay, *roots)
-        given_to = len(roots)
         del out, roots
         meter.lap()
         begun = len(meter.log)
@@ -148,7 +156,7 @@ def _run(
         inputs_peak = meter.lap()
         input_grad = sum(t.grad.untyped_storage().nbytes() for t in inputs if t.grad is not None)
         kept, ended = meter.live - input_grad, len(meter.log)
-        to_inputs = tuple(meter.number(t.grad) for t in inputs if t.grad is not None)
+        to_inputs = {place: meter.number(grad) for place, grad in gradients_by_place(kind, replaced).items()}
         kept_output_grad = sum(s.nbytes() for ref in made if (s := ref()) is not None)
         for tensor in inputs:
             tensor.grad = None
@@ -157,8 +165,8 @@ def _run(
         weights_peak = meter.lap()
         grads = [t.grad for t in leaves if t.grad is not None]
         log, first = tuple(meter.log), tuple(meter.log[begun:ended])
-        of_outputs = tuple(number for number, size in first if size)[:given_to]
-        weights = tuple((n, size) for n, size in log[ended:] if size or n not in to_inputs)
-        events = BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, tuple(map(meter.number, grads)), weights)
+        of_outputs = dict(zip(places, (number for number, size in first if size)))
+        weights = tuple((n, size) for n, size in log[ended:] if size or n not in to_inputs.values())
+        events = BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, numbers_of(meter, state), weights)
     param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in grads)
     return HalvesMemory(inputs_peak, input_grad, kept, kept_output_grad, weights_peak, param_grad, events)

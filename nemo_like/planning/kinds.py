@@ -17,14 +17,10 @@ from torch import nn
 from nemo_like.planning.block_trace import BlockTrace
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.recorded import Record
-from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.torch_compat import tree_flatten
 
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
-
-Place = tuple[int | str, int]
-"""Of a tensor in a call: the position or the name of the argument that it is in, and its number there."""
-
 
 @dataclass
 class Kind:
@@ -91,15 +87,6 @@ class ModelTrace:
     def counts(self) -> tuple[int, ...]:
         """How many calls there are of each kind."""
         return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
-
-
-def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, torch.Tensor]:
-    """The tensors of a call by their argument and their number in it.
-
-    A number among all of them would not do: layers that are not run leave empty what they fill for one another.
-    """
-    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return {(name, i): tensor for name, value in arguments for i, tensor in enumerate(tensors_in(value))}
 
 
 def handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, Place]:

@@ -26,7 +26,7 @@ from nemo_like.planning.devices import Device
 from nemo_like.planning.fake import cache_off
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.halves_memory import backward_of_inputs
-from nemo_like.planning.kinds import ModelTrace, by_argument
+from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.layer_stubs import LayerStub, stand_in
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.reasons import without_values
@@ -35,7 +35,7 @@ from nemo_like.planning.program.records import BackwardCall, ForwardCall, OuterE
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.step_time import OpSeconds
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
-from nemo_like.tensors import tensors_in
+from nemo_like.tensors import Place, by_argument, tensors_in
 
 
 @dataclass(frozen=True)
@@ -155,15 +155,17 @@ def outer_memory(
             number = traced.calls[len(forward)].kind
             kind = traced.kinds[number]
             forward.append(Stretch(meter.lap(), meter.live, twice(len(forward))))
-            own = [t for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at]
-            inputs.append([weakref.ref(s) for s in {id(s): s for s in map(torch.Tensor.untyped_storage, own)}.values()])
-            numbers, at = tuple(dict.fromkeys(map(meter.number, own))), len(meter.log)
+            own = {place: t for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at}
+            given = map(torch.Tensor.untyped_storage, own.values())
+            inputs.append([weakref.ref(s) for s in {id(s): s for s in given}.values()])
+            numbers, at = {place: meter.number(t) for place, t in own.items()}, len(meter.log)
             del own
             lap = functools.partial(_lap, meter, backward, backs, twice, len(forward))
             output, records, standing = stand_in(kind, args, kwargs, lap, used[number], layouts[number], regions)
             if standing is not None:
                 alive[len(forward) - 1] = standing
-            calls.append(ForwardCall(at, len(meter.log), numbers))
+            made = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
+            calls.append(ForwardCall(at, len(meter.log), numbers, made))
             record_again(bare(layer.module), records)
             return output
 
@@ -243,9 +245,14 @@ def _before_each(backward: Sequence[tuple[int, Stretch]], count: int, tail: Stre
 
 def _lap(
     meter: LiveBytes, laps: list[tuple[int, Stretch]], backs: list[BackwardCall], twice: Callable[[int], tuple], calls: int,
-    grads: Sequence[torch.Tensor | None],
-) -> Callable[[], None]:  # fmt: skip
+    grads: Mapping[int, torch.Tensor],
+) -> Callable[[Mapping[Place, torch.Tensor]], None]:  # fmt: skip
     """The backward of a stand-in begins; what is returned is to be called when it has made its gradients."""
     laps.append((calls - 1, Stretch(meter.lap(), meter.live, twice(calls))))
-    at, numbers = len(meter.log), tuple(meter.number(grad) for grad in grads if grad is not None)
-    return lambda: backs.append(BackwardCall(calls - 1, at, len(meter.log), numbers))
+    at, numbers = len(meter.log), {position: meter.number(grad) for position, grad in grads.items()}
+
+    def done(made: Mapping[Place, torch.Tensor]) -> None:
+        own = {place: meter.number(grad) for place, grad in made.items()}
+        backs.append(BackwardCall(calls - 1, at, len(meter.log), numbers, own))
+
+    return done

@@ -507,10 +507,10 @@ class Planner:
                     events = self.memory(call.kind, choice, accumulates, received=stays).events
                 else:
                     events = self.halves(call.kind, choice, accumulates, once=halves, received=stays).events
+                weights = () if experts is None else call.module.named_parameters()
                 known[key] = LayerCall(
-                    events, unit, experts,
-                    trace.input_bytes if region else trace.kept_input_bytes,
-                    state + trace.state_bytes if region else 0, copied_in_forward(call.module) if region else 0, *copies,
+                    events, unit, experts, None if region else trace.kept_inputs,
+                    frozenset(name for name, p in weights if id(p) in self.expert_weights), state + trace.state_bytes if region else 0, copied_in_forward(call.module) if region else 0, *copies,
                 )  # fmt: skip
             made.append(known[key])
         return made
@@ -546,6 +546,11 @@ class Planner:
             )  # fmt: skip
         return known[key]
 
+    @cached_property
+    def expert_weights(self) -> frozenset[int]:
+        """Ids of the parameters of experts that are units of their own."""
+        return frozenset(id(weight) for each in self.experts for weight in each.weights)
+
     def around(self, choices: Sequence[Choice], accumulates: bool, *, halves: bool = False) -> Around:
         """What is around the layers; `halves`: backward is cut in two."""
         outer = self.outer(accumulates, choices)
@@ -556,7 +561,7 @@ class Planner:
                     self.model, self.layers, self.traced, self.job.step, self.job.loss, accumulate=accumulates, halves=True
                 )
             outer = known[accumulates]
-        return Around(outer.events, outer.idle, outer.dropped, outer.in_chunks)
+        return Around(outer.events, outer.idle, outer.dropped, outer.in_chunks, halves)
 
     def _peak_in(self, choices: Sequence[Choice], micro: Microbatch, log: list[StepPoint] | None = None) -> Peak:
         sharding, job = self.sharding, self.job

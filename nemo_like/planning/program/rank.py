@@ -19,7 +19,7 @@ from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIG
 from nemo_like.planning.parts import Part
 from nemo_like.planning.program.loop import make_optimizer_state, make_parameters, stage_step, start_with_gradients
 from nemo_like.planning.program.readers import Bytes, Peak, StepPoint, Storages
-from nemo_like.planning.program.step import LayerCall, Microbatch
+from nemo_like.planning.program.step import Around, LayerCall, Microbatch
 from nemo_like.planning.program.units import ROOT, TAIL, GatheredOnce, Pass
 from nemo_like.planning.sharding import UnitBytes
 
@@ -48,11 +48,10 @@ class StageOfRank:
     def __init__(self, pipeline: PipelinePlanner, stage: PlannedStage, choices: Sequence[Choice], e: Storages) -> None:
         self.index, self.planner, self.choices, self.e = stage.slice.index, stage.planner, choices, e
         self.is_first, self.is_last = stage.slice.is_first, stage.slice.is_last
-        self.halves = pipeline.pp.facts.splits_backward and not self.is_first  # torch runs the first one's whole
         self.once = pipeline.pp.replay != "twice"
         self.step = stage_step(self.planner, e, units=GatheredOnce)
         self.cast = self.planner.job.param_dtype is not None
-        self._calls: dict[bool, list[LayerCall]] = {}
+        self._calls: dict[tuple[bool, bool], list[LayerCall]] = {}
         self.running: dict[int, Microbatch] = {}
         self.going_back: dict[int, Microbatch] = {}
         self.first_done = False
@@ -68,17 +67,17 @@ class StageOfRank:
         self.running[number] = Microbatch(self.step, turn, self._layers(turn), self._around(turn))
         self.running[number].forward()
 
-    def begin_backward(self, number: int) -> Microbatch:
+    def begin_backward(self, number: int, *, halves: bool) -> Microbatch:
         one = self.running.pop(number)
-        self.go_on(one)
+        self.go_on(one, halves=halves)
         if not self.is_last:
             one.given_gradient(self.received_grads[number])
         return one
 
-    def go_on(self, one: Microbatch) -> None:
-        """With the gradients that are there now."""
-        turn = self._turn()
-        one.go_on_as(turn, self._layers(turn), self._around(turn))
+    def go_on(self, one: Microbatch, *, halves: bool) -> None:
+        """With the gradients that are there now, in one piece or in two."""
+        turn = self._turn(halves=halves)
+        one.go_on_as(turn, self._layers(turn, halves=halves), self._around(turn, halves=halves))
 
     def ended(self) -> None:
         """A microbatch has gone all the way back."""
@@ -96,21 +95,25 @@ class StageOfRank:
             units.end([*keys, (ROOT, sharding.root)], turn)
         self.first_done = False
 
-    def _turn(self) -> Pass:
+    def _turn(self, *, halves: bool = False) -> Pass:
         """The first backward makes gradients, the others add to them; none is reduced before the end."""
         if not self.step.on:
             return Pass(accumulates=self.first_done or self.stays)
-        return Pass(accumulates=self.first_done and not self.cast, reduces=False, adds=self.first_done)
+        if not self.cast:
+            return Pass(accumulates=self.first_done, reduces=False, adds=self.first_done)
+        waiting = isinstance(self.step.units, GatheredOnce) and bool(self.step.units.waiting)
+        return Pass(accumulates=waiting, reduces=False, adds=self.first_done, waits=halves)
 
-    def _layers(self, turn: Pass) -> list[LayerCall]:
-        if turn.accumulates not in self._calls:
-            self._calls[turn.accumulates] = self.planner.layer_calls(
-                self.choices, turn.accumulates, received=not self.is_last, halves=self.once if self.halves else None
+    def _layers(self, turn: Pass, *, halves: bool = False) -> list[LayerCall]:
+        key = turn.accumulates, halves
+        if key not in self._calls:
+            self._calls[key] = self.planner.layer_calls(
+                self.choices, turn.accumulates, received=not self.is_last, halves=self.once if halves else None
             )
-        return self._calls[turn.accumulates]
+        return self._calls[key]
 
-    def _around(self, turn: Pass):
-        return self.planner.around(self.choices, turn.accumulates, halves=self.halves)
+    def _around(self, turn: Pass, *, halves: bool = False) -> Around:
+        return self.planner.around(self.choices, turn.accumulates, halves=halves)
 
 
 class RankSteps:
@@ -211,13 +214,13 @@ class RankSteps:
         if action.kind == WEIGHTS and halves:
             e.unpark(stage.index, number, _HALFWAY)
             one = stage.going_back.pop(number)
-            stage.go_on(one)
+            stage.go_on(one, halves=True)
             one.backward_of_weights()
             e.drop_all([*one.output, *one.input_grads])
             stage.ended()
             return []
         e.unpark(stage.index, number, _WAITING)
-        one = stage.begin_backward(number)
+        one = stage.begin_backward(number, halves=halves)
         one.backward_of_inputs()
         if not halves:
             one.backward_of_weights()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from nemo_like.tensors import Place
+
 Log = tuple[tuple[int, int], ...]
 """In order: the number of a storage, and its bytes; 0 bytes: it is freed."""
 
@@ -75,12 +77,12 @@ class BlockEvents:
     backward: Log = ()
     outputs: tuple[int, ...] = ()
     """The storage of each tensor that it returns; 0: one that it was given."""
-    output_grads: tuple[int, ...] = ()
-    """The gradients that its backward is given, made at its beginning."""
-    input_grads: tuple[int, ...] = ()
-    """Gradients of its inputs, alive at its end."""
-    param_grads: tuple[int, ...] = ()
-    """Gradients of its parameters, alive at its end; 0: backward added to one that was there."""
+    output_grads: Mapping[int, int] = field(default_factory=dict)
+    """The gradients that its backward is given, made at its beginning, by the position of what they are of among `outputs`."""
+    input_grads: Mapping[Place, int] = field(default_factory=dict)
+    """Gradients of its inputs, alive at its end, by the place of the input in its call."""
+    param_grads: Mapping[str, int] = field(default_factory=dict)
+    """Gradients of its parameters by name, alive at its end, but for those that backward added to."""
     weights: Log = ()
     """Where a pipeline's schedule cuts backward in two, its second half, which makes `param_grads`."""
 
@@ -95,7 +97,7 @@ class BlockEvents:
 
     @cached_property
     def _exposed(self) -> frozenset[int]:
-        return frozenset((*self.outputs, *self.output_grads, *self.input_grads, *self.param_grads)) - {0}
+        return frozenset().union(self.outputs, *(m.values() for m in (self.output_grads, self.input_grads, self.param_grads))) - {0}
 
     @cached_property
     def running_forward(self) -> Recorded:
@@ -120,8 +122,10 @@ class ForwardCall:
     begin: int
     """Position in `OuterEvents.log`."""
     end: int
-    inputs: tuple[int, ...]
-    """The storages that it is given for itself."""
+    inputs: Mapping[Place, int]
+    """The storages that it is given for itself, by place."""
+    outputs: Mapping[int, int]
+    """Those that it makes, by position."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,10 @@ class BackwardCall:
     """Position of its layer among all calls."""
     begin: int
     end: int
-    grads: tuple[int, ...]
-    """The gradients that it is given; 0: made outside."""
+    grads: Mapping[int, int]
+    """The gradients that it is given, by the position of the output."""
+    made: Mapping[Place, int]
+    """Those that it makes, by the place of the input."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_like.options import OffloadConfig
@@ -13,6 +13,7 @@ from nemo_like.planning.program.readers import Away, Frame, Storages
 from nemo_like.planning.program.records import BackwardCall, BlockEvents, Log, OuterEvents
 from nemo_like.planning.program.units import ROOT, TAIL, Pass, Units
 from nemo_like.planning.sharding import Sharding, UnitBytes
+from nemo_like.tensors import Place
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,10 @@ class LayerCall:
     """Its FSDP2 unit; None where it belongs to the root."""
     experts: UnitBytes | None
     """The unit of its experts, inside; None where they are not split."""
-    inputs: int
-    """Bytes of its inputs that it holds till its backward."""
+    inputs: frozenset[Place] | None
+    """Where those of its inputs stand that it holds till its backward; None: all of its own."""
+    expert_weights: frozenset[str] = frozenset()
+    """Names of the parameters of `experts`."""
     state: int = 0
     """What its region keeps beside tensors of the layer: the state of a generator, copies of buffers."""
     copied: int = 0
@@ -36,8 +39,9 @@ class LayerCall:
     """What else does: bytes of each, in the order in which they are copied out."""
 
     @property
-    def all_moved(self) -> int:
-        return (self.inputs if self.moves_inputs else 0) + sum(self.moved)
+    def moves(self) -> bool:
+        """Anything of it waits in host memory."""
+        return self.moves_inputs or bool(self.moved)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Around:
     """Of those, the ones that hold nothing when backward begins: nobody has what they returned any more."""
     in_chunks: bool = False
     """The head made its gradients in forward."""
+    halves: bool = False
+    """Backward is cut in two."""
 
 
 class StageStep:
@@ -152,10 +158,9 @@ class Microbatch:
             e.mark(f"forward of layer {i}")
             copied, frame = e.make(layer.copied, Part.RUNNING_LAYER), self.inside[i]
             late = e.play(layer.events.running_forward, frame, Part.HELD_ACTIVATIONS)
-            outputs = [frame.storages[n] for n in sorted(set(layer.events.outputs)) if n in frame.storages]
-            for storage in outputs:
-                e.retag(storage, Part.OUTSIDE_OF_LAYERS)
-            self._same(outputs, call.end)
+            for position, number in call.outputs.items():
+                self._hand_on(frame, layer.events.outputs[position], number)
+            self._play_outer(call.end)
             for number in late:
                 e.drop(frame.storages.pop(number))
             e.drop(copied)
@@ -228,13 +233,18 @@ class Microbatch:
             self._fetch_behind(len(self.layers), 1 if self.s.tail is None else self.s.prefetch[1])
         e.mark("backward of the head")
         self._play_outer(backs[0].begin if backs else outer.backward_end)
-        self._after_head()
+        if self.around.halves:
+            self.units.settle(TAIL, self.s.tail)
+        else:
+            self._after_head()
         ends = [back.begin for back in backs[1:]] + [outer.backward_end]
         for back, end in zip(backs, ends):
             self._layer_backward(back, end)
             e.mark(f"after layer {back.layer}, backward")
             self._play_outer(end)
         self._play_outer(outer.backward_end)
+        if self.around.halves:
+            self.units.settle(ROOT, self.s.root)
 
     def backward_of_weights(self) -> None:
         """The rest, and what is left of the micro-batch goes, but for what it returned and the gradients of what it was given
@@ -243,13 +253,15 @@ class Microbatch:
         e.phase = "backward"
         for i in reversed(range(len(self.layers))):
             layer, frame = self.layers[i], self.inside[i]
-            if layer.events.weights:
+            if self.around.halves:
                 e.mark(f"second half of backward of layer {i}")
                 e.play(layer.events.running_weights, frame, Part.HELD_ACTIVATIONS)
-                self._reduce(i, layer, [frame.storages.pop(n) for n in layer.events.param_grads if n in frame.storages])
+                self._reduce(i, layer, frame)
                 self._let_layer_go(i)
         e.mark("end of backward")
         self._play_outer(outer.weights_end)
+        if self.around.halves:
+            self._after_head()
         names = [name for name, number in outer.param_grads.items() if number in self.outside]
         own = [self.outside.pop(outer.param_grads[name]) for name in names if name not in self.step.elsewhere]
         if self.on:
@@ -288,64 +300,60 @@ class Microbatch:
             e.retag(storage, Part.RUNNING_LAYER)
         self._give(layer.events, back.grads, end, frame.storages)
         e.play(layer.events.running_backward, frame, Part.RUNNING_LAYER)
-        made = [frame.storages.pop(n) for n in layer.events.input_grads if n in frame.storages]
-        for storage in made:
-            e.retag(storage, Part.OUTSIDE_OF_LAYERS)
-        self._same(made, back.end)
-        e.drop_all(made)
-        if layer.events.weights:  # its gradients come later
+        for place, number in layer.events.input_grads.items():
+            self._hand_on(frame, number, back.made.get(place, 0))
+            e.drop(frame.storages.pop(number, 0))
+        self._play_outer(back.end)
+        if self.around.halves:  # its gradients come later
+            units.settle(i, layer.unit)
             e.move(frame.net, Part.RUNNING_LAYER, Part.HELD_ACTIVATIONS)
             for storage in (*self.inputs[i], *frame.storages.values()):
                 e.retag(storage, Part.HELD_ACTIVATIONS)
             return
-        self._reduce(i, layer, [frame.storages.pop(n) for n in layer.events.param_grads if n in frame.storages])
+        self._reduce(i, layer, frame)
         for storage in self.inputs[i]:
             e.retag(storage, Part.OUTSIDE_OF_LAYERS)  # others may hold it still
         e.drop_all(self.inputs[i])
         self.inputs[i] = []
 
-    def _reduce(self, i: int, layer: LayerCall, grads: list[int]) -> None:
-        units = self.units
+    def _reduce(self, i: int, layer: LayerCall, frame: Frame) -> None:
+        units, numbers, storages = self.units, layer.events.param_grads, frame.storages
+        own = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
+        grads = [storages.pop(n) for n in numbers.values() if n in storages]
         if not self.on:
             self.step.keep_gradients(i, grads, self.turn)
             return
         if layer.experts is not None:
             units.close(("experts", i))
-            own = self._of_experts(grads, layer.experts.whole_grad)
             units.reduce(("experts", i), layer.experts, own, self.turn)
-            grads = [grad for grad in grads if grad not in own]
         if layer.unit is None:
             self.waiting += grads
         else:
             units.close(i)
             units.reduce(i, layer.unit, grads, self.turn)
 
-    def _of_experts(self, grads: Sequence[int], size: int) -> list[int]:
-        """The largest gradients, as many as `size` bytes in the dtype of the reduction are: experts are the largest."""
-        own: list[int] = []
-        for grad in sorted(grads, key=lambda storage: -self.e.sizes[storage]):
-            if sum(map(self.e.sizes.__getitem__, own)) + self.e.sizes[grad] <= size:
-                own.append(grad)
-        return own
+    def _hand_on(self, frame: Frame, number: int, outer: int) -> None:
+        """What a layer made is number `outer` of what is around the layers."""
+        if outer and (storage := frame.storages.get(number, 0)):
+            self.e.retag(storage, Part.OUTSIDE_OF_LAYERS)
+            self.outside[outer] = self.e.hold(storage)
 
-    def _give(self, events: BlockEvents, given: Sequence[int], end: int, storages: dict[int, int]) -> None:
+    def _give(self, events: BlockEvents, given: Mapping[int, int], end: int, storages: dict[int, int]) -> None:
         """The gradients of a layer's output are those that came out of what follows it, which holds them no longer, but
-        for what it still uses after `end`."""
+        for what it still uses after `end`. One that is an expanded number is made whole by the layer."""
         freed = {number for number, size in self.outer.log[self.at : end] if not size}
-        for mine, theirs in zip(events.output_grads, given):
+        for position, mine in events.output_grads.items():
+            theirs = given.get(position, 0)
             storage = self.outside.get(theirs)
             if storage is None or self.e.sizes.get(storage) != events.sizes.get(mine):
                 continue
             storages[mine] = self.outside.pop(theirs) if theirs in freed else self.e.hold(storage)
             self.e.retag(storage, Part.RUNNING_LAYER)
 
-    def _hold_inputs(self, i: int, numbers: Sequence[int]) -> None:
-        """The largest of the layer's inputs, as far as it holds any."""
-        left = self.layers[i].inputs
-        mine = sorted((self.outside[n] for n in numbers if n in self.outside), key=lambda s: -self.e.sizes.get(s, 0))
-        for storage in mine:
-            if left > 0:
-                left -= self.e.sizes.get(storage, 0)
+    def _hold_inputs(self, i: int, numbers: Mapping[Place, int]) -> None:
+        kept = self.layers[i].inputs
+        for number in {number for place, number in numbers.items() if kept is None or place in kept}:
+            if storage := self.outside.get(number, 0):
                 self.inputs[i].append(self.e.hold(storage))
                 self.e.retag(storage, Part.HELD_ACTIVATIONS)
 
@@ -384,7 +392,7 @@ class Microbatch:
         """What layer `i` needs, and what is fetched ahead for those before it, the last copy first."""
         offload, found = self.step.offload, 0
         self._come_back(i, None)
-        if self.layers[i].all_moved:
+        if self.layers[i].moves:
             for j in range(i - 1, max(-1, i - 1 - offload.prefetch), -1):
                 found = self._come_back(j, offload.max_inflight_bytes, found)
 
@@ -433,18 +441,6 @@ class Microbatch:
         if self.at < end:
             self.e.play_all(self.outer.log[self.at : end], self.outside, Part.OUTSIDE_OF_LAYERS)
             self.at = end
-
-    def _same(self, made: Iterable[int], end: int) -> None:
-        """Play the log of what is around the layers to `end`, where what it makes of the size of one in `made` is that one."""
-        left = list(made)
-        for number, size in self.outer.log[self.at : end]:
-            found = next((storage for storage in left if self.e.sizes[storage] == size), 0) if size else 0
-            if found:
-                left.remove(found)
-                self.outside[number] = self.e.hold(found)
-            else:
-                self.e.play_all(((number, size),), self.outside, Part.OUTSIDE_OF_LAYERS)
-        self.at = max(self.at, end)
 
 
 def _renumbered(storages: dict[int, int], old: Log, new: Log) -> dict[int, int] | None:

@@ -31,6 +31,8 @@ class Pass:
     """What is reduced, or kept whole, is added to what is there."""
     frees: bool = False
     """DDP: whole gradients are there; each goes once it is in its bucket."""
+    waits: bool = False
+    """A second half of backward, which FSDP2 does not see: it casts these gradients in the next first half."""
 
 
 def passes_of(step: StepSpec, *, sharded: bool, ddp: bool, cast: bool, first: bool) -> list[Pass]:
@@ -167,6 +169,9 @@ class Units:
         """Reduced ones of the step before are there."""
         self.grads += [self.e.make(unit.grad, Part.GRADIENTS) for unit in units]
 
+    def settle(self, key: Hashable, unit: UnitBytes | None) -> None:
+        """Nothing waits."""
+
     def close_all(self) -> None:
         """Nothing is gathered any more."""
         for key in list(self.open):
@@ -187,6 +192,26 @@ class Units:
 class GatheredOnce(Units):
     """Those of a stage of a pipeline: gathered until `end`, which reduces their gradients."""
 
+    def __init__(self, storages: Storages, sharding: Sharding) -> None:
+        super().__init__(storages, sharding)
+        self.waiting: dict[Hashable, list[int]] = {}
+        """Gradients of second halves of backward (`Pass.waits`)."""
+
+    def reduce(self, key: Hashable, unit: UnitBytes | None, grads: Sequence[int], turn: Pass) -> None:
+        if not turn.waits:
+            waiting = self.waiting.pop(key, [])
+            turn = Pass(reduces=False, adds=key in self.whole) if waiting else turn
+            super().reduce(key, unit, [*waiting, *grads], turn)
+            return
+        for grad in grads:
+            self.e.retag(grad, Part.GRADIENTS)
+        self.waiting.setdefault(key, []).extend(grads)
+
+    def settle(self, key: Hashable, unit: UnitBytes | None) -> None:
+        """FSDP2 sees what waits."""
+        if key in self.waiting:
+            self.reduce(key, unit, [], Pass(reduces=False))
+
     def close(self, key: Hashable) -> None:
         """Not yet."""
 
@@ -199,6 +224,7 @@ class GatheredOnce(Units):
     def end(self, units: Sequence[tuple[Hashable, UnitBytes | None]], turn: Pass) -> None:
         """Gradients are reduced, unit by unit, and nothing is gathered any more."""
         for key, unit in units:
+            self.settle(key, unit)
             super().close(key)
             self.reduce(key, unit, [], turn)
         super().close_all()
