@@ -23,8 +23,8 @@ from nemo_like.options import (
     TensorParallel,
 )
 from nemo_like.planning import PipelinePlanner
-from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.storage_ledger import StepMoment
 from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
 from tests_distributed.peak_families import build, tokens

@@ -195,7 +195,8 @@ def _saved(plan: Plan) -> str:
 def _kept_between_halves(planner: PipelinePlanner, mode: str) -> tuple[int, int]:
     """Of a middle layer of the second stage, for a microbatch that comes after the first: predicted, counted."""
     stage, choices = planner.stages[1], planner.uniform(mode)[1]
-    predicted = planner.stage_memory(1, choices).rest.halves[0]
+    once = planner.pp.replay != "twice"
+    predicted = stage.planner.layer_calls(choices, accumulates=True, received=True, halves=once)[0].events
     policy = stage.planner.policy(stage.planner.traced.calls[0].kind, choices[0])
     model = _build()
     layer = model.model.layers[2]
@@ -214,7 +215,7 @@ def _kept_between_halves(planner: PipelinePlanner, mode: str) -> tuple[int, int]
     hidden.grad = None
     _, left = allocator_events(first_half)
     assert hidden.grad is not None
-    return predicted.kept, left - hidden.grad.untyped_storage().nbytes()
+    return predicted.between, left - hidden.grad.untyped_storage().nbytes()
 
 
 def test_what_is_kept_between_the_halves_is_what_the_allocator_counts() -> None:

@@ -24,11 +24,10 @@ from nemo_like.options import StepSpec
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.planner import Planner
-from nemo_like.planning.reserved import Reserved, replay
+from nemo_like.planning.program.step import LayerCall
+from nemo_like.planning.reserved import Reserved, replay, replay_rank
 from nemo_like.planning.sharding import Sharding, joined
-from nemo_like.planning.stage_reserved import replay_rank
 from nemo_like.planning.stages import PipelinePlanner
-from nemo_like.planning.step_events import LayerEvents
 
 ALLOCATOR = AllocatorConfig(expandable_segments=True)
 _LAST_PRODUCT = -1
@@ -84,9 +83,9 @@ def reserved(planner: Planner, choices: Sequence[Choice], *, eager_selective: bo
     own.__dict__["sharding"] = one_root(planner.sharding)
     if eager_selective:
         more = [kept_last_product(problem) for problem in planner.problems]
-        own.__dict__["layer_events"] = lambda choices, accumulates: [
-            _with(events, more[call.kind])
-            for events, call in zip(planner.layer_events(choices, accumulates), planner.traced.calls)
+        own.__dict__["layer_calls"] = lambda choices, accumulates: [
+            _with(layer, more[call.kind])
+            for layer, call in zip(planner.layer_calls(choices, accumulates), planner.traced.calls)
         ]
     return replay(own, choices, ALLOCATOR)
 
@@ -97,12 +96,10 @@ def reserved_on_rank(
     """The same of a rank of a pipeline. `kept_outputs`: bytes of what each stage returns for a microbatch, which PyTorch
     kept of all stages and microbatches until the step ends (``output_chunks``, until May 2025). It reduced a stage's
     gradients behind that stage's last backward (``backward_maybe_with_nosync``, until October 2025)."""
-    found = replay_rank(planner, rank, choices, ALLOCATOR, kept_outputs=kept_outputs, reduces_each=True)
-    assert found is not None, "their schedules run backward in one piece"
-    return found
+    return replay_rank(planner, rank, choices, ALLOCATOR, kept_outputs=kept_outputs, reduces_each=True)
 
 
-def _with(layer: LayerEvents, size: int) -> LayerEvents:
+def _with(layer: LayerCall, size: int) -> LayerCall:
     """`layer` with one more storage from the end of its forward to the end of its backward."""
     if not size:
         return layer

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
-from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner, as_choice
+from nemo_like.planning.program.readers import Peak
 
 
 def balanced_peak(planner: Planner, choices: Sequence[Choice]) -> Peak | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,38 +15,15 @@ from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.planning.reasons import without_values
 from nemo_like.planning.program.records import BlockEvents
+from nemo_like.planning.reasons import without_values
 from nemo_like.tensors import Place, by_argument, map_tensors, tensors_in
-
-
-@dataclass(frozen=True)
-class BlockMemory:
-    """Bytes above what was alive before the block ran. Its parameters and inputs are not counted."""
-
-    forward_peak: int
-    """While its forward runs, its output included."""
-    held: int
-    """After its forward, without its output."""
-    output_grad: int
-    """The gradients of its output that it is given; of a tensor that nobody uses there is none."""
-    backward_peak: int
-    """While replay and backward run: with `held`, `output_grad`, gradients of its parameters as they come, and of its
-    inputs; its output is gone by then."""
-    input_grad: int
-    """Gradients of its inputs, at the end of its backward."""
-    param_grad: int
-    """Gradients of its parameters that its backward made, at its end: none where it added to those that were there."""
-    trained: frozenset[str]
-    """The parameters that get a gradient, by their names in the block."""
-    events: BlockEvents = field(default_factory=BlockEvents)
-    """What it allocates and frees, in order."""
 
 
 def block_memory(
     kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int] | None = None, *, accumulate: bool = False,
     layouts: Mapping[int, tuple[int, ...]] | None = None, received: bool = False,
-) -> BlockMemory:  # fmt: skip
+) -> BlockEvents:  # fmt: skip
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
 
     It is the engine itself that runs, so a table that the engine would refuse is refused here.
@@ -86,58 +62,47 @@ def block_memory(
                 out = call(*args, **kwargs)
             else:
                 out = run_region(call, args, kwargs, policy=policy, name="planned block", transfer=_ToHost())
-        forward_peak, after = meter.lap(), meter.live
         made = tensors_in(out)
         outputs = tuple(map(meter.number, made))
-        known = {id(t.untyped_storage()) for t in (*replaced.values(), *state.values())}
-        own = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in made}
-        output = sum(size for key, size in own.items() if key not in known)
         at = {
             i: t for i, t in enumerate(made) if t.requires_grad and i not in kind.passed and (used is None or i in used)
         }
         roots = list(at.values())
         if not roots:
             del out, made
-            events = BlockEvents(tuple(meter.log), (), outputs)
-            return BlockMemory(forward_peak, after - output, 0, 0, 0, 0, frozenset(), events)
-        given, given_to = sum(t.numel() * t.element_size() for t in roots), tuple(at)
+            return BlockEvents(tuple(meter.log), (), outputs)
+        given_to = tuple(at)
         # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
         stay: list[torch.Tensor] | None = [] if received else None
         gradients = OutputGradients.apply([(layouts or {}).get(i) for i in at], stay, *roots)
         del out, roots, made, at
-        meter.lap()
         begun = len(meter.log)
         gradients.backward(torch.empty_like(gradients))
-        backward_peak = meter.lap()
         to_inputs = gradients_by_place(kind, replaced)
-        input_grad = sum(grad.untyped_storage().nbytes() for grad in to_inputs.values())
-        grads = {name: t.grad for name, t in state.items() if t.grad is not None}
-        of_leaves = [t.grad for t in leaves if t.grad is not None]
-        param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in of_leaves)
         backward = tuple(meter.log[begun:])
-        events = BlockEvents(
+        return BlockEvents(
             tuple(meter.log[:begun]), backward, outputs,
             dict(zip(given_to, (n for n, size in backward if size))),
             {place: meter.number(grad) for place, grad in to_inputs.items()}, numbers_of(meter, state),
         )  # fmt: skip
-    return BlockMemory(
-        forward_peak, after - output, given, backward_peak, input_grad, param_grad, frozenset(grads), events
-    )
 
 
 def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict[Place, torch.Tensor]:
     """Of each tensor of the block's call that has one, under its first place; `replaced`: by the ids of these tensors, what
     it was called with."""
-    first = {id(t): (place, t) for place, t in reversed(by_argument(kind.args, kind.kwargs).items())}
-    found = {place: replaced[key].grad for key, (place, _) in reversed(first.items())}
-    return {place: grad for place, grad in found.items() if grad is not None}
+    first: dict[int, Place] = {}
+    for place, tensor in by_argument(kind.args, kind.kwargs).items():
+        first.setdefault(id(tensor), place)
+    return {place: grad for key, place in first.items() if (grad := replaced[key].grad) is not None}
 
 
 def numbers_of(meter: LiveBytes, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The gradients of a block's parameters by their first names, but for those that backward added to."""
-    first = {id(t): (name, t) for name, t in reversed(state.items())}
-    named = {name: meter.number(t.grad) for name, t in reversed(first.values()) if t.grad is not None}
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    named = {name: meter.number(grad) for name in first.values() if (grad := state[name].grad) is not None}
     return {name: number for name, number in named.items() if number}
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,25 +26,6 @@ from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.program.records import BlockEvents
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import backward_in_halves
-
-
-@dataclass(frozen=True)
-class HalvesMemory:
-    """Bytes above what was alive before the block ran. Its parameters and inputs are not counted."""
-
-    inputs_peak: int
-    """While the first half runs: with what is held, gradients of its output and of its inputs."""
-    input_grad: int
-    kept: int
-    """Between the halves, without the gradients of its inputs."""
-    kept_output_grad: int
-    """Of that, gradients of its output."""
-    weights_peak: int
-    """While the second half runs."""
-    param_grad: int
-    """Gradients of its parameters at its end; none where it added to those that were there."""
-    events: BlockEvents = field(default_factory=BlockEvents)
-    """What it allocates and frees, in order."""
 
 
 def backward_of_inputs(
@@ -80,27 +59,10 @@ class _Called(nn.Module):
         return self._call(*args, **kwargs)
 
 
-class _WatchedGradients(torch.autograd.Function):
-    """`OutputGradients` that says of those that it makes whether they are alive."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, made: list[weakref.ref[Any]], stay: list[torch.Tensor] | None, *outputs: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.made = made
-        return OutputGradients.forward(ctx, [None] * len(outputs), stay, *outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        found = OutputGradients.backward(ctx, *grads)
-        ctx.made.extend(weakref.ref(grad.untyped_storage()) for grad in found[2:])
-        return found
-
-
 def halves_memory(
     kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int], *, accumulate: bool, once: bool = True,
     received: bool = False,
-) -> HalvesMemory:  # fmt: skip
+) -> BlockEvents:  # fmt: skip
     """Run a block forward and through both halves of its backward on fake tensors, as `block_memory` does in one piece.
 
     Args:
@@ -117,9 +79,9 @@ def halves_memory(
 
 
 def _run(
-    block: _Called, kind: Kind, state: Mapping[str, torch.Tensor], policy: Policy | None, run: FakeRun, used: Collection[int],
-    *, accumulate: bool, once: bool, received: bool,
-) -> HalvesMemory:  # fmt: skip
+    block: _Called, kind: Kind, state: Mapping[str, torch.Tensor], policy: Policy | None, run: FakeRun,
+    used: Collection[int], *, accumulate: bool, once: bool, received: bool,
+) -> BlockEvents:  # fmt: skip
     replaced: dict[int, torch.Tensor] = {}
     leaves = list(dict.fromkeys(state.values()))
 
@@ -145,28 +107,18 @@ def _run(
         ]
         roots = [tensors_in(out)[i] for i in places]
         if not roots:
-            return HalvesMemory(meter.lap(), 0, 0, 0, 0, 0, BlockEvents(tuple(meter.log), (), outputs))
-        made: list[weakref.ref[Any]] = []
+            return BlockEvents(tuple(meter.log), (), outputs)
         stay: list[torch.Tensor] | None = [] if received else None
-        gradients = _WatchedGradients.apply(made, stay, *roots)
+        gradients = OutputGradients.apply([None] * len(roots), stay, *roots)
         del out, roots
-        meter.lap()
         begun = len(meter.log)
         rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, leaves, once)
-        inputs_peak = meter.lap()
-        input_grad = sum(t.grad.untyped_storage().nbytes() for t in inputs if t.grad is not None)
-        kept, ended = meter.live - input_grad, len(meter.log)
+        ended = len(meter.log)
         to_inputs = {place: meter.number(grad) for place, grad in gradients_by_place(kind, replaced).items()}
-        kept_output_grad = sum(s.nbytes() for ref in made if (s := ref()) is not None)
         for tensor in inputs:
             tensor.grad = None
-        meter.lap()
         rest()
-        weights_peak = meter.lap()
-        grads = [t.grad for t in leaves if t.grad is not None]
         log, first = tuple(meter.log), tuple(meter.log[begun:ended])
         of_outputs = dict(zip(places, (number for number, size in first if size)))
         weights = tuple((n, size) for n, size in log[ended:] if size or n not in to_inputs.values())
-        events = BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, numbers_of(meter, state), weights)
-    param_grad = 0 if accumulate else sum(grad.untyped_storage().nbytes() for grad in grads)
-    return HalvesMemory(inputs_peak, input_grad, kept, kept_output_grad, weights_peak, param_grad, events)
+        return BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, numbers_of(meter, state), weights)

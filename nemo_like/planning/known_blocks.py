@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_like.planning.block import Choice
-from nemo_like.planning.block_memory import BlockMemory
-from nemo_like.planning.halves_memory import HalvesMemory
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.outer import OuterMemory
+from nemo_like.planning.program.records import BlockEvents
 
 
 class KnownBlocks:
     """Memories by the number of a block, its choice, and how its step is run."""
 
     def __init__(self) -> None:
-        self.whole: dict[tuple[int, Choice, bool, bool], BlockMemory] = {}
-        self.halves: dict[tuple[int, Choice, bool, bool, bool], HalvesMemory] = {}
+        self.whole: dict[tuple[int, Choice, bool, bool], BlockEvents] = {}
+        self.halves: dict[tuple[int, Choice, bool, bool, bool], BlockEvents] = {}
         self.trained: dict[Any, frozenset[str]] = {}
         """Of a model, by the names of its parameters and which of them require gradients: those that get one in a step."""
         self._numbers: dict[Any, int] = {}

@@ -12,11 +12,11 @@ from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.extras import require
 from nemo_like.options import MemoryBudget
 from nemo_like.options.words import write_bytes
-from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan_report import FRACTIONS, MODES
+from nemo_like.planning.program.rank import ActionBytes
+from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.stage_plans import choose, describe, reserved_on_ranks
 from nemo_like.planning.stage_seconds import times
-from nemo_like.planning.stage_walk import Log
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.tight import Tight, tight_rank
 from nemo_like.planning.verdict import budget_word, plan_within, verdict
@@ -173,11 +173,11 @@ def schedule_plot(row: PipelineRow, path: str | Path) -> None:
     )
     most = max(peak.total for peak in row.peaks) / 2**30
     for rank, (own, axes) in enumerate(zip(spans, rows[:, 0])):
-        log: Log = []
+        log: list[ActionBytes] = []
         planner.rank_peak(rank, row.choices, log)
         _boxes(axes, own, most)
-        points = [(begin, most_bytes) for (_, most_bytes, _), (_, begin, _) in zip(log, own)]
-        ends = [(end, left) for (_, _, left), (_, _, end) in zip(log, own)]
+        points = [(begin, one.most) for one, (_, begin, _) in zip(log, own)]
+        ends = [(end, one.left) for one, (_, _, end) in zip(log, own)]
         line = [point for pair in zip(points, ends) for point in pair]
         axes.step([1e3 * at for at, _ in line], [size / 2**30 for _, size in line], where="post", color="black", lw=0.9)
         axes.set_ylabel(f"rank {rank}\nGiB")

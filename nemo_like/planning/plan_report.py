@@ -17,9 +17,9 @@ from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.block import Choice
 from nemo_like.planning.expert_twin import planned_imbalance
-from nemo_like.planning.peak import Peak
 from nemo_like.planning.plan_search import Reach
 from nemo_like.planning.planner import BudgetError, Planner
+from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.tight import Tight, tight
 from nemo_like.planning.verdict import Need, budget_word, plan_within, verdict
 

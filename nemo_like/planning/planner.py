@@ -42,20 +42,21 @@ from nemo_like.options import (
 from nemo_like.options.optimizers import OptimizerMemory, optimizer_memory
 from nemo_like.planning import solver, within_budget
 from nemo_like.planning.block import BlockProblem, Choice
-from nemo_like.planning.block_memory import BlockMemory, block_memory
+from nemo_like.planning.block_memory import block_memory
 from nemo_like.planning.capture import trace_model
-from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import device_of
 from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
 from nemo_like.planning.float8_twin import check_float8_plan, convert, of_layers
-from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
+from nemo_like.planning.halves_memory import halves_memory
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
-from nemo_like.planning.microbatch import Microbatch, microbatches
 from nemo_like.planning.outer import OuterMemory, outer_memory
-from nemo_like.planning.peak import LayerMemory, Peak, step_peak
 from nemo_like.planning.plan_of_choices import plan_of
+from nemo_like.planning.program.loop import peak_of
+from nemo_like.planning.program.readers import Peak, StepPoint
+from nemo_like.planning.program.records import BlockEvents
+from nemo_like.planning.program.step import Around, LayerCall
 from nemo_like.planning.reserved import Reserved, replay
 from nemo_like.planning.seconds import BlockSeconds, planned_seconds
 from nemo_like.planning.sharding import (
@@ -66,8 +67,6 @@ from nemo_like.planning.sharding import (
     units_for,
 )
 from nemo_like.planning.stack import ChoiceGroup, Stack
-from nemo_like.planning.step_events import LayerEvents
-from nemo_like.planning.program.step import Around, LayerCall
 from nemo_like.planning.step_time import exposed_seconds
 from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules, rank_twin
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
@@ -253,7 +252,7 @@ class Planner:
             return KeepRouting(FullPolicy()) if "save" in choice.decisions else FullPolicy()
         return DecisionTable.from_json(self.problems[kind].rows(choice))
 
-    def memory(self, kind: int, choice: Choice, accumulate: bool = False, *, received: bool = False) -> BlockMemory:
+    def memory(self, kind: int, choice: Choice, accumulate: bool = False, *, received: bool = False) -> BlockEvents:
         """What the block needs while it runs under `choice`; the engine runs it on fake tensors. `accumulate`, `received`:
         as for `block_memory`."""
         key = (self.block_number(kind), choice, accumulate, received)
@@ -391,131 +390,33 @@ class Planner:
 
     def _names_of_trained(self) -> frozenset[str]:
         ids = {id(module): name for name, module in self.model.named_modules()}
-        found = set(self.outer().param_grads)
+        found = set(self.outer().trained)
         for i, call in enumerate(self.traced.calls):
             if i not in self.outer().idle:
                 memory = self.memory(call.kind, self.problems[call.kind].none())
-                found |= {f"{ids[id(call.module)]}.{name}" for name in memory.trained}
+                found |= {f"{ids[id(call.module)]}.{name}" for name in memory.param_grads}
         named = dict(self.model.named_parameters(remove_duplicate=False))
         return frozenset(name for name in found if name in named)
 
     def peak(self, choices: Sequence[Choice]) -> Peak:
         """Predicted peak per rank of a whole step with these choices."""
-        return max((self._peak_in(choices, micro) for micro in self._microbatches()), key=lambda peak: peak.total)
+        return peak_of(self, choices)
 
     def points(self, choices: Sequence[Choice]) -> list[StepPoint]:
-        """The stretches of the microbatch in which `peak` is, in order, and of the optimizer's step."""
-        made: list[tuple[int, list[StepPoint]]] = []
-        for micro in self._microbatches():
-            log: list[StepPoint] = []
-            made.append((self._peak_in(choices, micro, log).total, log))
-        return max(made, key=lambda one: one[0])[1]
-
-    def _microbatches(self) -> list[Microbatch]:
-        job = self.job
-        cast = job.param_dtype is not None
-        return microbatches(job.step, self.sharding, ddp=job.ddp is not None, cast=cast)
+        """The stretches of the step in which `peak` is, in order."""
+        points: list[StepPoint] = []
+        peak_of(self, choices, points)
+        return points
 
     def moved(self, choices: Sequence[Choice]) -> list[int]:
         """Of what each call holds, the bytes that ``offload=`` moves to the host: of regions, and of all layers but the
         last. What is kept of a layer that is no region is counted as staying, also with ``"all"``."""
-        return [sum(sizes) for sizes in self._copies(choices)]
+        inputs = (self.problems[call.kind].trace.input_bytes for call in self.traced.calls)
+        return [size * moves + sum(others) for size, (moves, others) in zip(inputs, self._copies(choices))]
 
-    def _copies(self, choices: Sequence[Choice]) -> list[tuple[int, ...]]:
-        """Of each call, what `moved` is made of, in the order in which it is copied."""
-        offload, last = self.job.offload, self.traced.calls[-1].fqn
-        if offload.mode == "none":
-            return [()] * len(choices)
-        left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
-        found = []
-        for call, choice in zip(self.traced.calls, choices):
-            problem = self.problems[call.kind]
-            sizes = [problem.trace.input_bytes]
-            if offload.mode != "boundary":
-                sizes += [r.bytes for r, word in zip(problem.records, choice.decisions) if word == "save"]
-            moves = choice.decisions and call.fqn != last
-            going = []
-            for size in sizes if moves else ():
-                if offload.min_bytes <= size <= left:
-                    left -= size
-                    going.append(size)
-            found.append(tuple(going))
-        return found
-
-    def step_seconds(self, choices: Sequence[Choice]) -> float:
-        """Seconds of a whole step with these choices; see `nemo_like.planning.seconds`."""
-        return planned_seconds(self, choices).total
-
-    def exposed(self, choices: Sequence[Choice]) -> list[float]:
-        """Of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""
-        return [
-            exposed_seconds(moved, self.problems[call.kind].forward_seconds, self.device)
-            for call, moved in zip(self.traced.calls, self.moved(choices))
-        ]
-
-    def reserved(self, choices: Sequence[Choice]) -> Reserved | None:
-        """What CUDA's caching allocator reserves for such steps; None: another one runs (the CPU's), or it is not known
-        when what waits in host memory is there (``offload=``, ``host=``, ``cpu_offload=``)."""
-        elsewhere = self.job.offload.mode != "none" or any(choice.host_bytes for choice in choices)
-        elsewhere |= bool(self.sharding.trained_on_host)
-        return None if self.device.cuda is None or elsewhere else replay(self, choices, self.job.allocator)
-
-    def staying(self, received: bool) -> list[bool]:
-        """Of each layer call, whether the gradient of what it returns comes into a buffer that stays; `received`: as for
-        `layer_memories`."""
-        return [False] * (len(self.traced.calls) - 1) + [received]
-
-    def layer_events(
-        self, choices: Sequence[Choice], accumulates: bool, *, received: bool = False
-    ) -> list[LayerEvents]:
-        """What each layer call allocates and frees; `accumulates`: backward adds to gradients that are there. `received`: as
-        for `layer_memories`."""
-        sharding = self.sharding
-        units = dict(zip(sharding.modules, sharding.units))
-        made = []
-        for call, choice, stays in zip(self.traced.calls, choices, self.staying(received)):
-            trace, module = self.problems[call.kind].trace, id(call.module)
-            inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-            events = self.memory(call.kind, choice, accumulates, received=stays).events
-            made.append(LayerEvents(events, units.get(module), sharding.experts.get(module), inputs))
-        return made
-
-    def layer_calls(
-        self, choices: Sequence[Choice], accumulates: bool, *, received: bool = False, halves: bool | None = None
-    ) -> list[LayerCall]:
-        """What each layer call allocates and frees, and what it keeps.
-
-        Args:
-            choices: one for each.
-            accumulates: backward adds to gradients that are there.
-            received: the gradient of what the last one returns comes from a pipeline's next stage, into a buffer that stays.
-            halves: its schedule cuts backward in two, and recomputes once (True) or twice (False); None: it does not.
-        """
-        sharding = self.sharding
-        units = dict(zip(sharding.modules, sharding.units))
-        known: dict[Any, LayerCall] = {}
-        made = []
-        every = zip(self.traced.calls, choices, self._copies2(choices), self.staying(received))
-        for call, choice, copies, stays in every:
-            unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
-            key = (call.kind, id(choice), id(unit), id(experts), copies, stays)
-            if key not in known:
-                trace, region = self.problems[call.kind].trace, bool(choice.decisions)
-                # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
-                state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
-                if halves is None:
-                    events = self.memory(call.kind, choice, accumulates, received=stays).events
-                else:
-                    events = self.halves(call.kind, choice, accumulates, once=halves, received=stays).events
-                weights = () if experts is None else call.module.named_parameters()
-                known[key] = LayerCall(
-                    events, unit, experts, None if region else trace.kept_inputs,
-                    frozenset(name for name, p in weights if id(p) in self.expert_weights), state + trace.state_bytes if region else 0, copied_in_forward(call.module) if region else 0, *copies,
-                )  # fmt: skip
-            made.append(known[key])
-        return made
-
-    def _copies2(self, choices: Sequence[Choice]) -> list[tuple[bool, tuple[int, ...]]]:
+    def _copies(self, choices: Sequence[Choice]) -> list[tuple[bool, tuple[int, ...]]]:
+        """Of each call, whether its inputs are moved to the host, and the bytes of what else is, in the order in which it is
+        copied."""
         offload, last = self.job.offload, self.traced.calls[-1].fqn
         if offload.mode == "none":
             return [(False, ())] * len(choices)
@@ -535,7 +436,63 @@ class Planner:
             found.append((any(at == 0 for at, _ in going), tuple(size for at, size in going if at)))
         return found
 
-    def halves(self, kind: int, choice: Choice, accumulate: bool, *, once: bool, received: bool) -> HalvesMemory:
+    def step_seconds(self, choices: Sequence[Choice]) -> float:
+        """Seconds of a whole step with these choices; see `nemo_like.planning.seconds`."""
+        return planned_seconds(self, choices).total
+
+    def exposed(self, choices: Sequence[Choice]) -> list[float]:
+        """Of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""
+        return [
+            exposed_seconds(moved, self.problems[call.kind].forward_seconds, self.device)
+            for call, moved in zip(self.traced.calls, self.moved(choices))
+        ]
+
+    def reserved(self, choices: Sequence[Choice]) -> Reserved | None:
+        """What CUDA's caching allocator reserves for such steps; None: another one runs (the CPU's)."""
+        return None if self.device.cuda is None else replay(self, choices, self.job.allocator)
+
+    def staying(self, received: bool) -> list[bool]:
+        """Of each layer call, whether the gradient of what it returns comes into a buffer that stays; `received`: as for
+        `layer_calls`."""
+        return [False] * (len(self.traced.calls) - 1) + [received]
+
+    def layer_calls(
+        self, choices: Sequence[Choice], accumulates: bool, *, received: bool = False, halves: bool | None = None
+    ) -> list[LayerCall]:
+        """What each layer call allocates and frees, and what it keeps.
+
+        Args:
+            choices: one for each.
+            accumulates: backward adds to gradients that are there.
+            received: the gradient of what the last one returns comes from a pipeline's next stage, into a buffer that stays.
+            halves: its schedule cuts backward in two, and recomputes once (True) or twice (False); None: it does not.
+        """
+        sharding = self.sharding
+        units = dict(zip(sharding.modules, sharding.units))
+        known: dict[Any, LayerCall] = {}
+        made = []
+        every = zip(self.traced.calls, choices, self._copies(choices), self.staying(received))
+        for call, choice, copies, stays in every:
+            unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
+            key = (call.kind, id(choice), id(unit), id(experts), copies, stays)
+            if key not in known:
+                trace, region = self.problems[call.kind].trace, bool(choice.decisions)
+                # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
+                state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
+                if halves is None:
+                    events = self.memory(call.kind, choice, accumulates, received=stays)
+                else:
+                    events = self.halves(call.kind, choice, accumulates, once=halves, received=stays)
+                weights = () if experts is None else call.module.named_parameters()
+                own = frozenset(name for name, p in weights if id(p) in self.expert_weights)
+                known[key] = LayerCall(
+                    events, unit, experts, None if region else trace.kept_inputs, own,
+                    state + trace.state_bytes if region else 0, copied_in_forward(call.module) if region else 0, *copies,
+                )  # fmt: skip
+            made.append(known[key])
+        return made
+
+    def halves(self, kind: int, choice: Choice, accumulate: bool, *, once: bool, received: bool) -> BlockEvents:
         """`memory` where a pipeline's schedule cuts backward in two; `once`: it recomputes once for both."""
         known = self.known.halves
         key = (self.block_number(kind), choice, accumulate, once, received)
@@ -563,45 +520,6 @@ class Planner:
             outer = known[accumulates]
         return Around(outer.events, outer.idle, outer.dropped, outer.in_chunks, halves)
 
-    def _peak_in(self, choices: Sequence[Choice], micro: Microbatch, log: list[StepPoint] | None = None) -> Peak:
-        sharding, job = self.sharding, self.job
-        root, tail = self.outer_grads(micro)
-        return step_peak(
-            self.layer_memories(choices, micro), self.outer(micro.accumulates, choices), sharding,
-            optimizer=(self.optimizer.state, self.optimizer.step), tail_grads=tail, root_grads=root, micro=micro,
-            offload=job.offload, averaged=self.sharding.params if job.step.ema else 0,
-            remembered=self.remembered, copies_at_once=self.device.kind == "cpu", log=log,
-        )  # fmt: skip
-
-    def layer_memories(
-        self, choices: Sequence[Choice], micro: Microbatch, *, received: bool = False
-    ) -> list[LayerMemory]:
-        """What each call needs in a step with these choices. `received`: the gradient of what the last one returns comes
-        from a pipeline's next stage, into a buffer that stays."""
-        sharding = self.sharding
-        units = dict(zip(sharding.modules, sharding.units))
-        layers: list[LayerMemory] = []
-        known: dict[Any, LayerMemory] = {}
-        every = zip(self.traced.calls, choices, self._copies(choices), self.staying(received))
-        for call, choice, copies, stays in every:
-            unit, experts = units.get(id(call.module)), sharding.experts.get(id(call.module))
-            key = (call.kind, id(choice), id(unit), id(experts), copies, stays)
-            if key in known:
-                layers.append(known[key])
-                continue
-            trace, params = self.problems[call.kind].trace, self.traced.kinds[call.kind].state.values()
-            inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-            memory = self.memory(call.kind, choice, micro.accumulates, received=stays)
-            # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
-            state = RNG_STATE if choice.decisions and trace.draws and self.device.kind == "cpu" else 0
-            state += (trace.state_bytes if choice.decisions else 0) + self.leaves(call.kind)
-            whole = sum(t.untyped_storage().nbytes() for t in params if t.requires_grad)
-            copied = copied_in_forward(call.module) if choice.decisions else 0
-            held = choice.held_bytes + state
-            known[key] = LayerMemory(held, inputs, memory, unit, sum(copies), whole, experts, copied, copies)
-            layers.append(known[key])
-        return layers
-
     def leaves(self, kind: int) -> int:
         """What a block holds whatever is kept of it: tensors that it makes and asks a gradient of, which the graph keeps."""
         full = self.problems[kind].full()
@@ -617,13 +535,6 @@ class Planner:
     def names_of_parameters(self) -> dict[str, int]:
         """Ids of the model's parameters."""
         return {name: id(p) for name, p in self.model.named_parameters()}
-
-    def outer_grads(self, micro: Microbatch) -> tuple[int, int]:
-        """Whole gradients of the root's parameters and of the tail's that a backward makes, bytes."""
-        names = self.names_of_parameters
-        grads = {} if micro.accumulates else self.outer().param_grads
-        tail = sum(size for name, size in grads.items() if names.get(name) in self.sharding.tail_params)
-        return sum(grads.values()) - tail, tail
 
     @property
     def state_on_host(self) -> int:

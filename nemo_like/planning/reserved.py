@@ -9,21 +9,25 @@ Nobody has compared these bytes with ``torch.cuda.memory_reserved`` on a GPU yet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nemo_like.options.allocator import AllocatorConfig
-from nemo_like.options.optimizers import OptimizerMemory
 from nemo_like.planning.allocator_model import CachingAllocator
 from nemo_like.planning.block import Choice
-from nemo_like.planning.step_events import Events, Pass, StepEvents
+from nemo_like.planning.program.loop import Loop, make_optimizer_state
+from nemo_like.planning.program.rank import RankSteps
+from nemo_like.planning.program.readers import Allocations
 
 if TYPE_CHECKING:
     from nemo_like.planning.memory_blocks import MemoryBlock
     from nemo_like.planning.planner import Planner
+    from nemo_like.planning.stages import PipelinePlanner
 
 MOST_STEPS = 4
+_STEPS_OF_RANK = 3
+"""In the second one the optimizer's state is there from the beginning; the third one reserves nothing more, as a rule."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Reserved:
     allocated: int
     """Most in blocks that are in use, rounded as the allocator rounds them."""
     tensors: int
-    """Most in tensors: `Peak.total`, if the replay and the planner's arithmetic agree."""
+    """Most in tensors: `Peak.total`."""
     workspaces: int
     """Of `reserved`, what libraries take for themselves."""
     given_back: int = 0
@@ -45,7 +49,7 @@ class Reserved:
 def replay(
     planner: Planner, choices: Sequence[Choice], config: AllocatorConfig | None = None, memory: int | None = None
 ) -> Reserved:
-    """Replay the step of `planner` under `choices` through the allocator.
+    """Run the allocations of `planner`'s steps under `choices` through the allocator.
 
     Args:
         planner: of a CUDA device.
@@ -56,15 +60,44 @@ def replay(
     Raises:
         DeviceMemoryError: `memory` does not suffice.
     """
-    replayed = Replayed(config, memory, planner.device.cuda)
-    steps = _Steps(planner, choices)
+    replayed, storages = Replayed(config, memory, planner.device.cuda), Allocations()
+    loop = Loop(planner, choices, storages)
     for number in range(MOST_STEPS):
         before = replayed.allocator.reserved
-        steps.step(first=number == 0)
-        replayed.play(steps.events)
+        loop.run(loop.turns(first=number == 0))
+        if number == 0:
+            make_optimizer_state(storages, planner)
+        loop.update()
+        replayed.play(storages)
         if number > 1 and replayed.allocator.reserved == before and memory is None:
             break
     return replayed.found()
+
+
+def replay_rank(
+    pipeline: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], config: AllocatorConfig | None = None,
+    memory: int | None = None, *, kept_outputs: Sequence[int] = (), reduces_each: bool = False,
+) -> Reserved:  # fmt: skip
+    """`replay` of one rank of a pipeline, with `choices` for each stage. `kept_outputs`, `reduces_each`: as `RankSteps`."""
+    replayed, storages = Replayed(config, memory, pipeline.device.cuda), Allocations()
+    steps = RankSteps(pipeline, rank, choices, storages, kept_outputs=kept_outputs, reduces_each=reduces_each)
+    for number in range(_STEPS_OF_RANK):
+        steps.run(first=number == 0)
+        replayed.play(storages)
+    return replayed.found()
+
+
+def ranks_to_replay(pipeline: PipelinePlanner, choices: Sequence[Sequence[Choice]]) -> list[int]:
+    """The ranks of which one reserves most: of those that run the same layers in the same way, which differ in how many
+    micro-batches are in flight, the one with the highest peak. Arguments as for `replay_rank`."""
+    alike: dict[Hashable, list[int]] = {}
+    for rank in range(pipeline.pp.size):
+        runs = tuple((id(pipeline.stages[index].planner), tuple(choices[index])) for index in pipeline.of_rank(rank))
+        alike.setdefault(runs, []).append(rank)
+    return [
+        ranks[0] if len(ranks) == 1 else max(ranks, key=lambda rank: pipeline.rank_peak(rank, choices).total)
+        for ranks in alike.values()
+    ]
 
 
 class Replayed:
@@ -84,7 +117,7 @@ class Replayed:
         for size in self._workspaces:
             self.allocator.allocate(size)
 
-    def play(self, events: Events) -> None:
+    def play(self, events: Allocations) -> None:
         """A step's events, which are forgotten then."""
         retries, live, sizes = self.allocator.retries, self._live, self._sizes
         allocate, free, now, most = self.allocator.allocate, self.allocator.free, self._now, self._tensors
@@ -110,49 +143,6 @@ class Replayed:
         )
 
 
-class _Steps:
-    """The events of a planner's steps, one after the other."""
-
-    def __init__(self, planner: Planner, choices: Sequence[Choice]) -> None:
-        self.planner, self.choices = planner, choices
-        self.events, sharding = Events(), planner.sharding
-        names = {id(p): name for name, p in planner.model.named_parameters(remove_duplicate=False)}
-        self.writer = StepEvents(
-            self.events, sharding, frozenset(names[p] for p in sharding.tail_params if p in names),
-            in_chunks=planner.outer().in_chunks,
-        )  # fmt: skip
-        self.passes = {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=True))}
-        self.passes |= {turn: planner.layer_events(choices, turn.accumulates) for turn in set(self._turns(first=False))}
-        self.optimizer = planner.optimizer
-        make_state(self.events, planner)
-
-    def step(self, *, first: bool) -> None:
-        """All microbatches, and the optimizer."""
-        writer, planner = self.writer, self.planner
-        for turn in self._turns(first=first):
-            writer.run(turn, self.passes[turn], planner.outer(turn.accumulates, self.choices).events)
-        optimizer_passes(self.events, self.optimizer, first=first)
-        if planner.job.step.zero_grad == "free":
-            writer.zero_grad()
-
-    def _turns(self, *, first: bool) -> list[Pass]:
-        """The microbatches of a step. After the third they repeat."""
-        step, job = self.planner.job.step, self.planner.job
-        count = min(step.microbatches, 3)
-        stays = step.zero_grad == "zero" and not first
-        if not self.writer.on:
-            if job.ddp:
-                return [Pass(accumulates=True)] * count
-            return [Pass(accumulates=stays or number > 0) for number in range(count)]
-        if step.sync == "every" or count == 1:
-            return [Pass(adds=stays or number > 0) for number in range(count)]
-        cast = job.param_dtype is not None
-        before = [
-            Pass(accumulates=number > 0 and not cast, reduces=False, adds=number > 0) for number in range(count - 1)
-        ]
-        return [*before, Pass(accumulates=not cast, adds=stays)]
-
-
 def _workspaces(capability: tuple[int, int] | None) -> tuple[int, int]:
     """Of cuBLAS, bytes: one for each thread that multiplies, forward's and autograd's.
 
@@ -161,38 +151,3 @@ def _workspaces(capability: tuple[int, int] | None) -> tuple[int, int]:
     """
     size = 32 << 20 if capability == (9, 0) else (8 << 20) + (128 << 10)
     return size, size
-
-
-def make_state(events: Events, planner: Planner) -> None:
-    """What is there before the first step: parameters, their running mean, DDP's buckets, remembered tables."""
-    sharding = planner.sharding
-    for _ in range(2 if planner.job.step.ema else 1):
-        for unit in sharding.all:
-            for size in unit.each_shard:
-                events.make(size)
-        events.make(sharding.replicated)
-    events.make(planner.remembered)
-    if planner.job.ddp:
-        for unit in sharding.all:
-            events.make(unit.grad)
-
-
-def optimizer_passes(events: Events, optimizer: OptimizerMemory, *, first: bool) -> None:
-    """The optimizer's step; the `first` one makes its state."""
-    if first:
-        for sizes in optimizer.states:
-            for size in sizes:
-                events.make(size)
-    for each in optimizer.passes:
-        before = 0
-        for sizes in each.alone:
-            made = [events.make(sizes[0])]
-            if each.hands_over:
-                events.drop(before)
-            made += map(events.make, sizes[1:])
-            if not each.hands_over:
-                events.drop(before)
-            events.drop_all(made[:-1])
-            before = made[-1]
-        events.drop(before)
-        events.drop_all([events.make(size) for size in each.together])

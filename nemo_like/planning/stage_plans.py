@@ -14,11 +14,11 @@ from nemo_like.job import Job
 from nemo_like.options import MemoryBudget
 from nemo_like.options.words import write_bytes
 from nemo_like.planning.block import Choice
-from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import asked_job
+from nemo_like.planning.program.readers import Peak
+from nemo_like.planning.reserved import ranks_to_replay, replay_rank
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.stage_balance import balanced
-from nemo_like.planning.stage_reserved import is_replayed, ranks_to_replay, replay_rank
 from nemo_like.planning.stage_seconds import pipeline_seconds
 from nemo_like.planning.stages import Choices, PipelinePlanner
 
@@ -190,11 +190,8 @@ def describe(planner: PipelinePlanner, choices: Choices, asked: str, reserved: S
 def reserved_on_ranks(
     planner: PipelinePlanner, choices: Choices, ranks: Sequence[int] | None = None
 ) -> list[int] | None:
-    """What CUDA's caching allocator reserves on each of `ranks` (None: all), bytes; None: not known, as for
-    `nemo_like.planning.Planner.reserved`, or where the schedule cuts backward in two."""
-    elsewhere = planner.job.offload.mode != "none" or any(choice.host_bytes for own in choices for choice in own)
-    if planner.device.cuda is None or elsewhere or not is_replayed(planner.pp):
+    """What CUDA's caching allocator reserves on each of `ranks` (None: all), bytes; None: another one runs (the CPU's)."""
+    if planner.device.cuda is None:
         return None
     every = range(planner.pp.size) if ranks is None else ranks
-    found = [replay_rank(planner, rank, choices, planner.job.allocator) for rank in every]
-    return [each.reserved for each in found if each is not None]
+    return [replay_rank(planner, rank, choices, planner.job.allocator).reserved for rank in every]

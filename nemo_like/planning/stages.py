@@ -23,17 +23,13 @@ from nemo_like.model_copy import model_copy
 from nemo_like.module_tree import bare_modules
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import Choice
-from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import device_of
-from nemo_like.planning.halves_memory import HalvesMemory, halves_memory
 from nemo_like.planning.kinds import settings_of
 from nemo_like.planning.known_blocks import KnownBlocks
-from nemo_like.planning.microbatch import Microbatch
-from nemo_like.planning.outer import OuterMemory, outer_memory
-from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.rank import ActionBytes, rank_peak
+from nemo_like.planning.program.readers import Peak, StepPoint
 from nemo_like.planning.stage_parts import stage_parts
-from nemo_like.planning.stage_walk import Log, StageMemory, StageRound, rank_peak
 from nemo_like.planning.tied_stages import HeldOnce, held_once
 from nemo_like.tensors import split_sample, tensors_in
 
@@ -79,7 +75,6 @@ class PipelinePlanner:
         self.batch = _by_name(model, microbatch)
         self.hidden = hidden_of(model, microbatch, self.parts, job.cp.size * parts_sent)
         self.planners = dict[Any, Planner]()
-        self.memories: dict[Any, StageMemory] = {}
         self._alike, self._numbers = dict[str, int](), dict[Any, int]()
         self._known = KnownBlocks() if known is None else known
         try:
@@ -113,14 +108,14 @@ class PipelinePlanner:
 
     def scheduled(self, pp: PipelineParallel) -> PipelinePlanner:
         """This planner for another cut or schedule; stages of the same layers are not traced again."""
-        other = self._copy()
+        other = copy.copy(self)
         other.scheduled_as(pp)
         return other
 
     def for_job(self, job: Job) -> PipelinePlanner:
         """Return this planner for another number of ranks, schedule, offloading or loss. But for stages of other layers and
         the last stage of another loss, nothing is traced again."""
-        other = self._copy()
+        other = copy.copy(self)
         other.job, other.planners = job, {}
         for key, planner in self.planners.items():
             if key[1] and job.loss != self.job.loss:
@@ -136,27 +131,21 @@ class PipelinePlanner:
 
     def dealt(self, counts: Sequence[int]) -> PipelinePlanner:
         """This planner for another number of layers on each stage."""
-        other = self._copy()
+        other = copy.copy(self)
         other.job, other.counts = replace(self.job, pp=replace(self.pp, balance=tuple(counts))), list(counts)
         other.stages = other.stages_for(other.counts)
         return other
 
     def with_all_microbatches(self) -> PipelinePlanner:
         """This planner with all actions of a step, also those of which nothing new is to be learned."""
-        other = self._copy()
+        other = copy.copy(self)
         other.actions = actions_of(self.pp)
         return other
 
     def replaying(self, replay: str) -> PipelinePlanner:
         """This planner for one replay or two of what is checkpointed, where backward is cut in two."""
-        other = self._copy()
-        other.job = replace(self.job, pp=replace(self.pp, replay=replay))
-        return other
-
-    def _copy(self) -> PipelinePlanner:
-        """This planner again, without what it has found for its own cut, schedule and set-up."""
         other = copy.copy(self)
-        other.memories = {}
+        other.job = replace(self.job, pp=replace(self.pp, replay=replay))
         return other
 
     def stages_for(self, counts: Sequence[int]) -> list[PlannedStage]:
@@ -210,18 +199,11 @@ class PipelinePlanner:
         return most
 
     def rank_peak(
-        self, rank: int, choices: Choices, log: Log | None = None, points: list[StepPoint] | None = None
+        self, rank: int, choices: Choices, log: list[ActionBytes] | None = None, points: list[StepPoint] | None = None
     ) -> Peak:
-        """Predicted peak of a whole step on `rank` of the pipeline with these choices; `log`: gets what each action reaches,
+        """Predicted peak of a whole step on `rank` of the pipeline with these choices. `log`: gets what each action reaches,
         `points` every stretch of the step."""
-        own = self.of_rank(rank)
-        memories = [self.stages[index].planner.optimizer for index in own]
-        return rank_peak(
-            [self.stage_memory(index, choices[index]) for index in own], self.actions[rank], microbatches=self.count,
-            optimizer=(sum(own.state for own in memories), max(own.step for own in memories)),
-            holds_sent=not self.pp.facts.frees_sent, stay=self.job.step.zero_grad == "zero",
-            averages=self.job.step.ema, once=self.held_once(rank), log=log, points=points,
-        )  # fmt: skip
+        return rank_peak(self, rank, choices, log, points)
 
     def held_once(self, rank: int) -> HeldOnce:
         """What the first and the last stage both count, and have in common."""
@@ -235,14 +217,6 @@ class PipelinePlanner:
     def peaks(self, choices: Choices) -> list[Peak]:
         """Of every rank of the pipeline."""
         return [self.rank_peak(rank, choices) for rank in range(self.pp.size)]
-
-    def stage_memory(self, index: int, choices: Sequence[Choice]) -> StageMemory:
-        """What one stage holds and needs with these choices."""
-        stage = self.stages[index]
-        key = (index, tuple(choices))
-        if key not in self.memories:
-            self.memories[key] = _stage_memory(stage, choices, self.pp, self.hidden_bytes)
-        return self.memories[key]
 
     @property
     def input_bytes(self) -> int:
@@ -261,67 +235,6 @@ def parts_of(model: nn.Module, microbatch: Any, job: Job) -> StageParts:
     dtype = job.param_dtype
     lowered = {} if dtype is None else {"autocast" if job.of_stage().fsdp is None else "dtype": dtype}
     return stage_parts(model, find_layers(model, job.layers), microbatch, **lowered)
-
-
-def _stage_memory(stage: PlannedStage, choices: Sequence[Choice], pp: PipelineParallel, hidden: int) -> StageMemory:
-    planner = stage.planner
-    sharding = planner.sharding
-    whole = sum(unit.whole_grad for unit in sharding.all)
-    own = sum(unit.grad for unit in sharding.all)
-    stays = own if planner.job.step.zero_grad == "zero" else 0
-    if sharding.on:
-        cast = planner.job.param_dtype is not None
-        first = Microbatch(stays, reduces=False)
-        rest = Microbatch(stays + whole, accumulates=not cast, reduces=False, adds=True)
-    else:
-        first, rest = Microbatch(stays, accumulates=bool(stays)), Microbatch(own, accumulates=True)
-    splits = pp.facts.splits_backward and stage.slice.index > 0
-    received = not stage.slice.is_last
-
-    def one(micro: Microbatch) -> StageRound:
-        root, tail = planner.outer_grads(micro)
-        if sharding.on:
-            root = 0 if micro.adds else sharding.root.whole_grad
-        halves: tuple[HalvesMemory, ...] = ()
-        outer: OuterMemory | None = None
-        if splits:
-            halves = tuple(
-                _halves(planner, call.kind, choice, micro, pp, received=stays)
-                for call, choice, stays in zip(planner.traced.calls, choices, planner.staying(received))
-            )
-            outer = _outer_halves(planner, micro)
-        return StageRound(
-            tuple(planner.layer_memories(choices, micro, received=received)),
-            planner.outer(micro.accumulates, choices), root, tail, micro, halves, outer,
-        )  # fmt: skip
-
-    return StageMemory(
-        stage.slice, one(first), one(rest), sharding, hidden, planner.job.offload,
-        planner.traced.shared_bytes, planner.remembered,
-    )  # fmt: skip
-
-
-def _halves(
-    planner: Planner, kind: int, choice: Choice, micro: Microbatch, pp: PipelineParallel, *, received: bool
-) -> HalvesMemory:
-    known, once = planner.known.halves, pp.replay != "twice"
-    key = (planner.block_number(kind), choice, micro.accumulates, once, received)
-    if key not in known:
-        known[key] = halves_memory(
-            planner.traced.kinds[kind], planner.policy(kind, choice), planner.traced.run, planner.outer().used[kind],
-            accumulate=micro.accumulates, once=once, received=received,
-        )  # fmt: skip
-    return known[key]
-
-
-def _outer_halves(planner: Planner, micro: Microbatch) -> OuterMemory:
-    known = planner.__dict__.setdefault("outer_halves", {})
-    if micro.accumulates not in known:
-        known[micro.accumulates] = outer_memory(
-            planner.model, planner.layers, planner.traced, planner.job.step, planner.job.loss,
-            accumulate=micro.accumulates, halves=True,
-        )  # fmt: skip
-    return known[micro.accumulates]
 
 
 class _ReceivedGradient(torch.autograd.Function):

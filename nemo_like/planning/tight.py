@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from nemo_like.planning.allocator_model import DeviceMemoryError
 from nemo_like.planning.block import Choice
-from nemo_like.planning.reserved import Reserved, replay
-from nemo_like.planning.stage_reserved import replay_rank
+from nemo_like.planning.reserved import Reserved, replay, replay_rank
 
 if TYPE_CHECKING:
     from nemo_like.options.allocator import AllocatorConfig
     from nemo_like.planning.planner import Planner
     from nemo_like.planning.stages import PipelinePlanner
 
-    _Replaying = Callable[[AllocatorConfig, int | None], Reserved | None]
+    _Replaying = Callable[[AllocatorConfig, int | None], Reserved]
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ def _tight(reserved: int, planner: Planner | PipelinePlanner, replayed: _Replayi
     if reserved <= memory:
         return None
     try:
-        held = replayed(config, memory)
-        given_back = None if held is None else held.given_back
+        given_back = replayed(config, memory).given_back
     except DeviceMemoryError:
         given_back = None
     grown = None if config.expandable_segments else replayed(replace(config, expandable_segments=True), None)

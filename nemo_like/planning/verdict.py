@@ -2,9 +2,7 @@
 
 Users run out of what is reserved, not of what tensors take. A step fits where the allocator, replayed with no more memory
 than the limit, goes through without giving segments back in every step, for which the device would have to wait. Where
-nothing reserves more than tensors take (the CPU), these decide. And where there is an allocator but no prediction of it
-(what waits in host memory, pipelines whose schedule cuts backward in two), it is taken to reserve `OVERHEAD` more than
-tensors take. Of a pipeline, the rank that reserves most decides.
+nothing reserves more than tensors take (the CPU), these decide. Of a pipeline, the rank that reserves most decides.
 """
 
 from __future__ import annotations
@@ -17,16 +15,12 @@ from typing import Any
 from nemo_like.options import parse_bytes
 from nemo_like.planning.allocator_model import DeviceMemoryError
 from nemo_like.planning.block import Choice
-from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import Planner
-from nemo_like.planning.reserved import Reserved, replay
-from nemo_like.planning.stage_reserved import is_replayed, ranks_to_replay, replay_rank
+from nemo_like.planning.program.readers import Peak
+from nemo_like.planning.reserved import Reserved, ranks_to_replay, replay, replay_rank
 from nemo_like.planning.stages import Choices, PipelinePlanner
 
-OVERHEAD = 0.21
-"""Of what tensors take, the share that is reserved beyond it where that is not predicted: about the most that our model of
-the allocator gives for the steps of docs/benchmarks/published.md (9 to 22 %)."""
-RESERVED, ALLOCATED, WITH_OVERHEAD = "reserved", "allocated", f"allocated + {OVERHEAD:.0%}"
+RESERVED, ALLOCATED = "reserved", "allocated"
 
 
 @dataclass(frozen=True)
@@ -35,9 +29,9 @@ class Need:
 
     bytes: int
     by: str
-    """What they are: `RESERVED`, `ALLOCATED`, or `WITH_OVERHEAD`."""
+    """What they are: `RESERVED` or `ALLOCATED`."""
     reserved: int | None = None
-    """What the caching allocator reserves at most; None: not known."""
+    """What the caching allocator reserves at most; None: there is none."""
     inputs: int = 0
     """Of `bytes`, the step's input (token ids and labels), which peaks and what is reserved for them leave out."""
 
@@ -47,23 +41,13 @@ def verdict(planner: Planner | PipelinePlanner, choices: Any, peak: Peak, limit:
     inputs = planner.input_bytes
     if planner.device.cuda is None:
         return Need(peak.total + inputs, ALLOCATED, inputs=inputs)
-    if isinstance(planner, PipelinePlanner):
-        reserved = _on_ranks(planner, choices, limit - inputs)
-    else:
-        reserved = _on_one(planner, choices, limit - inputs)
-    if reserved is None:
-        return Need(int(peak.total * (1 + OVERHEAD)) + inputs, WITH_OVERHEAD, inputs=inputs)
+    reserved = (_on_ranks if isinstance(planner, PipelinePlanner) else _on_one)(planner, choices, limit - inputs)
     return Need(reserved + inputs, RESERVED, reserved, inputs)
 
 
 def most_allocated(planner: Planner | PipelinePlanner, limit: int) -> int:
     """The highest peak that could fit in `limit` bytes."""
-    left, job = max(0, limit - planner.input_bytes), planner.job
-    staged = isinstance(planner, PipelinePlanner)
-    predicted = (
-        is_replayed(job.pp) if staged else job.offload.mode == "none" and not (job.fsdp and job.fsdp.cpu_offload)
-    )
-    return left if predicted or planner.device.cuda is None else int(left / (1 + OVERHEAD))
+    return max(0, limit - planner.input_bytes)
 
 
 Planned = tuple[Any, Peak]
@@ -110,36 +94,30 @@ def budget_word(size: int, peak: int) -> str:
     return next((word for word in words if parse_bytes(word) >= max(peak, 1)), f"{size}B")
 
 
-def _on_one(planner: Planner, choices: Sequence[Choice], limit: int) -> int | None:
+def _on_one(planner: Any, choices: Sequence[Choice], limit: int) -> int:
     """Bytes that are reserved on a device with `limit`, or, where it does not have them, those that would be on a larger
-    one; None: not predicted."""
-    found = planner.reserved(choices)
-    if found is None:
-        return None
-    return _within(found, limit, lambda: replay(planner, choices, planner.job.allocator, limit))
-
-
-def _on_ranks(planner: PipelinePlanner, choices: Choices, limit: int) -> int | None:
-    """`_on_one` of the rank of a pipeline that reserves most."""
-    config, most = planner.job.allocator, 0
-    if planner.device.cuda is None or not is_replayed(planner.pp):
-        return None
-    for rank in ranks_to_replay(planner, choices):
-        found = replay_rank(planner, rank, choices, config)
-        if found is None:
-            return None
-        held = partial(replay_rank, planner, rank, choices, config, limit)
-        most = max(most, _within(found, limit, held))
-    return most
-
-
-def _within(found: Reserved, limit: int, replayed: Callable[[], Reserved | None]) -> int:
-    """Bytes that are reserved on a device with `limit`; `found`: on one with as many as are asked for, `replayed`: on that
     one."""
+    config = planner.job.allocator
+    return _within(limit, lambda memory: replay(planner, choices, config, memory))
+
+
+def _on_ranks(planner: Any, choices: Choices, limit: int) -> int:
+    """`_on_one` of the rank of a pipeline that reserves most."""
+    config = planner.job.allocator
+    return max(
+        _within(limit, partial(replay_rank, planner, rank, choices, config))
+        for rank in ranks_to_replay(planner, choices)
+    )
+
+
+def _within(limit: int, replayed: Callable[[int | None], Reserved]) -> int:
+    """Bytes that are reserved on a device with `limit`; `replayed`: on one with so many, or (None) as many as are asked
+    for."""
+    found = replayed(None)
     if found.reserved <= limit:
         return found.reserved
     try:
-        held = replayed()
+        held = replayed(limit)
     except DeviceMemoryError:
         return found.reserved
-    return found.reserved if held is None or held.given_back else held.reserved
+    return found.reserved if held.given_back else held.reserved

@@ -11,7 +11,7 @@ from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
-from nemo_like.planning.stage_reserved import replay_rank
+from nemo_like.planning.reserved import replay_rank
 from nemo_like.planning.stages import PipelinePlanner
 from tests.models.fit_models import llama
 

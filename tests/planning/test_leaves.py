@@ -12,7 +12,6 @@ from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.first_step import bytes_between_steps
-from nemo_like.planning.microbatch import Microbatch
 from nemo_like.planning.planner import Planner
 
 WIDTH, ROWS = 32, 512
@@ -53,9 +52,9 @@ def test_a_leaf_that_a_block_makes_is_held_whatever_the_plan(share: float | None
     else:
         choices, _ = planner.choose(MemoryBudget(fraction=share), f"{share:.0%}")
     predicted = planner.peak(choices)
-    layers = planner.layer_memories(choices, Microbatch())
-    for choice, layer in zip(choices, layers, strict=True):
-        assert layer.held == choice.held_bytes + LEAF, choice.label
+    for choice, call in zip(choices, planner.layer_calls(choices, accumulates=False), strict=True):
+        inputs = planner.problems[0].trace.input_bytes if choice.decisions else planner.problems[0].trace.kept_input_bytes
+        assert inputs + call.events.held == choice.held_bytes + LEAF, choice.label
     apply_plan(model, planner.describe(choices, "test"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model(x).backward()  # the first step compares each replay with its forward

@@ -190,7 +190,7 @@ def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -
     trained = [planner.stages[index].planner.optimizer.state for index in (1, 2)]
     counters = COUNTER * len(list(model.model.layers[7].parameters()))
     assert trained == [0, 2 * (2 * layer + counters)]  # AdamW's two states, of two layers
-    grads = [planner.stage_memory(index, none[index]).rest.layers[0].memory.held for index in (1, 2)]
+    grads = [planner.stages[n].planner.layer_calls(none[n], accumulates=True)[0].events.held for n in (1, 2)]
     assert grads[0] < grads[1]  # the inputs of matmuls are kept for their weights' gradients alone
     numbers = [stage.planner.block_number(0) for stage in planner.stages]
     assert numbers == [0, 0, 1, 1]

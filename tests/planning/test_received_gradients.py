@@ -99,8 +99,8 @@ def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None
     given, received = (
         halves_memory(kind, policy, run, {0}, accumulate=False, received=stays) for stays in (False, True)
     )
-    assert received.kept_output_grad == received.input_grad == HIDDEN
-    assert received.inputs_peak == given.inputs_peak + HIDDEN
+    assert received.output_grad_between == received.input_grad == HIDDEN
+    assert received.backward_peak == given.backward_peak + HIDDEN
     call, layer, stays, rest = _call(planner, mode), planner.model.layers[1], list[Tensor](), list[Callable[[], None]]()
 
     def first_half() -> None:
@@ -115,5 +115,5 @@ def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None
         stays.clear()
         alive = cpu_events(first_half)
         rest.pop()()
-    assert max(alive) == received.inputs_peak + HIDDEN
-    assert alive[-1] == received.kept + received.input_grad + HIDDEN
+    assert max(alive) == received.backward_peak + HIDDEN
+    assert alive[-1] == received.between + received.input_grad + HIDDEN

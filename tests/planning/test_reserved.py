@@ -11,12 +11,13 @@ from torch import nn
 
 from nemo_like import FSDP2, Job, PlanSearch, StepSpec
 from nemo_like.cli import main
-from nemo_like.options import OffloadConfig, Precision
+from nemo_like.options import Precision
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning import Plan, Planner
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.parts import Part
+from nemo_like.planning.program.readers import COMPUTE, Allocations
 from nemo_like.planning.reserved import replay
-from nemo_like.planning.step_events import COMPUTE, Events
 from nemo_like.planning.tight import tight
 
 pytest.importorskip("transformers")
@@ -117,8 +118,6 @@ def test_settings_of_the_allocator_count():
 def test_where_nothing_is_said():
     planner = _planner(SETUPS["one device"], "cpu")
     assert planner.reserved(planner.uniform("none")) is None
-    planner = _planner(replace(SETUPS["one device"], offload=OffloadConfig("boundary")))
-    assert planner.reserved(planner.uniform("full")) is None
     assert planner.describe(planner.uniform("full"), "full").reserved_bytes is None
 
 
@@ -166,8 +165,8 @@ def test_a_step_that_wants_more_than_there_is():
 
 
 def test_a_storage_is_freed_by_its_last_holder():
-    events = Events()
-    one, nothing = events.make(100), events.make(0)
+    events = Allocations()
+    one, nothing = events.make(100, Part.GRADIENTS), events.make(0, Part.GRADIENTS)
     events.hold(one)
     events.drop_all([one, nothing, one])
     assert nothing == 0 and events.log == [(one, 100, COMPUTE), (one, 0, "")]

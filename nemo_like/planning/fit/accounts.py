@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.options.words import write_bytes
 from nemo_like.planning.block import Choice
-from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.explained import Account, RankPeak, Row, rows_of
 from nemo_like.planning.fit.explained_bytes import byte_rows, highest, staged_byte_rows
@@ -27,9 +25,9 @@ from nemo_like.planning.fit.explained_seconds import (
 from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.shapes import TracedShape
 from nemo_like.planning.fit.staged import StagedShape
+from nemo_like.planning.program.readers import StepPoint
 from nemo_like.planning.seconds import KERNELS_PER_PARAMETER, LayerRun, Links, StepSeconds, layer_runs, units_outside
 from nemo_like.planning.stage_seconds import busiest_rank, handing_on, parts_of_stages
-from nemo_like.planning.stage_walk import with_inputs_counted_once
 from nemo_like.planning.stages import Choices, PipelinePlanner
 from nemo_like.planning.step_time import host_optimizer_seconds, optimizer_seconds
 
@@ -69,7 +67,7 @@ def _of_stages(shape: StagedShape, conf: Configuration, choices: Choices, second
 def _rank_points(planner: PipelinePlanner, choices: Choices, rank: int) -> list[StepPoint]:
     points: list[StepPoint] = []
     planner.rank_peak(rank, choices, points=points)
-    return [replace(point, parts=with_inputs_counted_once(point.parts)) for point in points]
+    return points
 
 
 def _staged_second_rows(

@@ -11,7 +11,7 @@ from nemo_like.options import PlanSearch, Precision, dtype_word
 from nemo_like.planning.fit.explained import Account
 from nemo_like.planning.fit.layouts import Configuration, Layout
 from nemo_like.planning.larger_batch import most_elements
-from nemo_like.planning.peak import Peak
+from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.seconds import StepSeconds
 from nemo_like.planning.verdict import Need
 from nemo_like.tensors import tensors_in

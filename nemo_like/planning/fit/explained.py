@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_like.planning.communication import StepPoint
+from nemo_like.planning.program.readers import StepPoint
 
 
 @dataclass(frozen=True)

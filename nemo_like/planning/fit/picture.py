@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.extras import require
-from nemo_like.planning.communication import StepPoint
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.fitting import FitReport
 from nemo_like.planning.parts import Part
+from nemo_like.planning.program.readers import StepPoint
 
 _SHADES = {"forward": "#eaf2fb", "backward": "#fdf1e3", "optimizer": "#e9f6e9"}
 

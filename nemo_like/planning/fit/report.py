@@ -10,7 +10,7 @@ from nemo_like.options.words import write_bytes
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.fitting import FitReport
-from nemo_like.planning.verdict import ALLOCATED, OVERHEAD, RESERVED, WITH_OVERHEAD
+from nemo_like.planning.verdict import ALLOCATED, RESERVED
 
 _HEAD = (
     "#", "dp_replicate x dp_shard", "tp", "cp", "ep", "pp", "micro-batch x times", "precision", "optimizer",
@@ -50,10 +50,6 @@ def judged(report: FitReport) -> str:
 
 _JUDGED = {
     RESERVED: "what our model of CUDA's caching allocator reserves (of a pipeline, on the rank where that is most) is",
-    WITH_OVERHEAD: (
-        f"(offloaded, or in stages with backward cut in two) what tensors take and {OVERHEAD:.0%} of it, for what is not "
-        "predicted, are"
-    ),
     ALLOCATED: "what tensors take is",
 }
 

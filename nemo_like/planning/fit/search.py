@@ -28,7 +28,7 @@ from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.fit.staged_bounds import StagedBounds
-from nemo_like.planning.peak import Peak
+from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.seconds import StepSeconds
 from nemo_like.planning.verdict import ALLOCATED, Need, budget_word, plan_within
 

@@ -24,8 +24,8 @@ from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.last_within import last_within
 from nemo_like.planning.outer import OuterMemory
 from nemo_like.planning.parts import OF_HEAD, OF_LAYERS, Part
-from nemo_like.planning.peak import Peak
 from nemo_like.planning.planner import RNG_STATE, Planner
+from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.seconds import Links, StepSeconds, layer_runs, least_seconds, planned_seconds, step_seconds
 from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.stack import Stack

@@ -20,14 +20,13 @@ from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged_least import StagedLeast
-from nemo_like.planning.peak import Peak
+from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.seconds import StepSeconds
 from nemo_like.planning.stage_plans import choose, describe
-from nemo_like.planning.stage_reserved import is_replayed
 from nemo_like.planning.stage_seconds import pipeline_seconds
 from nemo_like.planning.stages import Choices, PipelinePlanner, hidden_of, parts_of
 from nemo_like.planning.tensor_twin import has_known_rules
-from nemo_like.planning.verdict import OVERHEAD, Need, verdict
+from nemo_like.planning.verdict import Need, verdict
 from nemo_like.tensors import tensors_in
 
 
@@ -149,10 +148,8 @@ class StagedShape:
         return describe(self.planner(conf), choices, asked)
 
     def most_allocated(self, conf: Configuration) -> int:
-        """The highest peak that could fit: what is reserved is predicted where backward stays in one piece."""
-        left = max(0, self.question.limit - self._input_bytes * conf.grad_accum)
-        predicted = is_replayed(conf.job.pp) or self.question.device.cuda is None
-        return left if predicted else int(left / (1 + OVERHEAD))
+        """The highest peak that could fit."""
+        return max(0, self.question.limit - self._input_bytes * conf.grad_accum)
 
     @cached_property
     def _input_bytes(self) -> int:

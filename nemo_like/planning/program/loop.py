@@ -23,12 +23,16 @@ class Loop:
         self.stage = stage_step(planner, storages)
         make_parameters(storages, planner)
 
-    def step(self, turns: Sequence[Pass]) -> None:
-        """These micro-batches, and the optimizer."""
+    def run(self, turns: Sequence[Pass]) -> None:
+        """Forward and backward of these micro-batches."""
         planner = self.planner
         for turn in turns:
             calls = planner.layer_calls(self.choices, turn.accumulates)
             self.stage.run(turn, calls, planner.around(self.choices, turn.accumulates))
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        planner = self.planner
         self.e.phase = "optimizer"
         self.e.mark("optimizer step")
         self.e.optimizer_step(planner.optimizer)
@@ -47,7 +51,7 @@ class Loop:
         highest peak."""
         e, planner, stage = self.e, self.planner, self.stage
         make_optimizer_state(e, planner)
-        stage.kept.append(e.make(planner.outer(choices=self.choices).kept, Part.KEPT_OUTPUT))
+        stage.kept.append(e.make(planner.outer(choices=self.choices).events.kept_bytes, Part.KEPT_OUTPUT))
         turns = self.turns(first=False)
         all_alike = len(turns) > 1 and turns[-1].reduces and all(turn.reduces and not turn.frees for turn in turns)
         if (all_alike or planner.job.step.zero_grad == "zero") and planner.job.ddp is None:
@@ -59,7 +63,8 @@ def peak_of(planner: Planner, choices: Sequence[Choice], points: list[StepPoint]
     """The highest point of a later step; `points`: gets every stretch of it, in order."""
     storages = Bytes(points)
     loop = Loop(planner, choices, storages)
-    loop.step(loop.begin_later())
+    loop.run(loop.begin_later())
+    loop.update()
     return storages.peak()
 
 

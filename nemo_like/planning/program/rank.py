@@ -162,8 +162,8 @@ class RankSteps:
                 stage.stays = True
                 start_with_gradients(stage.step, less=self.once.grads if stage.is_first else 0)
 
-    def run(self) -> None:
-        """All actions, the reductions, and the optimizer."""
+    def run(self, *, first: bool = False) -> None:
+        """All actions, the reductions, and the optimizer, whose state the `first` step makes."""
         e, sent, done = self.e, list[int](), 0
         e.drop_all(self.input_grads)
         self.input_grads.clear()
@@ -192,6 +192,8 @@ class RankSteps:
         e.phase = "optimizer"
         e.mark("optimizer step")
         for stage in self.stages.values():
+            if first:
+                make_optimizer_state(e, stage.planner, less=self.once.state if stage.is_first else 0)
             e.optimizer_step(stage.planner.optimizer)
             stage.stays = self.stay
             if not self.stay:
@@ -236,8 +238,8 @@ class RankSteps:
     def _sent(
         self, stage: StageOfRank, output: list[int], grads: list[int], number: int, done: int, warmup: int, *, halves: bool
     ) -> list[int]:  # fmt: skip
-        """What stays of the output of a micro-batch, and of the gradient of its input. Of 1F1B's one each does, that the last
-        send of its warm-up and a later one hold on to.
+        """What stays of the output of a micro-batch, and of the gradient of its input. Of 1F1B's one each does, that the
+        last send of its warm-up and a later one hold on to.
 
         Args:
             done: how many backwards this was.

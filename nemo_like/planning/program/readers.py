@@ -166,6 +166,9 @@ class Storages:
     def mark(self, where: str) -> None:
         """What follows is called so."""
 
+    def end_forward(self) -> None:
+        """The model has returned."""
+
     def begin_action(self) -> None:
         """Of a pipeline's rank."""
 
@@ -201,8 +204,8 @@ class Bytes(Storages):
         self.points = points
         self._most, self._parts, self._action = -1, self.now, 0
         self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
-        """Of a pipeline, what waiting micro-batches hold: stage, micro-batch and between what, to bytes that layers hold, and
-        others."""
+        """Of a pipeline, what waiting micro-batches hold: by stage, micro-batch and where they are, bytes that layers hold,
+        and others."""
         self.held = 0
 
     def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
@@ -299,8 +302,7 @@ class Bytes(Storages):
     def end_action(self) -> tuple[int, int] | None:
         return self._action, self.total
 
-    def hold_here(self) -> None:
-        """The model's forward has ended."""
+    def end_forward(self) -> None:
         self.held = self.total - sum(self.now[part] for part in STAYING)
 
     def in_flight(self) -> tuple[tuple[int, str, int], ...]:
@@ -321,10 +323,10 @@ class Bytes(Storages):
         self.now[Part.OUTSIDE_OF_LAYERS] -= sign * outside
         self.now[Part.MICROBATCHES_IN_FLIGHT] += sign * (held + outside)
 
-    def peak(self, held: int = 0) -> Peak:
+    def peak(self) -> Peak:
         """The highest level so far."""
         self._end()
-        return Peak({part: value for part, value in self.best.items() if value}, self.best_at, held)
+        return Peak({part: value for part, value in self.best.items() if value}, self.best_at, self.held)
 
 
 class Allocations(Storages):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -78,7 +78,7 @@ class BlockEvents:
     outputs: tuple[int, ...] = ()
     """The storage of each tensor that it returns; 0: one that it was given."""
     output_grads: Mapping[int, int] = field(default_factory=dict)
-    """The gradients that its backward is given, made at its beginning, by the position of what they are of among `outputs`."""
+    """The gradients that its backward is given, made at its beginning, by their position among `outputs`."""
     input_grads: Mapping[Place, int] = field(default_factory=dict)
     """Gradients of its inputs, alive at its end, by the place of the input in its call."""
     param_grads: Mapping[str, int] = field(default_factory=dict)
@@ -91,13 +91,56 @@ class BlockEvents:
         """Bytes of its storages."""
         return {number: size for log in (self.forward, self.backward, self.weights) for number, size in log if size}
 
+    @cached_property
+    def held(self) -> int:
+        """Bytes that it keeps from forward to backward, without its output."""
+        return sum(self.sizes[number] for number in _alive(self.forward) - set(self.outputs))
+
+    @property
+    def output_grad(self) -> int:
+        """Bytes of the gradients that its backward is given."""
+        return self._bytes(self.output_grads.values())
+
+    @property
+    def input_grad(self) -> int:
+        """Bytes of the gradients of its inputs."""
+        return self._bytes(self.input_grads.values())
+
+    @property
+    def param_grad(self) -> int:
+        """Bytes of the gradients that it makes of its parameters."""
+        return self._bytes(self.param_grads.values())
+
+    @property
+    def backward_peak(self) -> int:
+        """Most bytes alive in its backward, or the first half of it, above what was there before its forward."""
+        level = peak = sum(self.sizes[number] for number in _alive(self.forward))
+        for number, size in self.backward:
+            level += size or -self.sizes[number]
+            peak = max(peak, level)
+        return peak
+
+    @property
+    def between(self) -> int:
+        """Bytes alive between the halves of its backward, but for gradients of its inputs."""
+        return self._bytes(_alive(self.forward + self.backward) - set(self.input_grads.values()))
+
+    @property
+    def output_grad_between(self) -> int:
+        """Of that, gradients of its output."""
+        return self._bytes(_alive(self.forward + self.backward) & set(self.output_grads.values()))
+
+    def _bytes(self, numbers: Iterable[int]) -> int:
+        return sum(self.sizes.get(number, 0) for number in set(numbers))
+
     def until(self, halfway: bool) -> Log:
         """What has run after its forward, or after the first half of its backward."""
         return self.forward + self.backward if halfway else self.forward
 
     @cached_property
     def _exposed(self) -> frozenset[int]:
-        return frozenset().union(self.outputs, *(m.values() for m in (self.output_grads, self.input_grads, self.param_grads))) - {0}
+        grads = (self.output_grads, self.input_grads, self.param_grads)
+        return frozenset().union(self.outputs, *(numbers.values() for numbers in grads)) - {0}
 
     @cached_property
     def running_forward(self) -> Recorded:
@@ -113,6 +156,11 @@ class BlockEvents:
     def running_weights(self) -> Recorded:
         """The second half."""
         return Recorded(self.weights, self._exposed, self.sizes, frozenset())
+
+
+def _alive(log: Log) -> set[int]:
+    """The numbers of what is there at the end of `log`."""
+    return {number for number, size in log if size} - {number for number, size in log if not size}
 
 
 @dataclass(frozen=True)
@@ -161,3 +209,9 @@ class OuterEvents:
     """Of what the model returns, if that is kept."""
     input_grads: tuple[int, ...] = ()
     """Of what a stage of a pipeline was sent."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of `outputs`."""
+        sizes = dict(pair for pair in self.log if pair[1])
+        return sum(sizes.get(number, 0) for number in set(self.outputs))

@@ -73,7 +73,7 @@ class StageStep:
 
     def __init__(
         self, storages: Storages, sharding: Sharding, tail_names: frozenset[str] = frozenset(), *,
-        units: Callable[[Storages, Sharding], Units] = Units, offload: OffloadConfig = OffloadConfig("none"),  # noqa: B008
+        units: Callable[[Storages, Sharding], Units] = Units, offload: OffloadConfig = OffloadConfig("none"),
         copies_at_once: bool = False,
     ) -> None:  # fmt: skip
         self.e, self.s, self.on = storages, sharding, sharding.on
@@ -176,6 +176,7 @@ class Microbatch:
         self._play_outer(outer.forward_end)
         units.let_go()
         self.step.let_go()
+        e.end_forward()
 
     def go_on_as(self, turn: Pass, layers: Sequence[LayerCall], around: Around) -> None:
         """Between forward and backward, or its halves: there are gradients now that were not there before. What does not
@@ -247,8 +248,8 @@ class Microbatch:
             self.units.settle(ROOT, self.s.root)
 
     def backward_of_weights(self) -> None:
-        """The rest, and what is left of the micro-batch goes, but for what it returned and the gradients of what it was given
-        (`output`, `input_grads`)."""
+        """The rest. What is left of the micro-batch goes, but for what it returned and the gradients of what it was given:
+        see `take_ends`."""
         outer, e = self.outer, self.e
         e.phase = "backward"
         for i in reversed(range(len(self.layers))):
