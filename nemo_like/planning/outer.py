@@ -132,7 +132,7 @@ def outer_memory(
             output = model(*traced.args, **traced.kwargs)
         forward_end = len(meter.log)
         loss = loss_of(output, step.loss_fn)
-        own_loss = any(loss is t for t in tensors_in(output))
+        own_loss, loss_end = any(loss is t for t in tensors_in(output)), len(meter.log)
         if not step.keeps_output:
             output = None
         gone = {i for i, ref in alive.items() if ref() is None}
@@ -153,20 +153,14 @@ def outer_memory(
     named = {t: name for name, t in reversed(state.items())}  # a tied one by its first name
     numbers = {name: meter.number(t.grad) for t, name in named.items() if t.grad is not None}
     events = OuterEvents(
-        tuple(meter.log),
-        tuple(calls),
-        forward_end,
-        tuple(backs),
-        backward_end,
-        weights_end,
-        numbers,
-        returned,
+        tuple(meter.log), tuple(calls), forward_end, loss_end, tuple(backs), backward_end, weights_end, numbers, returned,
         input_grads,
-    )
+    )  # fmt: skip
     idle, whole = frozenset(range(len(calls))) - {back.layer for back in backs}, tuple(whole_logits)
     return OuterMemory(
         events, frozenset(numbers), tuple(map(frozenset, used)), tuple(layouts), whole, own_loss,
-        chunks is not None and not whole, 0.0 if timer is None else timer.seconds, idle, idle & gone, {} if timer is None else dict(timer.kinds),
+        chunks is not None and not whole, 0.0 if timer is None else timer.seconds, idle, idle & gone,
+        {} if timer is None else dict(timer.kinds),
     )  # fmt: skip
 
 

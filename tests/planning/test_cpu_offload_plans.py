@@ -25,7 +25,7 @@ def test_the_device_keeps_none_of_the_state_and_the_host_all_of_it(tmp_path):
         assert own["peak"].keys() >= {"parameters", "optimizer state"} and not state & other["peak"].keys()
         # Parameters, gradients and two moments, float32, padded alike; and for each of 39 parameters a counter of steps.
         assert other["host_bytes"] == 4 * own["peak"]["parameters"] + 4 * 39 and own["host_bytes"] == 0
-        assert other["peak_bytes"] < own["peak_bytes"] and other["reserved_bytes"] is None
+        assert other["peak_bytes"] < own["peak_bytes"] and other["reserved_bytes"] >= other["peak_bytes"]
         assert other["predicted_step_seconds"] > own["predicted_step_seconds"]
     assert "cpu_offload=True" in there["call"]
     small = _plan(tmp_path / "small.json", "--cpu-offload", "--host-memory", "1KiB")

@@ -332,7 +332,7 @@ def test_the_gpu_runs_what_was_traced_and_keeps_as_much(dtype: torch.dtype) -> N
         block, real_x = model.layers[0].cuda(), x.cuda().requires_grad_(grad)
         shared = [] if given is None else [given]
         params = [*block.parameters()]
-        real, _ = record(lambda: block(real_x, given), name="real", params=params, inputs=[real_x], shared=shared)  # noqa: B023
+        real, _ = record(lambda: block(real_x, given), name="real", params=params, inputs={(0, 0): real_x}, shared=shared)  # noqa: B023
         trace.check(real)
         assert trace.none_bytes == real.none_bytes
 

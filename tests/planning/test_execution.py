@@ -203,7 +203,7 @@ def test_trace_is_the_op_sequence_of_the_real_forward(name):
         args, kwargs = _real_call(model, sample, kind.module)
         real, _ = block_trace.record(
             lambda: kind.module(*args, **kwargs), name="real", params=list(kind.module.parameters()),  # noqa: B023
-            inputs=[], shared=[],
+            inputs={}, shared=[],
         )  # fmt: skip
         kind.trace.check(real)
         assert kind.trace.flops == real.flops > 0

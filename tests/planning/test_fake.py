@@ -46,7 +46,7 @@ def test_a_view_of_such_a_constant_is_a_view_in_the_trace() -> None:
             total += weight.detach()
             return total.view(2, 2) * weight.view(2, 2)
 
-        trace, _ = record(block, name="block", params=[weight], inputs=[], shared=[])
+        trace, _ = record(block, name="block", params=[weight], inputs={}, shared=[])
     names = [str(op.op) for op in trace.ops if not op.view]
     assert names == ["aten.ones.default", "aten.add_.Tensor", "aten.mul.Tensor"]
 

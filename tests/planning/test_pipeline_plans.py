@@ -159,10 +159,9 @@ def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytes
     full = next(row for row in body["rows"] if row["ac"] == "full")
     assert (full["reserved_bytes"], full["rank_reserved_bytes"]) == (66 << 20, [66 << 20, 66 << 20])
     assert "0.00 (0.06)  0.00 (0.06)" in said and "not compared with a GPU" in said and body["tight"] is None
-    # Its schedule cuts backward in two.
-    assert main([*base, "-", "--pp-schedule", "zbv"]) == 0
+    assert main([*base, "-", "--pp-schedule", "zbv"]) == 0  # its schedule cuts backward in two
     row = json.loads(capsys.readouterr().out)["rows"][0]
-    assert row["reserved_bytes"] is None and row["rank_reserved_bytes"] is None
+    assert row["reserved_bytes"] == max(row["rank_reserved_bytes"]) >= row["peak_bytes"]
 
 
 def test_a_rank_that_would_reserve_more_than_the_device_has_is_named() -> None:

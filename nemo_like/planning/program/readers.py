@@ -203,6 +203,7 @@ class Bytes(Storages):
         self.where = ""
         self.points = points
         self._most, self._parts, self._action = -1, self.now, 0
+        self._at = self.phase, self.upto, self.stage
         self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
         """Of a pipeline, what waiting micro-batches hold: by stage, micro-batch and where they are, bytes that layers hold,
         and others."""
@@ -277,14 +278,13 @@ class Bytes(Storages):
 
     def mark(self, where: str) -> None:
         self._end()
-        self.where = where
+        self.where, self._at = where, (self.phase, self.upto, self.stage)
 
     def _end(self) -> None:
         if self.points is not None:
             if self._most >= 0:
-                self.points.append(
-                    StepPoint(self.where, self.phase, self._parts, self.upto, self.in_flight(), self.stage)
-                )
+                phase, upto, stage = self._at
+                self.points.append(StepPoint(self.where, phase, self._parts, upto, self.in_flight(), stage))
             self._most, self._parts = self.total, self.now.copy()
 
     def retag(self, storage: int, part: Part) -> None:

@@ -198,6 +198,8 @@ class OuterEvents:
     calls: tuple[ForwardCall, ...] = ()
     forward_end: int = 0
     """Position in `log` at which the model has returned."""
+    loss_end: int = 0
+    """Position at which the loss is there."""
     backs: tuple[BackwardCall, ...] = ()
     backward_end: int = 0
     """Position at which backward, or its first half, has ended."""

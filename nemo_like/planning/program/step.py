@@ -228,6 +228,8 @@ class Microbatch:
         e.phase = "backward"
         for number in outer.outputs:
             e.retag(self.outside.get(number, 0), Part.KEPT_OUTPUT)
+        e.mark("loss")
+        self._play_outer(outer.loss_end)
         for i in self.around.dropped:
             self._let_layer_go(i)
         if self.on and self.around.in_chunks:

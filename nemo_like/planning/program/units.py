@@ -1,8 +1,8 @@
 """What FSDP2 allocates: gathered parameters, flat buffers, reduced gradients.
 
 After ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and ``_fsdp_param_group.py`` (PyTorch 2.13): the flat
-buffer of an all-gather and the cast copy that it reads are made on a stream of their own (``all_gather_copy_in_stream``), the
-gathered parameters copied out of it on the computing stream, one by one; the input of a reduce-scatter on the computing
+buffer of an all-gather and the cast copy that it reads are made on a stream of their own (``all_gather_copy_in_stream``),
+the gathered parameters copied out of it on the computing stream, one by one; the input of a reduce-scatter on the computing
 stream, its output, which the gradients are views of, on the stream of the reduce-scatter.
 """
 
