@@ -99,7 +99,7 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     small = fit("llama3-70b", grad_accum=1, **asked)
     assert not small.candidates and small.rejected["host memory"] == 1
     assert small.helps[0].startswith(
-        "weights, gradients and optimizer state on the host (cpu_offload=True) with 131.42GiB of "
+        "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True) with 131.42GiB of host memory per rank ("
     )
     report = fit("llama3-70b", grad_accum=1, host_memory="132GiB", **asked)
     best = report.best
