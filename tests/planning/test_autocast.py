@@ -74,7 +74,8 @@ def test_the_trace_of_a_layer_under_autocast_is_what_runs(name: str) -> None:
 
     real, _ = record(
         call, name="real", params=[*layers[0].module.parameters(), *layers[0].module.buffers()],
-        inputs={(0, i): t for i, t in enumerate(inputs) if id(t) not in shared}, shared=[t for t in inputs if id(t) in shared],
+        inputs={(0, i): t for i, t in enumerate(inputs) if id(t) not in shared},
+        shared=[t for t in inputs if id(t) in shared],
     )  # fmt: skip
     (planned,) = traced.traces()
     planned.check(real)

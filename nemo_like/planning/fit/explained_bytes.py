@@ -41,8 +41,11 @@ def staged_byte_rows(planner: PipelinePlanner, choices: Choices, rank: int, poin
         for part, rows in _static_rows(planner.stages[index].planner).items():
             finer.setdefault(part, []).extend(Row(part, f"stage {index}: {row.what}", row.amount) for row in rows)
     running = planner.stages[point.stage].planner
+    held = held_by_kind(running, choices[point.stage], point.upto)
+    if point.stage and _INPUTS in held:  # the first layer's is in a receive buffer
+        held[_INPUTS] -= min(held[_INPUTS], planner.hidden_bytes)
     for part, rows in (
-        (Part.HELD_ACTIVATIONS, _rows("", held_by_kind(running, choices[point.stage], point.upto))),
+        (Part.HELD_ACTIVATIONS, _rows("", held)),
         (Part.RUNNING_LAYER, _running_rows(running, choices[point.stage], point)),
         (Part.OUTSIDE_OF_LAYERS, _outside_rows(running, choices[point.stage], point)),
     ):

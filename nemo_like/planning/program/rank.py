@@ -100,9 +100,9 @@ class StageOfRank:
         if not self.step.on:
             return Pass(accumulates=self.first_done or self.stays)
         if not self.cast:
-            return Pass(accumulates=self.first_done, reduces=False, adds=self.first_done)
+            return Pass(accumulates=self.first_done, reduces=False)
         waiting = isinstance(self.step.units, GatheredOnce) and bool(self.step.units.waiting)
-        return Pass(accumulates=waiting, reduces=False, adds=self.first_done, waits=halves)
+        return Pass(accumulates=waiting, reduces=False, waits=halves)
 
     def _layers(self, turn: Pass, *, halves: bool = False) -> list[LayerCall]:
         key = turn.accumulates, halves
@@ -227,6 +227,9 @@ class RankSteps:
         if not halves:
             one.backward_of_weights()
         output, grads = one.take_ends()
+        e.retag(stage.received_grads.get(number, 0), Part.RECEIVE_BUFFERS)
+        if stage.index + 1 in self.stages:
+            e.retag(self.stages[stage.index + 1].received[number], Part.RECEIVE_BUFFERS)
         sent = self._sent(stage, output, grads, number, done, warmup, halves=halves)
         if halves:
             stage.going_back[number] = one

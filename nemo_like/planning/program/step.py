@@ -303,13 +303,13 @@ class Microbatch:
             e.retag(storage, Part.RUNNING_LAYER)
         self._give(layer.events, back.grads, end, frame.storages)
         e.play(layer.events.running_backward, frame, Part.RUNNING_LAYER)
+        e.move(frame.net, Part.RUNNING_LAYER, Part.HELD_ACTIVATIONS)
         for place, number in layer.events.input_grads.items():
             self._hand_on(frame, number, back.made.get(place, 0))
             e.drop(frame.storages.pop(number, 0))
         self._play_outer(back.end)
         if self.around.halves:  # its gradients come later
             units.settle(i, layer.unit)
-            e.move(frame.net, Part.RUNNING_LAYER, Part.HELD_ACTIVATIONS)
             for storage in (*self.inputs[i], *frame.storages.values()):
                 e.retag(storage, Part.HELD_ACTIVATIONS)
             return
@@ -450,5 +450,5 @@ def _renumbered(storages: dict[int, int], old: Log, new: Log) -> dict[int, int] 
     """`storages`, by their numbers in `old`, by those in `new`; None: these do not allocate the same."""
     if [size for _, size in old] != [size for _, size in new]:
         return None
-    numbers = {before: now for (before, _), (now, _) in zip(old, new)}
+    numbers = {before: now for (before, size), (now, _) in zip(old, new) if size}
     return {numbers[number]: storage for number, storage in storages.items()}

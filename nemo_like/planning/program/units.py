@@ -28,7 +28,7 @@ class Pass:
     reduces: bool = True
     """FSDP2: reduces over the ranks; else each rank keeps whole gradients."""
     adds: bool = False
-    """What is reduced, or kept whole, is added to what is there."""
+    """What is reduced is added to what is there."""
     frees: bool = False
     """DDP: whole gradients are there; each goes once it is in its bucket."""
     waits: bool = False
@@ -50,7 +50,7 @@ def passes_of(step: StepSpec, *, sharded: bool, ddp: bool, cast: bool, first: bo
     once = step.sync == "last" and count > 1
     if sharded and once:
         # Where backward ends without a reduction, whole gradients stay.
-        before = [Pass(accumulates=n > 0 and not cast, reduces=False, adds=n > 0) for n in range(count - 1)]
+        before = [Pass(accumulates=n > 0 and not cast, reduces=False) for n in range(count - 1)]
         return [*before, Pass(accumulates=not cast, adds=stays)]
     if sharded:
         return [Pass(adds=stays or n > 0) for n in range(count)]
@@ -121,7 +121,7 @@ class Units:
             e.drop_all(grads)
             return
         if not turn.reduces:
-            if turn.adds or turn.accumulates:
+            if key in self.whole or turn.accumulates:
                 e.drop_all(grads)
             else:
                 self._keep_whole(key, unit, grads)
@@ -200,7 +200,7 @@ class GatheredOnce(Units):
     def reduce(self, key: Hashable, unit: UnitBytes | None, grads: Sequence[int], turn: Pass) -> None:
         if not turn.waits:
             waiting = self.waiting.pop(key, [])
-            turn = Pass(reduces=False, adds=key in self.whole) if waiting else turn
+            turn = Pass(reduces=False) if waiting else turn
             super().reduce(key, unit, [*waiting, *grads], turn)
             return
         for grad in grads:
