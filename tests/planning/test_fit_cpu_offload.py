@@ -131,10 +131,10 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
 
 def test_where_it_is_pinned_off_advice_names_it():
     asked = _SMALL | {"ac": "full", "offload": "none", "micro_batch": 8}
-    asked["memory"] = fit(llama(2), cpu_offload=True, **asked).best.need.bytes
-    report = fit(llama(2), cpu_offload=False, **asked)
+    asked["memory"] = fit(llama(24), cpu_offload=True, **asked).best.need.bytes
+    report = fit(llama(24), cpu_offload=False, **asked)
     assert not report.candidates and report.helps[0].startswith("strategy=FSDP2(cpu_offload=True) (")
-    assert fit(llama(2), **asked).best.conf.cpu_offload
+    assert fit(llama(24), **asked).best.conf.cpu_offload
 
 
 @pytest.mark.parametrize(
