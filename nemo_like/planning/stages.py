@@ -209,10 +209,11 @@ class PipelinePlanner:
         """What the first and the last stage both count, and have in common."""
         ends = [self.stages[index] for index in self.of_rank(rank)]
         ends = [stage for stage in ends if stage.slice.is_first or stage.slice.is_last]
-        if len(ends) < 2 or ends[0].planner.sharding.on:
+        if len(ends) < 2:
             return HeldOnce()
         named, planner = dict(self.whole.named_parameters()), ends[0].planner
-        return held_once((named[name] for name in self.parts.tied), self.job.step.optimizer, planner.device.kind)
+        tied, ranks = [named[name] for name in self.parts.tied], planner.sharding.world if planner.sharding.on else 1
+        return held_once(tied, ranks, self.job.step.optimizer, planner.device.kind)
 
     def peaks(self, choices: Choices) -> list[Peak]:
         """Of every rank of the pipeline."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
 
+from nemo_like.distributed.units import padded_rows
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
 
 
@@ -19,18 +21,9 @@ class HeldOnce(NamedTuple):
     """The optimizer's."""
 
 
-def held_once(params: Iterable[nn.Parameter], optimizer: str, device: str) -> HeldOnce:
-    """Of tied parameters whose stages share a rank that FSDP2 does not shard over, for it gives each stage a copy.
-
-    Those on `meta` are not counted: they are materialized stage by stage, as two.
-    """
-    there = [p for p in params if not p.is_meta]
-    trained = [p for p in there if p.requires_grad]
-    state = optimizer_memory(
-        [TrainedParameter(tuple(p.shape), p.numel(), p.element_size()) for p in trained], optimizer, device=device
-    ).state
-    return HeldOnce(sum(map(_size, there)), sum(map(_size, trained)), state)
-
-
-def _size(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()
+def held_once(params: Iterable[nn.Parameter], ranks: int, optimizer: str, device: str) -> HeldOnce:
+    """Of tied parameters, for which stages of one rank have one parameter, sharded over `ranks`."""
+    tied = [(p, padded_rows(p, ranks) * math.prod(p.shape[1:]) // ranks) for p in params]
+    trained = [TrainedParameter(tuple(p.shape), elements, p.element_size()) for p, elements in tied if p.requires_grad]
+    state = optimizer_memory(trained, optimizer, device=device).state
+    return HeldOnce(sum(n * p.element_size() for p, n in tied), sum(param.size for param in trained), state)

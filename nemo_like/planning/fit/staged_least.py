@@ -164,8 +164,7 @@ class StagedLeast:
 
     def _places(self, pp: PipelineParallel, stages: Sequence[StageSlice], *, on: bool) -> list[tuple[int, ...]]:
         """Of each parameter, which stages hold it."""
-        # Of a tied parameter, stages of one rank have one copy, unless FSDP2 gives each its own.
-        once = _shares_ends(pp, stages) and not on
+        once = _shares_ends(pp, stages)  # of a tied parameter, stages of one rank have one
         key = (len(stages), once)
         if key not in self._placed:
             names = self.parts.layers

@@ -81,7 +81,7 @@ def stage_step(planner: Planner, storages: Storages, **units: type) -> StageStep
 def start_with_gradients(stage: StageStep, *, less: int = 0) -> None:
     """Those of the step before are there, but for so many bytes that another stage of the rank has."""
     if stage.on:
-        stage.units.start_with_gradients(stage.s.all)
+        stage.units.start_with_gradients(without([unit.grad for unit in stage.s.all], less))
     else:
         stage.grads["before"] = [stage.e.make(sum(unit.grad for unit in stage.s.all) - less, Part.GRADIENTS)]
 
@@ -90,11 +90,10 @@ def make_parameters(storages: Storages, planner: Planner, *, less: int = 0) -> N
     """What is there before the first step: parameters, their running mean, DDP's buckets, remembered tables. `less`: bytes
     that another stage of the rank has made."""
     sharding = planner.sharding
+    sizes = [size for unit in sharding.all if unit.shard for size in unit.each_shard]
     for part in (Part.PARAMETERS, *([Part.AVERAGED_WEIGHTS] if planner.job.step.ema else [])):
-        for unit in sharding.all:
-            for size in unit.each_shard if unit.shard else ():
-                storages.make(size, part)
-        storages.make(sharding.replicated - less, part)
+        for size in without([*sizes, sharding.replicated], less):
+            storages.make(size, part)
     storages.make(planner.remembered, Part.REMEMBERED_TABLES)
     if planner.job.ddp:
         for unit in sharding.all:
@@ -103,7 +102,16 @@ def make_parameters(storages: Storages, planner: Planner, *, less: int = 0) -> N
 
 def make_optimizer_state(storages: Storages, planner: Planner, *, less: int = 0) -> None:
     """What the optimizer's first step leaves. `less`: bytes that another stage of the rank has, of large parameters."""
-    sizes = [size for own in planner.optimizer.states for size in own]
-    for size in sorted(sizes, reverse=True) if less else sizes:
-        storages.make(size - min(less, size), Part.OPTIMIZER_STATE)
+    for size in without([size for own in planner.optimizer.states for size in own], less):
+        storages.make(size, Part.OPTIMIZER_STATE)
+
+
+def without(sizes: Sequence[int], less: int) -> Sequence[int]:
+    """Storages of these bytes, of which `less` in the largest ones are another stage's."""
+    if not less:
+        return sizes
+    found = []
+    for size in sorted(sizes, reverse=True):
+        found.append(size - min(less, size))
         less -= min(less, size)
+    return found

@@ -165,9 +165,9 @@ class Units:
             self.e.drop(grad)
         whole.append(self.e.make(left, Part.GRADIENTS))
 
-    def start_with_gradients(self, units: Iterable[UnitBytes]) -> None:
+    def start_with_gradients(self, sizes: Iterable[int]) -> None:
         """Reduced ones of the step before are there."""
-        self.grads += [self.e.make(unit.grad, Part.GRADIENTS) for unit in units]
+        self.grads += [self.e.make(size, Part.GRADIENTS) for size in sizes]
 
     def settle(self, key: Hashable, unit: UnitBytes | None) -> None:
         """Nothing waits."""
