@@ -1,4 +1,4 @@
-"""Allocations of a pipeline's ranks: their tensors peak where the count of bytes says, and more is reserved for them."""
+"""What CUDA's caching allocator reserves for a pipeline's ranks."""
 
 from __future__ import annotations
 
@@ -32,18 +32,6 @@ def _planner(
         pp=PipelineParallel(stages, schedule, microbatches), world_size=stages * ranks,
     )  # fmt: skip
     return PipelinePlanner(model, {"input_ids": ids, "labels": ids}, job)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "gpipe", "zbv", "dualpipev", "interleaved_zero_bubble"])
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_tensors_peak_where_the_walk_says(schedule: str, mode: str) -> None:
-    for setup in ({"ranks": 4, "precision": Precision("bf16")}, {"ranks": 4}, {"ranks": 1}):
-        planner = _planner(schedule, **setup)
-        choices = planner.uniform(mode)
-        for rank in range(2):
-            found, walked = replay_rank(planner, rank, choices), planner.rank_peak(rank, choices).total
-            assert found.reserved >= found.tensors
-            assert found.tensors == walked
 
 
 def test_outputs_that_stay_are_counted() -> None:
