@@ -215,7 +215,7 @@ def test_a_tied_embedding_is_there_once_where_the_first_and_the_last_stage_share
     two, one, materialized = _of_rank_0(False, "cpu"), _of_rank_0(True, "cpu"), _of_rank_0(True, "meta")
     assert two["parameters"] - one["parameters"] == two["gradients"] - one["gradients"] == embedding
     assert two["optimizer state"] - one["optimizer state"] == 2 * embedding + COUNTER
-    assert materialized == two  # stage by stage, a copy for each
+    assert materialized == one
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
