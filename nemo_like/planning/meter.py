@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import weakref
@@ -35,6 +36,19 @@ class LiveBytes(TorchDispatchMode):
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for tensor in known:
             self._seen[tensor.untyped_storage()] = 0
+        self._collects = False
+
+    def __enter__(self) -> LiveBytes:
+        # Cycles would be freed at another place in each run, and ranks would find other plans.
+        self._collects = gc.isenabled()
+        gc.disable()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if self._collects:
+            gc.enable()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
