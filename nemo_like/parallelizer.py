@@ -51,10 +51,10 @@ from nemo_like.layers import Layer, find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
 from nemo_like.module_tree import bare, check_model
-from nemo_like.options import DDP, ChunkedLoss, OffloadConfig, Single
+from nemo_like.options import DDP, ChunkedLoss, Single
 from nemo_like.options.words import parse_dtype
 from nemo_like.precision import autocast_forward, check_autocast
-from nemo_like.resolve import layers_for, resolve, with_plan
+from nemo_like.resolve import layers_for, resolve
 
 _MARK = "_nemo_like_parallelized"
 
@@ -100,8 +100,7 @@ def checkpoint(model: nn.Module, job: Job, sample_input: Any = None) -> nn.Modul
     found, chosen = layers_for(model, job)
     if job.loss is not None:
         check_head(model)
-    job = with_plan(model, job, chosen, sample_input)
-    specs = resolve(model, replace(job, offload=OffloadConfig("none")), found, chosen, sample_input)
+    _, specs = resolve(model, job, found, chosen, sample_input)
     apply_specs(model, specs, compile=job.compile is not None)
     return model if job.loss is None else chunk_model_loss(model, job.loss)
 
@@ -276,10 +275,9 @@ def _check(
         check_sharding(model, layers, ranks, options=job.fsdp)
     else:
         _check_whole_model(model, mesh, job)
-    job = with_plan(model, job, chosen, sample_input)
+    job, specs = resolve(model, job, layers, chosen, sample_input)
     if isinstance(job.ac, Plan):
         job.ac.check_matmuls(effective_matmuls(job.precision, sharded=ranks is not None))
-    specs = resolve(model, job, layers, chosen, sample_input)
     check_specs(model, specs, compile=job.compile is not None)
     return job, layers, experts, specs
 

@@ -55,19 +55,33 @@ def layers_for(model: nn.Module, job: Job) -> tuple[tuple[Layer, ...], tuple[Lay
 
 def resolve(
     model: nn.Module, job: Job, found: Sequence[Layer], chosen: Sequence[Layer], sample_input: Any = None
-) -> list[CheckpointSpec]:
-    """Return the regions that the job's ``ac`` means on `model`, which is not changed; a profile is measured here.
+) -> tuple[Job, list[CheckpointSpec]]:
+    """Return the job, its budget as a plan, and the regions its ``ac`` means on `model`, which is not changed.
+
+    A profile is measured here, a budget planned for.
 
     Args:
         model: the bare model.
-        job: its budget, if it had one, as a plan (`with_plan`).
+        job: on its ranks (`Job.world_size`).
         found, chosen: from `layers_for`; all of `found` are offloaded, `chosen` are checkpointed.
-        sample_input: one batch, for a config that measures first.
+        sample_input: one batch, for a budget or a config that measures first.
 
     Raises:
-        ValueError, TypeError: a plan for another model, layers that share keys and values where a plan can't, a config that
-            does not fit the model.
+        ValueError, TypeError: a budget without a sample input or one that cannot be met (`BudgetError`), a plan for another
+            model, layers that share keys and values or a model that is sharded where a plan cannot, a config that does not
+            fit the model.
     """
+    if isinstance(job.ac, MemoryBudget):
+        _check_budget(model, job.ac, sample_input)
+        from nemo_like.planning.planner import plan_for  # only a budget asks the planner
+
+        plan = plan_for(model, replace(job, layers=tuple(layer.fqn for layer in chosen)), sample_input=sample_input)
+        if is_rank_zero():
+            logger.info(
+                f"ac={plan.budget!r}: predicted peak {write_bytes(plan.peak_bytes)} per rank, replay "
+                f"{plan.replay_share:.0%} of a forward pass."
+            )
+        job = replace(job, ac=plan)
     if isinstance(job.ac, Plan):
         _refuse_plan_through_cache(model, job.ac)
         specs = plan_specs(model, job.ac, pick_device_type())
@@ -75,27 +89,12 @@ def resolve(
     else:
         assert isinstance(job.ac, CheckpointConfig)
         specs = config_specs(model, chosen, job.ac, _measured_bytes(model, job.ac, sample_input))
-    if job.offload.mode == "none":
-        return specs
-    return placed_on_host(specs, [layer.fqn for layer in found], job.offload, compile=job.compile is not None)
+    if job.offload.mode != "none":
+        specs = placed_on_host(specs, [layer.fqn for layer in found], job.offload, compile=job.compile is not None)
+    return job, specs
 
 
-def with_plan(model: nn.Module, job: Job, chosen: Sequence[Layer], sample_input: Any) -> Job:
-    """Return `job` with the plan that its budget means on `model`, which is not changed; without a budget the job itself.
-
-    Args:
-        model: the bare model.
-        job: on its ranks (`Job.world_size`).
-        chosen: from `layers_for`.
-        sample_input: one batch.
-
-    Raises:
-        ValueError: no sample input, a budget that cannot be met (`BudgetError`), layers that share keys and values where
-            a plan can't, a model that is sharded.
-    """
-    budget = job.ac
-    if not isinstance(budget, MemoryBudget):
-        return job
+def _check_budget(model: nn.Module, budget: MemoryBudget, sample_input: Any) -> None:
     _refuse_plan_through_cache(model, budget)
     if sample_input is None:
         raise ValueError(
@@ -107,15 +106,6 @@ def with_plan(model: nn.Module, job: Job, chosen: Sequence[Layer], sample_input:
             f"ac is {budget}, and {sharded} is sharded by fully_shard already: a plan is traced on whole weights. Use a "
             "mode such as 'selective', or a plan that was made before that part was sharded."
         )
-    from nemo_like.planning.planner import plan_for  # only a budget asks the planner
-
-    plan = plan_for(model, replace(job, layers=tuple(layer.fqn for layer in chosen)), sample_input=sample_input)
-    if is_rank_zero():
-        logger.info(
-            f"ac={plan.budget!r}: predicted peak {write_bytes(plan.peak_bytes)} per rank, replay "
-            f"{plan.replay_share:.0%} of a forward pass."
-        )
-    return replace(job, ac=plan)
 
 
 def config_specs(
