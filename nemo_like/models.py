@@ -229,6 +229,12 @@ def _from_mapping(name: str, values: Mapping[str, Any]) -> ModelSource:
     except Exception as error:  # each config class has validators of its own, with errors of their own
         reason = str(error).strip().splitlines()[-1].strip()
         raise ValueError(f"Model {name!r}: its config is not a {kind} that can be built. {reason}") from error
+    return source_of(name, config)
+
+
+def source_of(name: str, config: Any) -> ModelSource:
+    """The model that a transformers `config` describes, called `name` in errors."""
+    transformers = require("transformers", "hf", f"to build the model {name!r}")
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         # Where a release keeps it among what generation needs: shifting the labels needs it too.
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
