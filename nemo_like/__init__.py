@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
     from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
     from nemo_like.distributed.materialize import materialize
+    from nemo_like.fake_rank import dry_run
     from nemo_like.job import Job
     from nemo_like.losses import chunked_cross_entropy
     from nemo_like.options import (
@@ -49,6 +50,7 @@ _WHERE = {
     "activation_checkpointing.timesteps": ("checkpoint_timesteps",),
     "activation_checkpointing.wrapper": ("CheckpointWrapper",),
     "distributed.materialize": ("materialize",),
+    "fake_rank": ("dry_run",),
     "job": ("Job",),
     "losses": ("chunked_cross_entropy",),
     "options": (

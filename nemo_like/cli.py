@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
         print(f"nemo-like {arguments.command}: {error}", file=sys.stderr)
         return 2
 

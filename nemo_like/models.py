@@ -40,6 +40,13 @@ def _llama(
     } | more
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return _llama(
+        2880, 2880, layers, 64, 8, vocab=201_088, model_type="gpt_oss", head_dim=64, num_local_experts=experts,
+        num_experts_per_tok=4, sliding_window=128,
+    )  # fmt: skip
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     # Ours, for trying things: byte-level (256 bytes), small enough for a laptop's CPU.
     "llama-tiny": _llama(128, 384, 4, 4, 2, vocab=256),
@@ -99,20 +106,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         qk_nope_head_dim=128,
         v_head_dim=128,
     ),
-    # gpt-oss-120b (arXiv 2508.10925), section 2, and the config.json of its model card.
-    "gpt-oss-120b": _llama(
-        2880,
-        2880,
-        36,
-        64,
-        8,
-        vocab=201_088,
-        model_type="gpt_oss",
-        head_dim=64,
-        num_local_experts=128,
-        num_experts_per_tok=4,
-        sliding_window=128,
-    ),
+    # gpt-oss-20b and gpt-oss-120b (arXiv 2508.10925), section 2, and the config.json of their model cards.
+    "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
+    "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
 }
 
 
@@ -229,6 +225,12 @@ def _from_mapping(name: str, values: Mapping[str, Any]) -> ModelSource:
     except Exception as error:  # each config class has validators of its own, with errors of their own
         reason = str(error).strip().splitlines()[-1].strip()
         raise ValueError(f"Model {name!r}: its config is not a {kind} that can be built. {reason}") from error
+    return source_of(name, config)
+
+
+def source_of(name: str, config: Any) -> ModelSource:
+    """The model that a transformers `config` describes, called `name` in errors."""
+    transformers = require("transformers", "hf", f"to build the model {name!r}")
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         # Where a release keeps it among what generation needs: shifting the labels needs it too.
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0

@@ -27,8 +27,8 @@ def test_the_public_names_are_these() -> None:
         "ActivationCheckpointTransform", "CheckpointConfig", "CheckpointWrapper", "ChunkedLoss", "ContextParallel", "DDP",
         "ExpertParallel", "FSDP2", "Job", "MemoryBudget", "MemoryProfiler", "OffloadConfig", "PipelineParallel", "Plan",
         "PlanSearch", "Precision", "ProfileReport", "SelectiveCheckpointer", "SelectivePolicy", "Single", "StepSpec",
-        "TensorParallel", "apply_activation_checkpointing", "checkpoint_timesteps", "chunked_cross_entropy", "fit",
-        "materialize", "parallelize", "plan_for", "plan_pipeline",
+        "TensorParallel", "apply_activation_checkpointing", "checkpoint_timesteps", "chunked_cross_entropy", "dry_run",
+        "fit", "materialize", "parallelize", "plan_for", "plan_pipeline",
     ]  # fmt: skip
     assert all(getattr(nemo_like, name).__doc__ for name in nemo_like.__all__)
     signature = inspect.signature(parallelize)

@@ -8,7 +8,7 @@ reads, and ``plot`` where its results can be drawn) and ``run(options: BenchOpti
 from nemo_like.bench.bench_report import Results, Table
 from nemo_like.bench.suite_options import BenchOptions
 
-SUITES = ("memory", "overhead", "offload", "planning", "scale", "verify", "loss", "published")
+SUITES = ("memory", "overhead", "offload", "planning", "check", "scale", "verify", "loss", "published")
 """The names of the suites; each is the module of that name in this package."""
 
 __all__ = ["SUITES", "BenchOptions", "Results", "Table"]

@@ -31,6 +31,7 @@ EXAMPLES = (
     "--model llama3-8b --world-size 64 --seq-len 8192 --gpu h100-80gb",
     "--model llama3-8b --world-size 8 --budget 40GiB --budget 50% --save plan.json",
     "--model llama3-70b --world-size 64 --pp 4 --tp 4 --grad-accum 8",
+    "--model llama3-8b --world-size 512 --tp 8 --check",
 )
 JOB_FLAGS = (
     "gpu", "world_size", "dp_replicate", "tp", "sequence_parallel", "loss_parallel", "cp", "ep", "imbalance", "pp",
@@ -76,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--memory", help="what a step may take; default: the GPU's memory less a tenth")
     add("--no-search", action="store_true", help="do not look for the largest micro-batch and the least number of GPUs")
+    add("--check", action="store_true", help="also run the job on rank 0, without memory and without the other ranks, and "
+        "compare its peak with the plan's; by a CPU's rules (gloo's copies, the CPU's attention), whatever --gpu is, and so "
+        "is the plan that it is compared with")  # fmt: skip
     add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
     add("--plot", metavar="PATH", help="write a picture here: memory against step time")
     add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.Plan.load)")
@@ -90,6 +94,10 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     job = asked_job(args)
+    if args.check:
+        from nemo_like.fake_rank import refuse_dry_run
+
+        refuse_dry_run(job)
     if job.fsdp is not None and job.fsdp.cpu_offload:
         device_of(job).check_host_rates("--cpu-offload")
     start = time.perf_counter()
@@ -99,20 +107,23 @@ def run(args: argparse.Namespace) -> int:
 
         limit = parse_bytes(args.memory, "--memory") if args.memory else None
         if job.pp.size > 1:
-            staged, given = plan_inputs.planner_with_inputs(
-                lambda sample: PipelinePlanner(model, sample, job), model, source, args
+            (staged, sample), given = plan_inputs.planner_with_inputs(
+                lambda sample: (PipelinePlanner(model, sample, job), sample), model, source, args
             )
-            return _report_stages(args, staged, given, limit, start)
+            return _report_stages(args, staged, given, limit, start, model, sample)
 
         def plan_with(sample: Any, job: Job = job) -> Planner:
             return Planner(model, sample, job)
 
-        planner, given = plan_inputs.planner_with_inputs(plan_with, model, source, args)
+        (planner, sample), given = plan_inputs.planner_with_inputs(
+            lambda sample: (plan_with(sample), sample), model, source, args
+        )
         ids = given.tensors.get("input_ids", given.tensors.get("labels"))
         # What a smaller number of ranks would hold is not looked for where they share sequences.
         alone = args.no_search or job.cp.size > 1
         reach = None if alone else plan_inputs.reach(plan_with, planner, model, source, args)
-        return _report(args, planner, given, limit, start, model, reach, None if ids is None else ids.numel())
+        tokens = None if ids is None else ids.numel()
+        return _report(args, planner, given, limit, start, model, reach, tokens, sample)
 
 
 def asked_job(args: argparse.Namespace) -> Job:
@@ -137,16 +148,18 @@ def asked_job(args: argparse.Namespace) -> Job:
 
 def _report(
     args: argparse.Namespace, planner: Planner, given: ModelInput, limit: int | None, start: float, model: torch.nn.Module,
-    reach: Any, tokens: int | None,
+    reach: Any, tokens: int | None, sample: Any,
 ) -> int:  # fmt: skip
     from nemo_like.planning import plan_report
 
     result = plan_report.make_report(planner, args.budget, limit, reach=reach, tokens=tokens)
     if args.json != "-":
         _say(args, planner, result, time.perf_counter() - start, model, given)
+    best = result.best
+    check = _check_rank(args, planner.job, model, sample, None if best is None else best.name) if args.check else None
     head = {
         "model": args.model, "input": given.words, "not_run": planner.idle_layers() or None,
-        "not_made_up": given.missing or None, "rates": planner.device.rates,
+        "not_made_up": given.missing or None, "rates": planner.device.rates, "check": check,
     }  # fmt: skip
     _write_json(args.json, head | plan_report.as_json(result))
     if args.plot:
@@ -156,6 +169,34 @@ def _report(
     for reason in result.unmet:
         print(f"nemo-like plan: {reason}", file=sys.stderr)
     return 0 if result.best is not None and not result.unmet else 1
+
+
+def _check_rank(
+    args: argparse.Namespace, job: Job, model: torch.nn.Module, sample: Any, ac: str | None
+) -> dict[str, Any]:
+    """Run `job` on rank 0 and say how far the plan is off; returned in JSON values. `ac`: None: nothing fits."""
+    from nemo_like.fake_rank import dry_run
+
+    ac = ac or "full"
+    start = time.perf_counter()
+    found = dry_run(model, job.change(ac=ac), sample)
+    seconds, off = time.perf_counter() - start, None if found.against is None else found.against - found.peak_bytes
+    if args.json != "-":
+        print(
+            f"\nRank 0 of {job.ranks} with ac={ac!r}, run without memory by a CPU's rules in {seconds:.1f} s, peaks at "
+            f"{found.peak_bytes:,} bytes\n({found.peak_bytes / 2**30:.3f} GiB): {found.at}."
+        )
+        if found.against is None or off is None:
+            print("No plan is made of that, so nothing is compared.")
+        else:
+            print(
+                f"The plan by the same rules says {found.against:,} bytes: {off:+,} bytes, {off / found.peak_bytes:+.3%}."
+            )
+    return {
+        "ac": ac, "rank": 0, "seconds": seconds, "peak_bytes": found.peak_bytes, "at": found.at, "parts": found.parts,
+        "planned_bytes": found.against, "difference_bytes": off,
+        "difference": None if off is None else off / found.peak_bytes,
+    }  # fmt: skip
 
 
 def _write_json(path: str | None, body: dict[str, Any]) -> None:
@@ -236,8 +277,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _report_stages(
-    args: argparse.Namespace, planner: PipelinePlanner, given: ModelInput, limit: int | None, start: float
-) -> int:
+    args: argparse.Namespace, planner: PipelinePlanner, given: ModelInput, limit: int | None, start: float,
+    model: torch.nn.Module, sample: Any,
+) -> int:  # fmt: skip
     from nemo_like.planning import pipeline_report
     from nemo_like.planning.plan_report import planned_call
     from nemo_like.planning.stage_balance import balanced
@@ -249,7 +291,9 @@ def _report_stages(
     if args.json != "-":
         _say_stages(args, planner, report, given, call)
         print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")
-    _write_json(args.json, {"model": args.model} | pipeline_report.pipeline_json(report) | {"call": call})
+    check = _check_rank(args, planner.job, model, sample, None if best is None else best.name) if args.check else None
+    body = {"model": args.model} | pipeline_report.pipeline_json(report) | {"call": call, "check": check}
+    _write_json(args.json, body)
     if args.plot:
         pipeline_report.schedule_plot(best or report.rows[0], args.plot)
     if args.save and best is not None:

@@ -44,6 +44,18 @@ def longest_repeats(kinds: Sequence[Hashable]) -> Repeats:
     return best
 
 
+@dataclass(frozen=True, eq=False)
+class _Skipped:
+    """A layer that is left out, with what it returns. Copies of a model share it: of the fake tensors in `kind`, a copy has
+    memory that nobody made, and Python crashes when it is freed."""
+
+    layer: nn.Module
+    kind: Kind
+
+    def __deepcopy__(self, memo: Any) -> _Skipped:
+        return self
+
+
 class SkippedLayer(nn.Module):
     """Stands for a layer that is left out: hands on the hidden states that it is called with, and has its attributes.
 
@@ -54,18 +66,18 @@ class SkippedLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, kind: Kind) -> None:
         super().__init__()
-        self.__dict__["_skipped"] = layer, kind  # no module of the model any more
+        self.__dict__["_skipped"] = _Skipped(layer, kind)  # no module of the model any more
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_skipped"][0], name)
+            return getattr(self.__dict__["_skipped"].layer, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first tensor that it is given, in the form in which the layer returns hidden states."""
         hidden = tensors_in((args, kwargs))[0]
-        kind: Kind = self.__dict__["_skipped"][1]
+        kind: Kind = self.__dict__["_skipped"].kind
         return kind.output_with(lambda tensor: hidden, args, kwargs)
 
 

@@ -135,7 +135,7 @@ def test_the_scale_suite_sets_up_without_memory():
     measured = _measure("llama3-1b", 8)
     assert measured["parameters"] == 1_235_814_400 and measured["layers"] == 16
     assert not torch.distributed.is_initialized()
-    assert set(SUITES) == {"memory", "overhead", "offload", "planning", "scale", "verify", "loss", "published"}
+    assert set(SUITES) == {"memory", "overhead", "offload", "planning", "check", "scale", "verify", "loss", "published"}
 
 
 def test_the_verify_suite_shows_a_first_step_that_costs_more_and_a_third_that_does_not():

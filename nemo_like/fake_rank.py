@@ -33,10 +33,11 @@ from nemo_like.distributed.pipeline.batches import repeated
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once, unsaid
+from nemo_like.models import source_of
 from nemo_like.module_tree import bare, bare_modules
 from nemo_like.options import DDP, ExpertParallel, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
-from nemo_like.options.words import check_whole
+from nemo_like.options.words import a_or_an, check_whole
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.expert_twin import planned_group, planned_imbalance
@@ -44,10 +45,11 @@ from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.fewer_layers import grown, leave_out, longest_repeats
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind, ModelTrace
-from nemo_like.planning.planner import Planner, plan_for
+from nemo_like.planning.planned_rank import PlannedRank, plan_rank
 from nemo_like.planning.reasons import without_values
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
+from nemo_like.resolve import layers_for
 from nemo_like.tensors import split_sample
 from nemo_like.torch_compat import fake_store, forget_meshes
 
@@ -63,6 +65,9 @@ class DryRun:
     moments: Mapping[StepMoment, Level]
     """The most bytes alive in each moment of the step, in order, and by what they are
     (`nemo_like.planning.storage_ledger.PARTS`)."""
+    against: int | None
+    """The bytes that the planner predicts for the same rank of the same job, by the same rules (the CPU's); None where no
+    plan is made of such a job, as of ``ac="submodule"``."""
 
     @property
     def peak(self) -> tuple[StepMoment, Level]:
@@ -80,67 +85,100 @@ class DryRun:
         moment, level = self.peak
         return f"{moment.where}, in {level.op}" if level.op else moment.where
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the peak by what they are."""
+        return {part: size for part, size in self.peak[1].parts.items() if size}
+
 
 def dry_run(
-    model: nn.Module, sample_input: Any, job: Job | None = None, *, rank: int = 0, depth: int | None = None, **asked: Any
+    model_or_config: Any, job: Job, sample_input: Any, *, rank: int = 0, layers: int | None = 3
 ) -> DryRun:  # fmt: skip
     """Run `parallelize` and two training steps as one rank would, without its weights, its GPU and the other ranks.
 
+    Collectives and attention are those of a CPU (gloo's), as in a plan for ``gpu="cpu"``, whatever ``Job.gpu`` is.
+
     Args:
-        model: bare, on any device, `meta` included. A copy of it runs; it is not changed.
-        sample_input: what one microbatch of one rank gives to the model. With ``pp``, a step has
-            ``PipelineParallel.microbatches`` of them.
+        model_or_config: a bare model on any device, `meta` included, of which a copy runs; or a transformers config.
         job: what runs, on ``Job.world_size`` ranks. With ``ep``, this rank's experts are those that most rows come to, by
             ``ExpertParallel.imbalance``.
+        sample_input: what one microbatch of one rank gives to the model. With ``pp``, a step has
+            ``PipelineParallel.microbatches`` of them.
         rank: which of them this process stands for.
-        depth: run with so many (4 or more) of the layers that repeat, and with one and two more; where each adds the same
-            bytes in every moment of a step, the rest is extrapolated, else all run. None: all run.
-        asked: keywords of `Job.of`, in the place of `job`, or changes of it.
+        layers: of the layers that repeat (of periods, where several kinds alternate), run one, two and three more than so
+            many, 3 or more; where each adds the same bytes in every moment of a step, the rest is extrapolated, else all
+            run, which is logged. None, and with ``pp``: all run.
 
     Raises:
         ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values; a
             process group that is up.
-        NotImplementedError: what cannot be run so: stages of the caller's own, ``depth`` with ``pp``, ``cp`` by ring, DDP,
-            compilation, offloading, other dispatches of experts than all-to-all, a step with an optimizer that torch does
-            not bring, averaged weights.
+        NotImplementedError: what cannot be run so: stages of the caller's own, ``cp`` by ring, DDP, compilation, offloading,
+            other dispatches of experts than all-to-all, a step with an optimizer that torch does not bring, averaged
+            weights.
+
+    >>> found = dry_run(model, Job.of(ac="full", tp=8, world_size=4096), batch)  # doctest: +SKIP
+    >>> found.peak_bytes, found.at, found.parts, found.against  # doctest: +SKIP
     """
-    made = Job.of(**asked) if job is None else Job.of(job, **asked)
-    made = replace(made, world_size=made.world_size or 1, gpu=resolve_device("cpu"), device=torch.device("cpu"))
-    _refuse(made, depth)
-    _check_numbers(rank, made.world_size or 1, depth)
+    if not isinstance(job, Job):
+        raise TypeError(f"job is {job!r}; it must be a Job: Job.of(ac='full', world_size=8).")
     if sample_input is None:
         raise ValueError("sample_input is None; give what one microbatch of one rank gives to the model.")
-    if isinstance(made.ac, MemoryBudget):  # here, where no rank waits for what another one plans
-        made = replace(made, ac=plan_for(model, made, sample_input=sample_input))
+    model = _model(model_or_config)
+    made = replace(job, world_size=job.ranks, gpu=resolve_device("cpu"), device=torch.device("cpu"))
+    refuse_dry_run(made)
+    _check_numbers(rank, job.ranks, layers)
+    if made.pp.size == 1 and made.ac_scope != "all":
+        planned_for = replace(made, layers=tuple(layer.fqn for layer in layers_for(model, made)[1]))
+    else:
+        planned_for = made
+    try:  # here, where no rank waits for what another one plans
+        planned = plan_rank(model, sample_input, planned_for, rank)
+    except ValueError as error:
+        if isinstance(made.ac, MemoryBudget):
+            raise
+        say_once(f"No plan is made of this job, so all layers run and nothing is compared: {error}")
+        planned = PlannedRank(made, None, None)
+    made = replace(made, ac=planned.job.ac)
 
     def run(skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
-        ranks = _fake_ranks(rank, made.world_size or 1)
-        with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), ranks:
+        with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), _fake_ranks(rank, job.ranks):
             return _run(model, sample_input, made, skipped)
 
     found = None
-    if depth is not None:
-        with Planner(model, sample_input, made) as planner:
-            found = _extrapolated(run, planner.traced, made.ac, depth)
-    return DryRun(run({}) if found is None else found)
+    if layers is not None and planned.traced is not None:
+        found = _extrapolated(run, planned.traced, made.ac, layers + 1)
+    return DryRun(run({}) if found is None else found, planned.peak_bytes)
+
+
+def _model(model_or_config: Any) -> nn.Module:
+    """Return the model; one that is made of a config has no memory."""
+    if isinstance(model_or_config, nn.Module):
+        return model_or_config
+    if not hasattr(model_or_config, "model_type"):
+        raise TypeError(
+            f"model_or_config is {a_or_an(model_or_config)}; it must be a torch.nn.Module or a transformers config."
+        )
+    return source_of(type(model_or_config).__name__, model_or_config).build("meta")
 
 
 def _extrapolated(
-    run: Callable[[Mapping[str, Kind]], dict[StepMoment, Level]], traced: ModelTrace, ac: Any, depth: int
+    run: Callable[[Mapping[str, Kind]], dict[StepMoment, Level]], traced: ModelTrace, ac: Any, least: int
 ) -> dict[StepMoment, Level] | None:
-    """What each moment of a step of the whole model reaches, by three runs of few layers; None: it is not known."""
+    """What each moment of a step of the whole model reaches, by three runs of few layers, the first one of `least`; None:
+    it is not known."""
     names = [call.fqn for call in traced.calls]
     if len(set(names)) < len(names):
+        say_once("A layer is called several times in one forward: all layers run.")
         return None
     kinds = {call.fqn: traced.kinds[call.kind] for call in traced.calls}
     kept = {layer.fqn: repr(layer.decisions) for layer in ac.layers} if isinstance(ac, Plan) else {}
     repeats = longest_repeats([(call.kind, kept.get(call.fqn)) for call in traced.calls])
-    if repeats.count <= depth + 2:
+    if repeats.count <= least + 2:
         return None
-    runs = [run({names[at]: kinds[names[at]] for at in repeats.without(count)}) for count in range(depth, depth + 3)]
-    found = grown(runs, repeats.count - depth)
+    runs = [run({names[at]: kinds[names[at]] for at in repeats.without(count)}) for count in range(least, least + 3)]
+    found = grown(runs, repeats.count - least)
     if found is None:
-        say_once(f"{depth} to {depth + 2} layers do not grow evenly: all of them run.")
+        say_once(f"{least} to {least + 2} layers do not grow evenly: all of them run.")
     return found
 
 
@@ -168,7 +206,7 @@ def _run(model: nn.Module, sample_input: Any, job: Job, skipped: Mapping[str, Ki
         split_loss = job.loss is None and job.tp.loss_parallel
         go = _loop(made, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
     make = OPTIMIZER_OBJECTS[loop.optimizer].make
-    assert make is not None  # `_refuse`
+    assert make is not None  # `refuse_dry_run`
     optimizer = make(list(made.parameters()))
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     with told, run, ledger, SumsInPlace(), ledger.watching(_layers_of(modules, names)), _sends_hold(), _no_collector():
@@ -231,11 +269,10 @@ def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLed
     return go
 
 
-def _refuse(job: Job, depth: int | None) -> None:
-    """Raise where `job` has what cannot be run in one process on fake tensors."""
+def refuse_dry_run(job: Job) -> None:
+    """Raise NotImplementedError, which names it, where `job` has what cannot be run in one process on fake tensors."""
     refused = {
         "PipelineParallel.split": job.pp.size > 1 and job.pp.split is not None,
-        f"depth={depth} with pp={job.pp.size}": job.pp.size > 1 and depth is not None,
         "strategy='ddp'": isinstance(job.strategy, DDP),
         f"ContextParallel.method={job.cp.method!r}": job.cp.size > 1 and not method_of(job.cp.method).planned,
         f"ExpertParallel.dispatch={job.ep.dispatch!r}": job.ep.size > 1
@@ -253,10 +290,10 @@ def _refuse(job: Job, depth: int | None) -> None:
             )
 
 
-def _check_numbers(rank: int, world_size: int, depth: int | None) -> None:
-    numbers = [("world_size", world_size, 1), ("rank", rank, 0), *([] if depth is None else [("depth", depth, 4)])]
-    for name, value, least in numbers:
-        check_whole(name, value, least)
+def _check_numbers(rank: int, world_size: int, layers: int | None) -> None:
+    check_whole("rank", rank, 0)
+    if layers is not None:
+        check_whole("layers", layers, 3)
     if rank >= world_size:
         raise ValueError(f"rank is {rank}, and the job has {world_size}: 0 to {world_size - 1}.")
     if dist.is_available() and dist.is_initialized():
