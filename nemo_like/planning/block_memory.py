@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
@@ -22,7 +23,7 @@ from nemo_like.tensors import Place, by_argument, map_tensors, tensors_in
 
 def block_memory(
     kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int] | None = None, *, accumulate: bool = False,
-    layouts: Mapping[int, tuple[int, ...]] | None = None, received: bool = False,
+    layouts: Mapping[int, tuple[int, ...]] | None = None, received: bool = False, apart: Collection[nn.Module] = (),
 ) -> BlockEvents:  # fmt: skip
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
 
@@ -37,6 +38,7 @@ def block_memory(
         accumulate: its parameters have gradients before, which are not counted, and backward adds to them.
         received: the gradients of its output stay, as a pipeline's receiving buffers do: nothing is added into them. They
             are counted all the time.
+        apart: modules of the model that are FSDP2 units inside of a layer (experts).
 
     Raises:
         RegionError, PlanMismatchError: `policy` does not fit the block.
@@ -56,7 +58,11 @@ def block_memory(
 
     before = with_gradients(leaves, run) if accumulate else []
     meter = LiveBytes([*leaves, *replaced.values(), *before])
-    with needing_no_values(kind), with_state(kind.module, state), run, meter, SumsInPlace():
+    ends: list[int] = []
+    with (
+        needing_no_values(kind), with_state(kind.module, state), run, meter, SumsInPlace(),
+        _backward_ends(kind.module, apart, lambda: ends.append(len(meter.log))),
+    ):  # fmt: skip
         with run.casting(), torch.set_grad_enabled(kind.grad):
             if policy is None:
                 out = call(*args, **kwargs)
@@ -85,7 +91,43 @@ def block_memory(
             tuple(meter.log[:begun]), backward, outputs,
             dict(zip(given_to, (n for n, size in backward if size))),
             {place: meter.number(grad) for place, grad in to_inputs.items()}, numbers_of(meter, state),
+            apart_end=ends[-1] - begun if ends else len(backward),
         )  # fmt: skip
+
+
+@contextmanager
+def _backward_ends(block: nn.Module, apart: Collection[nn.Module], ended: Callable[[], None]) -> Iterator[None]:
+    """`ended` is called where the gradients of the inputs of a module of `apart` are there, as FSDP2's hook is
+    (`RegisterPostBackwardFunction`)."""
+
+    def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        if not inputs:
+            return None
+        marked = dict(zip(map(id, inputs), _Marked.apply(ended, *inputs)))
+        return map_tensors(lambda t: marked.get(id(t), t), (args, kwargs))
+
+    inside = [module for module in block.modules() if module in apart]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in inside]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Marked(torch.autograd.Function):
+    """Its inputs; says when their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *inputs: torch.Tensor) -> Any:
+        ctx.ended = ended
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.ended()
+        return None, *grads
 
 
 def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict[Place, torch.Tensor]:

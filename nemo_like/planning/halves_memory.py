@@ -121,4 +121,5 @@ def _run(
         log, first = tuple(meter.log), tuple(meter.log[begun:ended])
         of_outputs = dict(zip(places, (number for number, size in first if size)))
         weights = tuple((n, size) for n, size in log[ended:] if size or n not in to_inputs.values())
-        return BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, numbers_of(meter, state), weights)
+        grads = numbers_of(meter, state)
+        return BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, grads, weights=weights)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +119,7 @@ def outer_memory(
 
         return standing_in
 
+    calls_seen = _Ends(meter)
     nothing: list[str] = []
     in_chunks: AbstractContextManager[list[str]]
     in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
@@ -127,10 +128,12 @@ def outer_memory(
         with_state(model, state), cache_off(model),
         in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
         replaced_forwards(layers, stub), VocabularyParallelLoss() if split_loss else nullcontext(),
+        calls_seen.watching(model),
     ):  # fmt: skip
         with traced.run.casting():
             output = model(*traced.args, **traced.kwargs)
         forward_end = len(meter.log)
+        calls_seen.returned([""], output)
         loss = loss_of(output, step.loss_fn)
         own_loss, loss_end = any(loss is t for t in tensors_in(output)), len(meter.log)
         if not step.keeps_output:
@@ -153,8 +156,8 @@ def outer_memory(
     named = {t: name for name, t in reversed(state.items())}  # a tied one by its first name
     numbers = {name: meter.number(t.grad) for t, name in named.items() if t.grad is not None}
     events = OuterEvents(
-        tuple(meter.log), tuple(calls), forward_end, loss_end, tuple(backs), backward_end, weights_end, numbers, returned,
-        input_grads,
+        tuple(meter.log), tuple(calls), forward_end, loss_end, tuple(backs), backward_end, weights_end, numbers,
+        calls_seen.returns, calls_seen.goes_back, returned, input_grads,
     )  # fmt: skip
     idle, whole = frozenset(range(len(calls))) - {back.layer for back in backs}, tuple(whole_logits)
     return OuterMemory(
@@ -162,6 +165,43 @@ def outer_memory(
         chunks is not None and not whole, 0.0 if timer is None else timer.seconds, idle, idle & gone,
         {} if timer is None else dict(timer.kinds),
     )  # fmt: skip
+
+
+class _Ends:
+    """Where modules return, and where the gradients of what they returned are there."""
+
+    def __init__(self, meter: LiveBytes) -> None:
+        self.meter = meter
+        self.returns: dict[str, int] = {}
+        self.goes_back: dict[str, int] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """All modules of `model` that have parameters of their own."""
+        handles = []
+        for prefix, module in model.named_modules():
+            if names := [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]:
+                hook = functools.partial(self._hook, names)
+                handles.append(module.register_forward_hook(hook))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, names: Sequence[str], module: nn.Module, args: Any, output: Any) -> None:
+        self.returned(names, output)
+
+    def returned(self, names: Sequence[str], output: Any) -> None:
+        """A module with these parameters has."""
+        self.returns.update(dict.fromkeys(names, len(self.meter.log)))
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._back, names))
+
+    def _back(self, names: Sequence[str], grad: torch.Tensor) -> None:
+        for name in names:
+            self.goes_back.setdefault(name, len(self.meter.log))
 
 
 def _given(traced: ModelTrace) -> list[torch.Tensor]:

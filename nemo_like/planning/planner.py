@@ -265,6 +265,7 @@ class Planner:
                 accumulate=accumulate,
                 layouts=self.outer().layouts[kind],
                 received=received,
+                apart=[each.module for each in self.experts],
             )
         return self.known.whole[key]
 
@@ -357,11 +358,11 @@ class Planner:
         """Its FSDP2 units on one rank."""
         job = self.job
         precision = Precision() if job.fsdp is None else job.precision
-        replicas = job.tp.size * job.dp_replicate
+        alone = job.fsdp is not None and job.tp.size * job.dp_replicate > 1
         return sharding_of(
             self.model, self.layers, shard_ranks=job.shard_ranks, precision=precision, fsdp=job.fsdp or FSDP2(),
             trained=self.trained, experts=self.experts, expert_ranks=job.shard_ranks * job.tp.size // job.ep.size,
-            gloo=self.device.kind == "cpu", alone=replicas > 1 and job.fsdp is not None, forms=self._forms(),
+            gloo=self.device.kind == "cpu", alone=alone, forms=self._forms(), replicas=job.dp_replicate,
             # Of a CPU, host memory is its own.
             host=job.fsdp is not None and job.fsdp.cpu_offload and self.device.kind != "cpu",
         )  # fmt: skip

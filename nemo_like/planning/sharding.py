@@ -105,6 +105,8 @@ class Sharding:
     trained_on_host: tuple[TrainedParameter, ...] = ()
     """Those that are in host memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state."""
 
+    replicas: int = 1
+    """Ranks with the same shards, over which FSDP2 sums their gradients."""
     one_stack: bool = True
     """All layers are in one, whose last layer gathers the tail ahead."""
 
@@ -205,6 +207,7 @@ def sharding_of(
     model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
     trained: frozenset[int] | None = None, experts: Sequence[Experts] = (), expert_ranks: int = 1,
     gloo: bool = False, alone: bool = False, forms: ParameterForms | None = None, host: bool = False,
+    replicas: int = 1,
 ) -> Sharding:  # fmt: skip
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
@@ -213,6 +216,7 @@ def sharding_of(
     `alone`: FSDP2 is there, whatever the number of ranks.
     `forms`: the parameters of the same model, layers, `trained` and experts; None: they are looked at.
     `host`: shards, gradients and optimizer state lie in host memory, which the device does not share.
+    `replicas`: ranks with the same shards.
     """
     if forms is None:
         plan = units_for(model, layers, whole=shard_ranks == 1, experts=experts)
@@ -265,6 +269,7 @@ def sharding_of(
         world=shard_ranks,
         gloo=gloo,
         alone=alone,
+        replicas=replicas,
         # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),

@@ -83,6 +83,8 @@ class BlockEvents:
     """Gradients of its inputs, alive at its end, by the place of the input in its call."""
     param_grads: Mapping[str, int] = field(default_factory=dict)
     """Gradients of its parameters by name, alive at its end, but for those that backward added to."""
+    apart_end: int = 0
+    """Position in `backward` at which that of its experts has ended, where they are an FSDP2 unit of their own."""
     weights: Log = ()
     """Where a pipeline's schedule cuts backward in two, its second half, which makes `param_grads`."""
 
@@ -153,6 +155,13 @@ class BlockEvents:
         return Recorded(self.backward, self._exposed, self.sizes, frozenset())
 
     @cached_property
+    def running_apart(self) -> tuple[Recorded, Recorded]:
+        """`running_backward` in two, cut at `apart_end`."""
+        logs = self.backward[: self.apart_end], self.backward[self.apart_end :]
+        until, rest = (Recorded(log, self._exposed, self.sizes, frozenset()) for log in logs)
+        return until, rest
+
+    @cached_property
     def running_weights(self) -> Recorded:
         """The second half."""
         return Recorded(self.weights, self._exposed, self.sizes, frozenset())
@@ -207,6 +216,10 @@ class OuterEvents:
     """Position at which its second half has, where a schedule cuts backward in two; else `backward_end`."""
     param_grads: Mapping[str, int] = field(default_factory=dict)
     """By name; alive at the end."""
+    returns: Mapping[str, int] = field(default_factory=dict)
+    """By name of a parameter, the position at which the module that has it returned last."""
+    goes_back: Mapping[str, int] = field(default_factory=dict)
+    """The same of the gradient of what that module returned; ``""``: the model."""
     outputs: tuple[int, ...] = ()
     """Of what the model returns, if that is kept."""
     input_grads: tuple[int, ...] = ()

@@ -169,11 +169,16 @@ class Microbatch:
             e.upto = i + 1
             for key, unit in ((("experts", i), layer.experts), (i, layer.unit)):
                 if unit is not None and unit.reshard:
-                    units.close(key)
+                    units.reshard(key)
         if self.on:
             units.copy_out(TAIL, self.s.tail, forward=True)
         e.mark("forward of the head")
+        if self.s.tail is not None and self.s.tail.reshard and not self.around.in_chunks:
+            self._play_outer(max(self._of_tail(outer.returns), default=outer.forward_end))
+            units.reshard(TAIL)
         self._play_outer(outer.forward_end)
+        if self.s.root.reshard:
+            units.reshard(ROOT)
         units.let_go()
         self.step.let_go()
         e.end_forward()
@@ -232,10 +237,8 @@ class Microbatch:
         self._play_outer(outer.loss_end)
         for i in self.around.dropped:
             self._let_layer_go(i)
-        if self.on and self.around.in_chunks:
-            self._fetch_behind(len(self.layers), 1 if self.s.tail is None else self.s.prefetch[1])
         e.mark("backward of the head")
-        self._play_outer(backs[0].begin if backs else outer.backward_end)
+        self._begin_backward(backs[0].begin if backs else outer.backward_end)
         if self.around.halves:
             self.units.settle(TAIL, self.s.tail)
         else:
@@ -248,6 +251,26 @@ class Microbatch:
         self._play_outer(outer.backward_end)
         if self.around.halves:
             self.units.settle(ROOT, self.s.root)
+
+    def _begin_backward(self, end: int) -> None:
+        """Up to the first layer's. Where backward comes to the root, and to the tail, FSDP2 gathers them if they were
+        resharded, and fetches what ran before."""
+        units, outer, tail, last = self.units, self.outer, self.s.tail, len(self.layers)
+        if self.on:
+            self._play_outer(min(end, outer.goes_back.get("", end)))
+            units.copy_out(ROOT, self.s.root, forward=False)
+            if tail is None:
+                self._fetch_behind(last, 1)
+            else:
+                units.fetch(TAIL, tail)
+                if not self.around.in_chunks:
+                    self._play_outer(min([end, *self._of_tail(outer.goes_back)]))
+                units.copy_out(TAIL, tail, forward=False)
+                self._fetch_behind(last, self.s.prefetch[1])
+        self._play_outer(end)
+
+    def _of_tail(self, positions: Mapping[str, int]) -> list[int]:
+        return [at for name, at in positions.items() if name in self.step.tail_names]
 
     def backward_of_weights(self) -> None:
         """The rest. What is left of the micro-batch goes, but for what it returned and the gradients of what it was given:
@@ -302,7 +325,13 @@ class Microbatch:
         for storage in self.inputs[i]:
             e.retag(storage, Part.RUNNING_LAYER)
         self._give(layer.events, back.grads, end, frame.storages)
-        e.play(layer.events.running_backward, frame, Part.RUNNING_LAYER)
+        if layer.experts is None or self.around.halves:
+            e.play(layer.events.running_backward, frame, Part.RUNNING_LAYER)
+        else:
+            until, rest = layer.events.running_apart
+            e.play(until, frame, Part.RUNNING_LAYER)
+            self._reduce_experts(i, layer, frame)
+            e.play(rest, frame, Part.RUNNING_LAYER)
         e.move(frame.net, Part.RUNNING_LAYER, Part.HELD_ACTIVATIONS)
         for place, number in layer.events.input_grads.items():
             self._hand_on(frame, number, back.made.get(place, 0))
@@ -320,20 +349,27 @@ class Microbatch:
         self.inputs[i] = []
 
     def _reduce(self, i: int, layer: LayerCall, frame: Frame) -> None:
-        units, numbers, storages = self.units, layer.events.param_grads, frame.storages
-        own = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
-        grads = [storages.pop(n) for n in numbers.values() if n in storages]
+        units, storages = self.units, frame.storages
+        if self.around.halves:
+            self._reduce_experts(i, layer, frame)
+        grads = [storages.pop(n) for n in layer.events.param_grads.values() if n in storages]
         if not self.on:
             self.step.keep_gradients(i, grads, self.turn)
             return
-        if layer.experts is not None:
-            units.close(("experts", i))
-            units.reduce(("experts", i), layer.experts, own, self.turn)
         if layer.unit is None:
             self.waiting += grads
         else:
             units.close(i)
             units.reduce(i, layer.unit, grads, self.turn)
+
+    def _reduce_experts(self, i: int, layer: LayerCall, frame: Frame) -> None:
+        """Their backward ends before that of what is before them in the layer."""
+        if layer.experts is None:
+            return
+        numbers, storages = layer.events.param_grads, frame.storages
+        own = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
+        self.units.close(("experts", i))
+        self.units.reduce(("experts", i), layer.experts, own, self.turn)
 
     def _hand_on(self, frame: Frame, number: int, outer: int) -> None:
         """What a layer made is number `outer` of what is around the layers."""

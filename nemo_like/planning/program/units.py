@@ -72,9 +72,11 @@ class Units:
         self.open: dict[Hashable, list[int]] = {}
         """Gathered parameters."""
         self.kept = 0
-        """The flat buffer that forward copied out last: freed at the next copy-out."""
+        """The flat buffer that forward copied out last: freed after the next copy-out."""
         self.reducing = 0
         """The input of the last reduce-scatter."""
+        self.summed: list[int] = []
+        """What was summed over replicas, which FSDP2 holds until backward ends (`FSDPParamGroup._all_reduce_state`)."""
         self.grads: list[int] = []
         """Reduced gradients."""
         self.whole: dict[Hashable, list[int]] = {}
@@ -94,14 +96,13 @@ class Units:
         if unit is None or key in self.open:
             return
         self.fetch(key, unit)
-        if forward:
-            self.let_go()
         self.e.mark("copying out")
         part = _gathered(key)
         self.open[key] = [self.e.make(size, part) for size in unit.each_gathered]
         self.e.blip(unit.copied, part)
         flat = self.flat.pop(key)
         if forward:
+            self.let_go()  # `FSDPParamGroup.wait_for_unshard` has a name for it until it returns
             self.kept = flat
         else:
             self.e.drop(flat)
@@ -111,8 +112,13 @@ class Units:
         self.e.drop(self.kept)
         self.kept = 0
 
-    def close(self, key: Hashable) -> None:
+    def reshard(self, key: Hashable) -> None:
+        """After its forward."""
         self.e.drop_all(self.open.pop(key, ()))
+
+    def close(self, key: Hashable) -> None:
+        """After its backward."""
+        self.reshard(key)
 
     def reduce(self, key: Hashable, unit: UnitBytes | None, grads: Sequence[int], turn: Pass) -> None:
         """`grads`: whole gradients that backward made, with one holder."""
@@ -135,6 +141,8 @@ class Units:
         e.mark("reducing gradients")
         out = e.make(unit.reduce_output, Part.REDUCE_BUFFERS, REDUCE)
         copy = e.make(self._copied_by_gloo(unit, unit.reduce_input), Part.REDUCE_BUFFERS)
+        if self.s.replicas > 1:
+            self.summed.append(e.hold(out))
         made = unit.grad or unit.host_grad
         if made != unit.reduce_output:
             cast = e.make(made, Part.GRADIENTS, REDUCE)
@@ -181,6 +189,8 @@ class Units:
 
     def finish(self) -> None:
         """The last reduction has ended."""
+        self.e.drop_all(self.summed)
+        self.summed.clear()
         self.e.drop(self.reducing)
         self.reducing = 0
 
