@@ -96,7 +96,7 @@ def reserved_on_rank(
     """The same of a rank of a pipeline. `kept_outputs`: bytes of what each stage returns for a microbatch, which PyTorch
     kept of all stages and microbatches until the step ends (``output_chunks``, until May 2025). It reduced a stage's
     gradients behind that stage's last backward (``backward_maybe_with_nosync``, until October 2025)."""
-    return replay_rank(planner, rank, choices, ALLOCATOR, kept_outputs=kept_outputs, reduces_each=True)
+    return replay_rank(planner, rank, choices, ALLOCATOR, kept_outputs=kept_outputs)
 
 
 def _with(layer: LayerCall, size: int) -> LayerCall:

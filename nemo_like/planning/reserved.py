@@ -76,11 +76,11 @@ def replay(
 
 def replay_rank(
     pipeline: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], config: AllocatorConfig | None = None,
-    memory: int | None = None, *, kept_outputs: Sequence[int] = (), reduces_each: bool = False,
+    memory: int | None = None, *, kept_outputs: Sequence[int] = (),
 ) -> Reserved:  # fmt: skip
-    """`replay` of one rank of a pipeline, with `choices` for each stage. `kept_outputs`, `reduces_each`: as `RankSteps`."""
+    """`replay` of one rank of a pipeline, with `choices` for each stage. `kept_outputs`: as `RankSteps`."""
     replayed, storages = Replayed(config, memory, pipeline.device.cuda), Allocations()
-    steps = RankSteps(pipeline, rank, choices, storages, kept_outputs=kept_outputs, reduces_each=reduces_each)
+    steps = RankSteps(pipeline, rank, choices, storages, kept_outputs=kept_outputs)
     for number in range(_STEPS_OF_RANK):
         steps.run(first=number == 0)
         replayed.play(storages)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, MicrobatchCall, Received, StageEnd, call_of, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
-from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, Action, actions_of
+from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, Action, all_actions_of
 from nemo_like.distributed.pipeline.schedules import rank_of, stages_of
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
@@ -139,7 +139,7 @@ class PipelinePlanner:
     def with_all_microbatches(self) -> PipelinePlanner:
         """This planner with all actions of a step, also those of which nothing new is to be learned."""
         other = copy.copy(self)
-        other.actions = actions_of(self.pp)
+        other.actions = all_actions_of(self.pp)
         return other
 
     def replaying(self, replay: str) -> PipelinePlanner:
@@ -292,8 +292,8 @@ def hidden_of(model: nn.Module, microbatch: Any, parts: StageParts, cp: int) -> 
     return torch.empty((rows, tokens, *parts.hidden_width), dtype=parts.hidden_dtype, device="meta")
 
 
-def walked_actions(pp: PipelineParallel) -> list[tuple[Action, ...]]:
+def walked_actions(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
     """Return what each rank runs, up to the microbatch from which on its memory repeats itself."""
     count, repeats_after = pp.microbatches or 1, pp.facts.repeats_after
     enough = count if repeats_after is None else min(count, repeats_after(pp.size))
-    return actions_of(replace(pp, microbatches=enough))
+    return all_actions_of(replace(pp, microbatches=enough))

@@ -14,6 +14,8 @@ from nemo_like.options.schedule_file import is_schedule_file
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 """Forward; backward in one piece; its two halves."""
+UNSHARD, RESHARD, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"
+"""What FSDP2 does for a whole stage: its parameters are gathered, freed; its gradients reduced."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,10 @@ class Action:
     kind: str
     stage: int
     microbatch: int
+    """-1: all of them."""
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{self.stage}{self.kind}{self.microbatch if self.microbatch >= 0 else ''}"
 
 
 def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
@@ -34,7 +37,17 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
     >>> [" ".join(map(str, rank)) for rank in actions_of(PipelineParallel(2, microbatches=3))]
     ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
-    return list(_made(pp) if is_schedule_file(pp.schedule) else _made_once(pp))
+    computed = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
+    return [tuple(action for action in rank if action.kind in computed) for rank in all_actions_of(pp)]
+
+
+def all_actions_of(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
+    """The same, with what FSDP2 does for whole stages.
+
+    >>> print(*all_actions_of(PipelineParallel(2, microbatches=2))[0])
+    0F0 0F1 0B0 0B1 0REDUCE_GRAD
+    """
+    return _made(pp) if is_schedule_file(pp.schedule) else _made_once(pp)
 
 
 def _made(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
@@ -60,6 +73,7 @@ def _one_stage(rank: int, count: int, ahead: int) -> Iterator[Action]:
         yield Action(FORWARD, rank, number)
     for number in range(done, count):
         yield Action(BACKWARD, rank, number)
+    yield Action(REDUCE, rank, -1)
 
 
 def _shape(pp: PipelineParallel, stage: int) -> Any:
@@ -82,3 +96,5 @@ def _flat(actions: Any) -> Iterator[Action]:
             yield from _flat(action.sub_actions)
         elif kind in (FORWARD, BACKWARD, INPUTS, WEIGHTS):
             yield Action(kind, action.stage_index, action.microbatch_index)
+        elif kind in (UNSHARD, RESHARD, REDUCE):
+            yield Action(kind, action.stage_index, -1)

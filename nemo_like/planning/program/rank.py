@@ -4,18 +4,25 @@ What `torch.distributed.pipelining` keeps (torch 2.13): a receiving buffer per m
 gradient of its output, made once; each output until its backward, and under schedules with several stages on a rank all
 that was sent until the step ends; with a backward cut in two, what the second half needs, and the gradients of the
 stages' inputs until the next step. Stages that follow each other on one rank hand tensors on instead of sending them. FSDP2
-gathers a stage's parameters once, keeps whole gradients, and reduces them at the end of the step, or behind the stage's own
-last backward.
+keeps whole gradients of a stage, and reduces them behind its last backward; schedules with several stages on a rank gather
+all of a stage's parameters at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
+from nemo_like.distributed.pipeline.order import (
+    FORWARD,
+    INPUTS,
+    REDUCE,
+    RESHARD,
+    UNSHARD,
+    WEIGHTS,
+    Action,
+)
 from nemo_like.planning.parts import Part
 from nemo_like.planning.program.loop import make_optimizer_state, make_parameters, stage_step, start_with_gradients
 from nemo_like.planning.program.readers import Bytes, Peak, StepPoint, Storages
@@ -54,7 +61,7 @@ class StageOfRank:
         self._calls: dict[tuple[bool, bool], list[LayerCall]] = {}
         self.running: dict[int, Microbatch] = {}
         self.going_back: dict[int, Microbatch] = {}
-        self.first_done = False
+        self.first_done = self.fetched = False
         self.stays = False
         """Gradients of the step before are there."""
         self.received: dict[int, int] = {}
@@ -83,17 +90,38 @@ class StageOfRank:
         """A microbatch has gone all the way back."""
         self.first_done = True
 
-    def end(self) -> None:
-        """Reductions, after the last backward."""
+    def unshard(self) -> None:
+        """Fetches all units; they are copied out by `copy_out`."""
         if self.step.on:
-            sharding, calls, turn = self.planner.sharding, self._layers(self._turn()), Pass(adds=self.stays)
-            keys: list[tuple[Hashable, UnitBytes | None]] = [(i, layer.unit) for i, layer in enumerate(calls)]
-            keys += [(("experts", i), layer.experts) for i, layer in enumerate(calls) if layer.experts is not None]
-            keys += [(TAIL, sharding.tail)] if sharding.tail is not None else []
+            self.fetched = True
+            for key, unit in self._units():
+                self.step.units.fetch(key, unit)
+
+    def copy_out(self) -> None:
+        """Of what `unshard` fetched."""
+        if self.fetched:
+            self.fetched = False
+            for key, unit in self._units():
+                self.step.units.copy_out(key, unit, forward=False)
+
+    def reshard(self) -> None:
+        """Frees all units."""
+        for key, _ in self._units():
+            self.step.units.reshard(key)
+
+    def reduce(self) -> None:
+        """After the last backward."""
+        if self.step.on:
             units = self.step.units
             assert isinstance(units, GatheredOnce)
-            units.end([*keys, (ROOT, sharding.root)], turn)
+            units.end(self._units(), Pass(adds=self.stays))
         self.first_done = False
+
+    def _units(self) -> list[tuple[Hashable, UnitBytes | None]]:
+        """In the order of the stage's modules."""
+        sharding, calls = self.planner.sharding, self._layers(self._turn())
+        inside = [unit for i, layer in enumerate(calls) for unit in ((i, layer.unit), (("experts", i), layer.experts))]
+        return [(ROOT, sharding.root), *inside, (TAIL, sharding.tail)]
 
     def _turn(self, *, halves: bool = False) -> Pass:
         """The first backward makes gradients, the others add to them; none is reduced before the end."""
@@ -125,15 +153,13 @@ class RankSteps:
         choices: for each stage, one for each layer call.
         storages: what it is written into.
         kept_outputs: for each stage, bytes of a micro-batch's output that are there until the step ends.
-        reduces_each: a stage's gradients are reduced and its parameters freed behind its own last backward, while other
-            stages of the rank still have theirs before them. Default: all of them when the step ends.
     """
 
     def __init__(
         self, pipeline: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], storages: Storages, *,
-        kept_outputs: Sequence[int] = (), reduces_each: bool = False,
+        kept_outputs: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.e, self.kept_outputs, self.reduces_each = storages, kept_outputs, reduces_each
+        self.e, self.kept_outputs = storages, kept_outputs
         self.actions, self.once = pipeline.actions[rank], pipeline.held_once(rank)
         # What 1F1B has sent it lets go of; schedules with several stages on a rank do when the step ends.
         self.holds_sent = not pipeline.pp.facts.frees_sent
@@ -167,11 +193,14 @@ class RankSteps:
         e, sent, done = self.e, list[int](), 0
         e.drop_all(self.input_grads)
         self.input_grads.clear()
-        left = Counter(action.stage for action in self.actions if action.kind in (BACKWARD, WEIGHTS))
         warmup = next((at for at, action in enumerate(self.actions) if action.kind != FORWARD), 0)
         for action in self.actions:
             stage, number = self.stages[action.stage], action.microbatch
+            if action.kind in (UNSHARD, RESHARD, REDUCE):
+                {UNSHARD: stage.unshard, RESHARD: stage.reshard, REDUCE: stage.reduce}[action.kind]()
+                continue
             self._begin(action)
+            stage.copy_out()
             if action.kind == FORWARD:
                 self._forward(stage, number)
                 if self.kept_outputs:
@@ -181,13 +210,7 @@ class RankSteps:
             else:
                 done += action.kind != WEIGHTS or stage.is_first
                 sent += self._backward(stage, action, done, warmup)
-                if action.kind != INPUTS:
-                    left[action.stage] -= 1
-                    if self.reduces_each and not left[action.stage]:
-                        stage.end()
             self._end(action)
-        for stage in () if self.reduces_each else self.stages.values():
-            stage.end()
         e.drop_all(sent)
         e.phase = "optimizer"
         e.mark("optimizer step")
