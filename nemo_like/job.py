@@ -489,10 +489,23 @@ def _compiled_backward_is_whole(job: Job) -> str | None:
     )
 
 
+def _split_backward_stays_gathered(job: Job) -> str | None:
+    asked = job.strategy.reshard_after_forward if isinstance(job.strategy, FSDP2) else None
+    stays = not asked or job.pp.size == 1 or job.world_size == job.pp.size
+    if stays or not job.pp.facts.splits_backward:
+        return None
+    return (
+        f"reshard_after_forward is {asked} with the schedule {job.pp.schedule!r}, which cuts backward in two: torch picks "
+        "the parameters of the second half before FSDP2 gathers them again, and their gradients would be lost. Leave it "
+        "out, or use 'interleaved_1f1b'."
+    )
+
+
 RULES: tuple[Callable[[Job], str | None], ...] = (
     _axes_need_fsdp2, _stages_need_fsdp2, _replicas_need_fsdp2, _one_rank_has_no_axes, _axes_divide_the_ranks,
     _experts_divide_the_shards, _tensor_options_need_ranks, _reentrant_is_not_compiled, _float8_is_whole,
     _plans_know_all_to_all, _budget_of_stages, _split_is_the_callers, _compiled_backward_is_whole,
+    _split_backward_stays_gathered,
 )  # fmt: skip
 """What cannot be combined, whatever the model: each returns what is wrong, why and the way out, or None."""
 

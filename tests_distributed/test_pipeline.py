@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
-from nemo_like.options import SCHEDULES, ChunkedLoss, PipelineParallel
+from nemo_like.job import Job
+from nemo_like.options import FSDP2, SCHEDULES, ChunkedLoss, PipelineParallel
 from nemo_like.torch_compat import splits_compiled_backward
 from tests.models import families, kv_shared
 from tests.models.adapted import with_lora
@@ -193,6 +194,19 @@ def _with_shards(rank: int, world_size: int, options: dict[str, Any], schedule: 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_zero_bubble"])
 def test_fsdp2_inside_stages(schedule: str) -> None:
     run_ranks(4, _with_shards, {}, schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_stages_that_are_resharded_after_forward(schedule: str) -> None:
+    run_ranks(4, _with_shards, {"strategy": FSDP2(reshard_after_forward=True)}, schedule)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble", "dualpipev"])
+def test_a_backward_in_two_after_resharding_is_refused(schedule: str) -> None:
+    pp = PipelineParallel(2, schedule, microbatches=MICROBATCHES)
+    with pytest.raises(ValueError, match=r"reshard_after_forward is True with the schedule .* Leave it out"):
+        Job.of(FSDP2(reshard_after_forward=True), pp=pp, world_size=4)
+    assert Job.of(FSDP2(reshard_after_forward=True), pp=pp, world_size=2).pp == pp, "a rank for each stage shards nothing"
 
 
 def test_tensor_parallel_inside_stages() -> None:

@@ -259,10 +259,11 @@ class Microbatch:
         if self.on:
             self._play_outer(min(end, outer.goes_back.get("", end)))
             units.copy_out(ROOT, self.s.root, forward=False)
-            if tail is None:
+            if self.s.root.gathered and tail is None:  # a root without parameters fetches nothing
                 self._fetch_behind(last, 1)
-            else:
+            elif self.s.root.gathered:
                 units.fetch(TAIL, tail)
+            if tail is not None:
                 if not self.around.in_chunks:
                     self._play_outer(min([end, *self._of_tail(outer.goes_back)]))
                 units.copy_out(TAIL, tail, forward=False)
