@@ -54,7 +54,7 @@ def jobs(draw: Any) -> Job:
     offload = draw(st.sampled_from(["none", "boundary"])) if ac != "none" else "none"
     optimizer = draw(st.sampled_from(["adamw", "sgd", "adamw-8bit"]))
     micro = draw(st.sampled_from([1, 2, 4]))
-    reshard = draw(st.sampled_from([None, False] if pp > 1 else [None, True, False]))  # stages: `fit` looks at no other
+    reshard = draw(st.sampled_from([None, True, False]))
     loss = draw(st.sampled_from([None, ChunkedLoss()]))
     precision = draw(st.sampled_from([None, "bf16"]))
     assume(not (loss is not None and tp > 1))

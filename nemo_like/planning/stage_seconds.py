@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.distributed.pipeline.order import FORWARD, actions_of
 from nemo_like.options import PipelineParallel
 from nemo_like.planning import network
 from nemo_like.planning.block import BlockProblem, Choice
@@ -67,7 +67,7 @@ def pipeline_seconds(planner: PipelinePlanner, choices: Choices) -> StepSeconds:
     gathers, reductions, steps = [], [], []
     for own in ranks:
         units = [_unit_seconds(planner.stages[index], links) for index in own]
-        gathers.append(sum(gather for gather, _ in units))
+        gathers.append(sum(_gathers(planner, index) * gather for index, (gather, _) in zip(own, units)))
         reductions.append(sum(reduction for _, reduction in units))
         steps.append(sum(_optimizer_seconds(planner.stages[index]) for index in own))
     found["parameter gathers"], found["gradient reductions"] = max(gathers), max(reductions)
@@ -102,6 +102,15 @@ def parts_of_stages(planner: PipelinePlanner, choices: Choices) -> list[dict[str
 def busiest_rank(ranks: Sequence[Sequence[int]], parts: Sequence[Mapping[str, float]]) -> int:
     """The rank of a pipeline that is busy longest; `ranks`: the stages of each, `parts`: seconds of each stage."""
     return max(range(len(ranks)), key=lambda rank: sum(sum(parts[index].values()) for index in ranks[rank]))
+
+
+def _gathers(planner: PipelinePlanner, index: int) -> int:
+    """How often a step gathers the parameters of stage `index`: once; if each forward frees them, before whatever follows a
+    forward."""
+    if not planner.stages[index].planner.sharding.root.reshard:
+        return 1
+    own = [action.kind for rank in actions_of(planner.pp) for action in rank if action.stage == index]
+    return 1 + own[:-1].count(FORWARD)
 
 
 def _unit_seconds(stage: PlannedStage, links: Links) -> tuple[float, float]:

@@ -523,7 +523,14 @@ def test_pipelines_are_searched_across_hosts_and_one_stage_may_have_no_experts()
     assert all(candidate.layout.ep == 2 for candidate in report.candidates)
 
 
-def test_no_stage_is_resharded_or_offloaded_and_the_report_says_so():
-    asked = {"gpus": 2, "gpu": "cpu", "seq_len": 64, "global_batch": 4, "micro_batch": 1, "loss": "model"}
-    report = fit(llama(2), pp=2, schedule="1f1b", ac="full", offload="boundary", **asked)
+def test_stages_are_resharded_and_offloaded_where_that_is_asked_for():
+    asked = {"gpus": 4, "gpu": "cpu", "seq_len": 64, "global_batch": 8, "micro_batch": 1, "loss": "model"}
+    pinned = {"pp": 2, "schedule": "1f1b", "ac": "full", "dp_shard": 2, "tp": 1, "cp": 1, **asked}
+    plain = fit(llama(2), **pinned).best
+    assert (plain.conf.job.offload.mode, plain.conf.reshard) == ("none", None)
+    moved = fit(llama(2), offload="boundary", reshard_after_forward=[True], **pinned).best
+    assert (moved.conf.job.offload.mode, moved.conf.reshard) == ("boundary", True)
+    assert moved.peak_bytes < plain.peak_bytes
+    report = fit(llama(2), cpu_offload=True, **pinned)
     assert not report.candidates and any("beside pp" in reason for reason in report.rejected)
+

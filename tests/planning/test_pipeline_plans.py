@@ -13,14 +13,14 @@ import torch
 from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.order import Action, actions_of
-from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
+from nemo_like.options import FSDP2, MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import BudgetError, PipelinePlanner, plan_pipeline
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.pipeline_report import pipeline_report
 from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.stage_balance import balanced
 from nemo_like.planning.stage_plans import choose, describe
-from nemo_like.planning.stage_seconds import times
+from nemo_like.planning.stage_seconds import pipeline_seconds, times
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -233,3 +233,14 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
         state = 2 * head + COUNTER
         assert [parts.get("optimizer state", 0) for parts in peaks] == ([0, state] if trains else [state, 0])
         assert [parts.get("gradients", 0) for parts in peaks][1 - trains] == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
+def test_what_a_forward_frees_is_gathered_behind_it(schedule: str) -> None:
+    job = Job.of(world_size=4, gpu="h100-80gb", pp=PipelineParallel(2, schedule, microbatches=4))
+    seconds = []
+    for asked in (None, True):
+        with PipelinePlanner(_model(), SAMPLE, job.change(strategy=FSDP2(asked))) as planner:
+            seconds.append(pipeline_seconds(planner, planner.uniform("none")).parts["parameter gathers"])
+    # Before the first action of a stage, and before whatever follows each of its four forwards.
+    assert 5 * seconds[0] == pytest.approx(seconds[1])

@@ -353,14 +353,14 @@ class Search:
         reshards = pins.get("reshard_after_forward", (None, False) if sharded else (None,))
         offloads = pins.get("offload", ("none", "boundary"))
         if conf.pp > 1:
-            # Stages stay gathered for a whole step.
+            # Stages stay gathered for a whole step, and nothing waits elsewhere, where nobody asks for something else.
             reshards = tuple(dict.fromkeys(reshard if reshard else None for reshard in reshards))
+            offloads = pins.get("offload", ("none",))
             # A budget for each stage takes long to plan: where nobody asks for one, the winner alone gets it.
             assert isinstance(shape, StagedShape)
             modes = tuple(mode for mode in modes if mode != "plan" or ("ac" in pins and shape.takes_budget))
-            offloads = tuple(offload for offload in offloads if offload == "none")
             states = tuple(state for state in states if not state)
-            if True in reshards or not modes or not offloads or not states:
+            if not modes or not states:
                 self.found.rejected[_NOT_BESIDE_PP] += 1
                 return
         elif True in states and self._overfills_host(shape, conf):
@@ -499,9 +499,7 @@ class Search:
 
 Entry = tuple[Configuration, Resolved | None] | StateOnHost
 _HOST_MEMORY = "host memory"
-_NOT_BESIDE_PP = (
-    "not planned beside pp: resharding, offloading, cpu_offload, a budget with experts that tp splits inside"
-)
+_NOT_BESIDE_PP = "not planned beside pp: cpu_offload, a budget with experts that tp splits inside"
 
 
 def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:

@@ -69,7 +69,7 @@ class StagedShape:
 
     def planner(self, conf: Configuration) -> PipelinePlanner:
         """Of this conf and conf; stages of the same layers are traced once for all of them."""
-        key = (*self._layout_key(conf), conf.job.loss, conf.job.offload.mode)
+        key = (*self._layout_key(conf), conf.job.loss, conf.job.offload.mode, conf.reshard)
         if key not in self._planners:
             step = replace(self.job.step, microbatches=conf.job.step.microbatches)
             job = replace(conf.job, allocator=self.job.allocator, step=step)

@@ -77,6 +77,8 @@ class StagedBounds:
 
     def bytes(self, conf: Configuration, mode: str) -> int:
         """Of the first rank's peak: what lies there of its layers, and what its microbatches in flight hold."""
+        if conf.reshard or conf.job.offload.mode != "none":
+            return 0  # less lies there, or is held
         held = sum(choice.held_bytes for choice in self.choices("full" if mode == "plan" else mode))
         lies = self._lying(conf)
         facts = SCHEDULE_OBJECTS[conf.schedule or PipelineParallel.schedule]

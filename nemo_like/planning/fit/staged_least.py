@@ -79,6 +79,8 @@ class StagedLeast:
 
     def bytes(self, conf: Configuration, mode: str) -> int:
         """Of the highest rank's peak: what lies there, and what its microbatches in flight hold."""
+        if conf.reshard or conf.job.offload.mode != "none":
+            return 0  # less lies there, or is held
         pp = conf.job.pp
         stages = self._stages(pp)
         lies, flies = self._lying(conf, stages), self._flying(conf, stages, "full" if mode == "plan" else mode)
