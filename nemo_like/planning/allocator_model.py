@@ -123,10 +123,6 @@ class CachingAllocator:
                 elif block.whole:
                     self._give_back(block)
 
-    def free_blocks(self) -> list[tuple[int, int]]:
-        """(address, bytes) of every free block, by address."""
-        return sorted((address, size) for pool in self._pools.values() for size, address, _ in pool.free)
-
     # --- taking -----------------------------------------------------------------------------------------------------
 
     def _cached(self, pool: BlockPool, size: int) -> MemoryBlock | None:

@@ -154,15 +154,6 @@ def _relaxation(ops: Sequence[Op]) -> Callable[[int], float]:
     return bound
 
 
-def at_budget(points: Sequence[Point], budget: int) -> Point | None:
-    """The cheapest point that keeps at most `budget` bytes; None if even the smallest keeps more."""
-    best = None
-    for point in points:
-        if point.bytes <= budget and (best is None or (point.cost, point.bytes) < (best.cost, best.bytes)):
-            best = point
-    return best
-
-
 def spread(points: Sequence[Point], limit: int) -> list[Point]:
     """At most `limit` of a frontier's points, both ends included: the best at even steps of bytes."""
     if len(points) <= limit:

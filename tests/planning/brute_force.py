@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from nemo_like.planning import solver
 from nemo_like.planning.solver import Op
 
 Point = tuple[int, float]
@@ -58,3 +59,8 @@ def least_cost(points: Sequence[Point], budget: int) -> float | None:
 def least_cost_of_two(first: Sequence[Point], second: Sequence[Point], budget: int) -> float:
     """Of two blocks together within `budget` bytes: every pair of their points, each list ascending in bytes."""
     return min(c + other for b, c in first if (other := least_cost(second, budget - b)) is not None)
+
+
+def at_budget(points: Sequence[solver.Point], budget: int) -> solver.Point | None:
+    """The cheapest of the points that keep at most `budget` bytes; None: there is none."""
+    return min((p for p in points if p.bytes <= budget), key=lambda p: (p.cost, p.bytes), default=None)

@@ -15,6 +15,7 @@ from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.layers import find
 from nemo_like.module_tree import bare
 from nemo_like.planning import block, block_trace, capture, closure, devices, solver
+from tests.planning.brute_force import at_budget
 
 pytestmark = pytest.mark.compat
 
@@ -162,7 +163,7 @@ def _budgets(problem, number=10):
     low, high = points[0].bytes, points[-1].bytes
     for step in range(number):
         budget = low + (high - low) * step // (number - 1)
-        point = closure.closure_optimum(ops, budget) if step % 2 else solver.at_budget(points, budget)
+        point = closure.closure_optimum(ops, budget) if step % 2 else at_budget(points, budget)
         assert point is not None and point.bytes <= budget
         yield problem.choice(point)
 

@@ -24,6 +24,7 @@ from nemo_like.planning.schedule_time import timeline
 from nemo_like.planning.seconds import fused
 from nemo_like.planning.verdict import ALLOCATED, RESERVED, Need
 from tests.models.fit_models import llama, mixture
+from tests.planning.search_of_all import search_of_all
 from tests_distributed.allocated import loop_peak_bytes
 
 pytest.importorskip("transformers")
@@ -101,7 +102,7 @@ def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
     # Across hosts, pipelines are looked at though nobody asks for them.
     device = replace(resolve_device("cpu"), gpus_per_host=1 if "schedule" in pins else 8)
     question = Question(Job.of(gpu=device), gpus=gpus, seq_len=64, limit=limit, global_batch=8, pins=read_pins(pins))
-    everything = make_search(model, question)[0].brute_force(1)
+    everything = search_of_all(make_search(model, question)[0], 1)
     search = make_search(model, question)[0]
     found = search.run(1)
     assert [c.layout for c in found.best] == [c.layout for c in everything.best]
@@ -158,7 +159,7 @@ def test_what_its_worst_rank_reserves_decides_over_a_pipeline_and_the_search_fin
         pins=read_pins(pins),
     )
     everything, found = (
-        make_search(_half_a_gib(), question)[0].brute_force(100),
+        search_of_all(make_search(_half_a_gib(), question)[0], 100),
         make_search(_half_a_gib(), question)[0],
     )
     staged = next(c for c in everything.best if c.layout.pp == 2)
@@ -355,7 +356,7 @@ def test_the_search_finds_what_looking_at_everything_finds_where_experts_are_spl
         global_batch=8,
         pins=read_pins(pins | {"offload": "none"}),
     )
-    everything = make_search(mixture(), question)[0].brute_force(100).best
+    everything = search_of_all(make_search(mixture(), question)[0], 100).best
     assert {(c.layout.tp, c.layout.ep) for c in everything} >= {(1, 2), (1, 4), (2, 2), (2, 4)}
     found = make_search(mixture(), question)[0].run(1).best
     assert [(c.layout, c.step_seconds) for c in found] == [(everything[0].layout, everything[0].step_seconds)]

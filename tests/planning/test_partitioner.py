@@ -13,13 +13,14 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from nemo_like.activation_checkpointing import ops
-from nemo_like.planning import closure, solver
+from nemo_like.planning import closure
 from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.block_trace import OpRecord, trace_block
 from nemo_like.planning.devices import op_seconds, resolve_device
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import fake_tensor_types
 from tests.models.llama_style import D, LlamaStyle, S
+from tests.planning.brute_force import at_budget
 from tests.releases import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 makes no joint graph of a block with casts")
@@ -115,7 +116,7 @@ def test_the_partitioner_is_better_at_no_budget(problem: BlockProblem, theirs: l
     assert points is not None
     better = 0
     for budget, (kept, flops, seconds) in zip(BUDGETS, theirs, strict=True):
-        ours, cost = solver.at_budget(points, kept), flops if by == "flops" else seconds
+        ours, cost = at_budget(points, kept), flops if by == "flops" else seconds
         assert ours is not None and ours.cost <= cost * (1 + 1e-9), (budget, kept / (S * D), ours.cost, cost)
         better += ours.cost < 0.99 * cost
     assert better >= 10
@@ -125,6 +126,6 @@ def test_five_bytes_per_token_and_width(problem: BlockProblem, theirs: list[Thei
     """The inputs, attention's output, and a key or a value: less than .62 of a forward is run again."""
     points = closure.closure_every(problem.ops(by="flops"))
     assert points is not None
-    ours = solver.at_budget(points, 3 * S * D)
+    ours = at_budget(points, 3 * S * D)
     assert ours is not None and ours.cost <= 0.62 * problem.trace.flops
     assert min(flops for kept, flops, _ in theirs if kept <= 3 * S * D) >= 0.66 * problem.trace.flops

@@ -32,6 +32,7 @@ from nemo_like.planning.devices import known_devices, resolve_device
 from nemo_like.planning.meter import measured_seconds
 from tests.models.families import FAMILIES
 from tests.models.llama_style import D, LlamaStyle, S
+from tests.planning.brute_force import at_budget
 
 pytest.importorskip("scipy")
 
@@ -87,7 +88,7 @@ def test_llama_style_block_optima(llama_style):
     points = solver.linear_frontier(llama_style.ops(by="flops"))
     same_flops = min((p for p in points if p.cost / forward <= 9.5 / 30 + 1e-9), key=lambda p: p.bytes)
     assert _units(same_flops.bytes) + 2 == pytest.approx(13.53, abs=0.005)
-    same_bytes = solver.at_budget(points, int(13.54 * S * D))
+    same_bytes = at_budget(points, int(13.54 * S * D))
     assert same_bytes.cost / forward == pytest.approx(0.250)
     assert max(p.gap for p in points) == 0
 
@@ -100,7 +101,7 @@ def test_llama_style_block_roofline(llama_style):
     skipping = closure.closure_optimum(ops, int(13.3 * S * D))
     assert skipping.cost / forward <= 0.318
     assert _units(skipping.bytes) + 2 <= 15.3
-    linear = solver.at_budget(solver.linear_frontier(ops), int(13.54 * S * D))
+    linear = at_budget(solver.linear_frontier(ops), int(13.54 * S * D))
     assert skipping.cost < linear.cost, "skips pay"
 
 
@@ -200,7 +201,7 @@ def _beats_the_rule(problem: BlockProblem, keep: int, strictly: bool) -> None:
     ops = problem.ops(by="flops")
     kept, flops = sum(op.bytes for k, op in enumerate(ops) if keep >> k & 1), solver.linear_replay_cost(ops, keep)
     points = solver.linear_frontier(ops)
-    best, least = solver.at_budget(points, kept).cost, min(p.bytes for p in points if p.cost <= flops)
+    best, least = at_budget(points, kept).cost, min(p.bytes for p in points if p.cost <= flops)
     assert best <= flops and least <= kept
     assert not strictly or (best < flops and least < kept)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_like.planning import closure, solver
 from nemo_like.planning.solver import Op
+from tests.planning.brute_force import at_budget
 
 
 @st.composite
@@ -76,7 +77,7 @@ def test_linear_frontier_is_brute_force(ops):
     everything = [(kept, solver.linear_replay_cost(ops, keep)) for keep, kept in choices(ops)]
     for budget in range(max(b for b, _ in everything) + 2):
         fitting = [cost for kept, cost in everything if kept <= budget]
-        best = solver.at_budget(points, budget)
+        best = at_budget(points, budget)
         assert (best is None) == (not fitting)
         if best is not None:
             assert best.cost == min(fitting)
@@ -165,7 +166,7 @@ def test_points_are_spread_evenly_over_their_bytes():
     points = [solver.Point(n * n, 1000.0 - n) for n in range(1000)]
     few = solver.spread(points, 20)
     steps = [998001 * step // 19 for step in range(20)]
-    assert few == sorted({solver.at_budget(points, step) for step in steps}, key=lambda p: p.bytes)
+    assert few == sorted({at_budget(points, step) for step in steps}, key=lambda p: p.bytes)
     assert solver.spread(few, 20) == few
 
 
@@ -188,7 +189,7 @@ def test_thinning_reports_a_gap_that_holds():
     assert all(p.gap == 0 for p in exact)
     assert any(p.gap > 0 for p in thin)
     for point in thin:
-        best = solver.at_budget(exact, point.bytes)
+        best = at_budget(exact, point.bytes)
         assert best is not None and point.cost - point.gap <= best.cost + 1e-6 <= point.cost + 1e-6  # float sums
 
 

@@ -4,8 +4,8 @@ Everything not looked at yet stands in a queue by the least time that it could t
 a bound, a traced configuration by its time. The bytes of a configuration are only asked for when no other could be faster,
 and no shape is traced that could not win. A configuration with a plan stands there, till the plan is made, by the time of
 one that may hold all the memory but parameters and optimizer state. All ways to run a layout with its state in host memory
-share one entry, keyed by the fastest; it is expanded when popped. So nothing that is left out can beat what was found;
-`brute_force` looks at everything, and tests compare the two.
+share one entry, keyed by the fastest; it is expanded when popped. So nothing that is left out can beat what was found
+(tests compare it with a search of everything).
 """
 
 from __future__ import annotations
@@ -150,25 +150,6 @@ class Search:
             self.found.best[0] = self._refined(self.found.best[0])
         else:
             self.found.nearest = self._nearest()
-        return self.found
-
-    def brute_force(self, count: int = 10) -> Found:
-        """The same by looking at everything."""
-        everything: list[tuple[Any, ...]] = []
-        for key in self.by_shape:
-            shape = self._traced(key)
-            entries = [entry for _, entry in self._entries(key)]
-            there = [self._ways(shape, item.conf, (True,)) for item in entries if isinstance(item, StateOnHost)]
-            entries += [entry for _, entry in itertools.chain(*there)]
-            for conf, _ in (entry for entry in entries if isinstance(entry, tuple)):
-                assert not isinstance(shape, str)
-                resolved = self._resolve(shape, conf)
-                if resolved is not None:
-                    per_token = self._per_token(resolved.seconds, conf)
-                    everything.append((per_token, len(everything), shape, conf, resolved))
-        everything.sort(key=lambda entry: entry[:2])
-        self.found.best = [self.candidate(*entry[2:]) for entry in everything[:count]]
-        self.found.nearest = None if self.found.best else self._nearest()
         return self.found
 
     def _look_at_the_least(self) -> None:
