@@ -119,7 +119,7 @@ def outer_memory(
 
         return standing_in
 
-    calls_seen = _Ends(meter)
+    ends = _Ends(meter)
     nothing: list[str] = []
     in_chunks: AbstractContextManager[list[str]]
     in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
@@ -128,12 +128,12 @@ def outer_memory(
         with_state(model, state), cache_off(model),
         in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
         replaced_forwards(layers, stub), VocabularyParallelLoss() if split_loss else nullcontext(),
-        calls_seen.watching(model),
+        ends.watching(model) if chunks is None else nullcontext(),
     ):  # fmt: skip
         with traced.run.casting():
             output = model(*traced.args, **traced.kwargs)
         forward_end = len(meter.log)
-        calls_seen.returned([""], output)
+        ends.returned([""], output)
         loss = loss_of(output, step.loss_fn)
         own_loss, loss_end = any(loss is t for t in tensors_in(output)), len(meter.log)
         if not step.keeps_output:
@@ -157,7 +157,7 @@ def outer_memory(
     numbers = {name: meter.number(t.grad) for t, name in named.items() if t.grad is not None}
     events = OuterEvents(
         tuple(meter.log), tuple(calls), forward_end, loss_end, tuple(backs), backward_end, weights_end, numbers,
-        calls_seen.returns, calls_seen.goes_back, returned, input_grads,
+        ends.returns, ends.goes_back, returned, input_grads,
     )  # fmt: skip
     idle, whole = frozenset(range(len(calls))) - {back.layer for back in backs}, tuple(whole_logits)
     return OuterMemory(

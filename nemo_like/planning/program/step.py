@@ -343,11 +343,11 @@ class Microbatch:
             for storage in (*self.inputs[i], *frame.storages.values()):
                 e.retag(storage, Part.HELD_ACTIVATIONS)
             return
-        self._reduce(i, layer, frame)
         for storage in self.inputs[i]:
             e.retag(storage, Part.OUTSIDE_OF_LAYERS)  # others may hold it still
         e.drop_all(self.inputs[i])
         self.inputs[i] = []
+        self._reduce(i, layer, frame)
 
     def _reduce(self, i: int, layer: LayerCall, frame: Frame) -> None:
         units, storages = self.units, frame.storages
