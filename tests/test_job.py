@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -154,13 +154,18 @@ def test_every_front_says_the_same_of_a_job(job: Job, share: float) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(7200)
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=[Phase.generate]
-)
-@given(job=jobs(), share=st.sampled_from([0.5, 2.0]))
-def test_every_front_says_the_same_of_300_jobs(job: Job, share: float) -> None:
-    _check_fronts(job, share)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(10))
+def test_every_front_says_the_same_of_300_jobs(part: int) -> None:
+    @seed(part)
+    @settings(
+        max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    )
+    @given(job=jobs(), share=st.sampled_from([0.5, 2.0]))
+    def check(job: Job, share: float) -> None:
+        _check_fronts(job, share)
+
+    check()
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
