@@ -100,14 +100,19 @@ def test_ranks_agree_on_what_fits_and_a_resumed_run_keeps_it(tmp_path: Path) -> 
 
 
 def _small_gpu(kind: str) -> Device:
-    """A GPU whose name alone is at hand: its allocator takes at least 2 MiB, what `cpu_offload` does without."""
+    """A GPU whose name alone is at hand, in which nothing takes a while: what decides is what its allocator reserves."""
     return replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0)
+
+
+WIDE = {"intermediate_size": 16_384}
+"""Layers whose state on the device takes more than the allocator's segments differ by."""
 
 
 def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    free = {"fit": "ac,cpu_offload", "fit_memory": "2MiB", "grad_accum": 2}
+    free = {"fit": "ac,cpu_offload", "fit_memory": "200MiB", "grad_accum": 2}
     asked = _job(Path(folder)) | free
+    (Path(folder) / "config.json").write_text(json.dumps(LLAMA | WIDE))
     own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
     with joined(Options(**asked)) as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitted, "device_at_hand", _small_gpu)
@@ -132,7 +137,7 @@ def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         plain.run()
         found["plain"] = plain.log.losses
         patch.undo()
-        pinned = asked | {"fit": "ac", "cpu_offload": True, "fit_memory": "1MiB"} | UNSAVED
+        pinned = asked | {"fit": "ac", "cpu_offload": True, "fit_memory": "128MiB"} | UNSAVED
         here = Trainer(Options(**pinned), ranks)
         here.run()
         found["pinned"] = vars(here.fitted), here.log.losses, _peak(here)
@@ -150,16 +155,16 @@ def test_state_goes_to_the_host_where_that_alone_fits_and_trains_the_same(tmp_pa
     assert len(one["losses"]) == 6 and one["losses"] == one["plain"]
     # With more memory on the device it stays there; what the host has counts, on the rank with the least.
     assert one["more"]["options"]["cpu_offload"] is False and not one["more"]["kept"]
-    assert all("Nothing fits in 2.00MiB" in words for words in one["refused"]) and len(one["refused"]) == 2
+    assert all("Nothing fits in 200.00MiB" in words for words in one["refused"]) and len(one["refused"]) == 2
     assert one["enough"]["options"] == chosen["options"] and one["enough"]["asked"]["host_memory"] == "1GiB"
     there, losses, peak = one["pinned"]
     assert "cpu_offload" not in there["options"] and losses == one["plain"][:4]
-    assert peak == pytest.approx(there["predicted"]["peak_bytes"], rel=0.01) and peak < 1 << 20
+    assert peak == pytest.approx(there["predicted"]["peak_bytes"], rel=0.01) and peak < 128 << 20
 
 
 def test_adapters_train_with_state_on_the_host_as_fitted(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    make_model(tmp_path / "model")
+    make_model(tmp_path / "model", **WIDE)
     write_lines(tmp_path / "data.jsonl", questions())
     one, two = run_ranks(2, _tune_on_host, str(tmp_path), init_group=False, timeout=280)
     assert one == two
@@ -174,7 +179,7 @@ def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         device="cpu", plain=True, precision="float32", log_every=1, sync_save=True, save_every=2,
         schedule="constant", warmup_steps=2,  # the same rates, however many steps there are
     )  # fmt: skip
-    free = options | {"fit": "ac,cpu_offload", "fit_memory": "2MiB", "output": f"{folder}/out"}
+    free = options | {"fit": "ac,cpu_offload", "fit_memory": "196MiB", "output": f"{folder}/out"}
     found: dict[str, Any] = {"fitted": []}
     with joined(FinetuneOptions(**options)) as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitted, "device_at_hand", _small_gpu)

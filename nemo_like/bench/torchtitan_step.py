@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.distributed.pipeline.order import RESHARD, UNSHARD
 from nemo_like.options import StepSpec
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.block import BlockProblem, Choice
@@ -94,9 +95,13 @@ def reserved_on_rank(
     planner: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], kept_outputs: Sequence[int]
 ) -> Reserved:
     """The same of a rank of a pipeline. `kept_outputs`: bytes of what each stage returns for a microbatch, which PyTorch
-    kept of all stages and microbatches until the step ends (``output_chunks``, until May 2025). It reduced a stage's
-    gradients behind that stage's last backward (``backward_maybe_with_nosync``, until October 2025)."""
-    return replay_rank(planner, rank, choices, ALLOCATOR, kept_outputs=kept_outputs)
+    kept of all stages and microbatches until the step ends (``output_chunks``, until May 2025). Of a stage, it gathered the
+    root alone beforehand (``stage.submod.unshard()``)."""
+    own = copy.copy(planner)
+    own.actions = tuple(
+        tuple(each for each in actions if each.kind not in (UNSHARD, RESHARD)) for actions in planner.actions
+    )
+    return replay_rank(own, rank, choices, ALLOCATOR, kept_outputs=kept_outputs)
 
 
 def _with(layer: LayerCall, size: int) -> LayerCall:

@@ -354,6 +354,12 @@ class Planner:
         return other
 
     @cached_property
+    def casts(self) -> bool:
+        """Whether it computes in another dtype than parameters are stored in."""
+        dtype = self.job.param_dtype
+        return dtype is not None and any(p.dtype != dtype for p in self.model.parameters() if p.requires_grad)
+
+    @cached_property
     def sharding(self) -> Sharding:
         """Its FSDP2 units on one rank."""
         job = self.job

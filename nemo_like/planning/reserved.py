@@ -69,7 +69,7 @@ def replay(
             make_optimizer_state(storages, planner)
         loop.update()
         replayed.play(storages)
-        if number > 1 and replayed.allocator.reserved == before and memory is None:
+        if number > 1 and replayed.allocator.reserved == before and not replayed.given_back:
             break
     return replayed.found()
 
@@ -112,7 +112,7 @@ class Replayed:
         self.allocator = CachingAllocator(config, memory)
         self._live: dict[int, MemoryBlock] = {}
         self._sizes: dict[int, int] = {}
-        self._tensors = self._now = self._given_back = 0
+        self._tensors = self._now = self.given_back = 0
         self._workspaces = _workspaces(capability)
         for size in self._workspaces:
             self.allocator.allocate(size)
@@ -133,13 +133,13 @@ class Replayed:
                 now -= sizes.pop(storage)
         self._now, self._tensors = now, most
         events.log.clear()
-        self._given_back = self.allocator.retries - retries
+        self.given_back = self.allocator.retries - retries
 
     def found(self) -> Reserved:
         """Of all steps so far; `Reserved.given_back` of the last."""
         allocator = self.allocator
         return Reserved(
-            allocator.peak_reserved, allocator.peak_allocated, self._tensors, sum(self._workspaces), self._given_back
+            allocator.peak_reserved, allocator.peak_allocated, self._tensors, sum(self._workspaces), self.given_back
         )
 
 

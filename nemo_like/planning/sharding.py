@@ -299,13 +299,14 @@ def _unit(
     cut = [p for p, dim in zip(params, dims) if dim]
     stored = [n * p.element_size() for n, p in shards]
     grads = sum(n * p.element_size() for n, p in trained)
+    casts = param_dtype is not None and any(p.dtype != param_dtype for p in params)
     return UnitBytes(
         kind=kind,
         shard=0 if host else sum(stored),
         host_shard=sum(stored) if host else 0,
         gathered=sum(n * size for n, size in compute) * ranks,
         # What is gathered from host memory is copied to the device first.
-        gather_input=sum(n * size for n, size in compute) if host or param_dtype is not None else 0,
+        gather_input=sum(n * size for n, size in compute) if host or casts else 0,
         reduce_input=sum(n * size for n, size in reduce) * ranks,
         reduce_output=sum(n * size for n, size in reduce),
         grad=0 if host else grads,

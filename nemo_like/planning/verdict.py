@@ -113,11 +113,8 @@ def _on_ranks(planner: Any, choices: Choices, limit: int) -> int:
 def _within(limit: int, replayed: Callable[[int | None], Reserved]) -> int:
     """Bytes that are reserved on a device with `limit`; `replayed`: on one with so many, or (None) as many as are asked
     for."""
-    found = replayed(None)
-    if found.reserved <= limit:
-        return found.reserved
     try:
         held = replayed(limit)
     except DeviceMemoryError:
-        return found.reserved
-    return found.reserved if held.given_back else held.reserved
+        return replayed(None).reserved
+    return replayed(None).reserved if held.given_back else held.reserved

@@ -133,7 +133,7 @@ _INPUT = 4 * 2 * 1024 * 16
     [
         (815 << 20, ["1f1b", "interleaved_1f1b", "gpipe"], "1f1b", Need((722 << 20) + _INPUT, RESERVED, 722 << 20, _INPUT)),
         (1225 << 20, ["gpipe"], "gpipe", Need((1224 << 20) + _INPUT, RESERVED, 1224 << 20, _INPUT)),
-        (837 << 20, ["interleaved_1f1b", "zbv"], "zbv", Need((618 << 20) + _INPUT, RESERVED, 618 << 20, _INPUT)),
+        (837 << 20, ["interleaved_1f1b", "zbv"], "zbv", Need((658 << 20) + _INPUT, RESERVED, 658 << 20, _INPUT)),
     ],
 )
 def test_what_its_worst_rank_reserves_decides_over_a_pipeline_and_the_search_finds_what_looking_at_everything_finds(

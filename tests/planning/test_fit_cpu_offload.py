@@ -17,6 +17,7 @@ from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import recipe, table
 from nemo_like.planning.planner import Planner
 from tests.models.fit_models import llama
+from tests.planning.search_of_all import search_of_all
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -52,7 +53,7 @@ def _search(limit, **pins):
     ],
 )
 def test_the_search_finds_what_looking_at_everything_finds(limit, wins, pins):
-    everything = _search(limit, **pins).brute_force(1000).best
+    everything = search_of_all(_search(limit, **pins), 1000).best
     search = _search(limit, **pins)
     found = search.run(1).best
     assert found[0].layout == everything[0].layout and found[0].step_seconds <= everything[0].step_seconds

@@ -43,7 +43,7 @@ class Loop:
         """The micro-batches of a step."""
         job = self.planner.job
         return passes_of(
-            job.step, sharded=self.stage.on, ddp=job.ddp is not None, cast=job.param_dtype is not None, first=first
+            job.step, sharded=self.stage.on, ddp=job.ddp is not None, cast=self.planner.casts, first=first
         )
 
     def begin_later(self) -> Sequence[Pass]:

@@ -57,7 +57,7 @@ class StageOfRank:
         self.is_first, self.is_last = stage.slice.is_first, stage.slice.is_last
         self.once = pipeline.pp.replay != "twice"
         self.step = stage_step(self.planner, e, units=GatheredOnce)
-        self.cast = self.planner.job.param_dtype is not None
+        self.cast = self.planner.casts
         self._calls: dict[tuple[bool, bool], list[LayerCall]] = {}
         self.running: dict[int, Microbatch] = {}
         self.going_back: dict[int, Microbatch] = {}

@@ -484,8 +484,15 @@ class Microbatch:
 
 
 def _renumbered(storages: dict[int, int], old: Log, new: Log) -> dict[int, int] | None:
-    """`storages`, by their numbers in `old`, by those in `new`; None: these do not allocate the same."""
-    if [size for _, size in old] != [size for _, size in new]:
+    """`storages`, by their numbers in `old`, by those in `new`; None: these do not leave the same. What comes and goes may
+    differ: torch makes some numbers the first time that an operator runs in a process."""
+    before, now = _left(old), _left(new)
+    if [size for _, size in before] != [size for _, size in now]:
         return None
-    numbers = {before: now for (before, size), (now, _) in zip(old, new) if size}
-    return {numbers[number]: storage for number, storage in storages.items()}
+    numbers = {number: again for (number, _), (again, _) in zip(before, now)}
+    return {numbers[number]: storage for number, storage in storages.items()} if storages.keys() <= numbers.keys() else None
+
+
+def _left(log: Log) -> list[tuple[int, int]]:
+    freed = {number for number, size in log if not size}
+    return [(number, size) for number, size in log if size and number not in freed]
