@@ -179,7 +179,7 @@ def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         device="cpu", plain=True, precision="float32", log_every=1, sync_save=True, save_every=2,
         schedule="constant", warmup_steps=2,  # the same rates, however many steps there are
     )  # fmt: skip
-    free = options | {"fit": "ac,cpu_offload", "fit_memory": "196MiB", "output": f"{folder}/out"}
+    free = options | {"fit": "ac,cpu_offload", "fit_memory": "195MiB", "output": f"{folder}/out"}
     found: dict[str, Any] = {"fitted": []}
     with joined(FinetuneOptions(**options)) as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitted, "device_at_hand", _small_gpu)
