@@ -168,7 +168,7 @@ def test_adapters_train_with_state_on_the_host_as_fitted(tmp_path: Path) -> None
     write_lines(tmp_path / "data.jsonl", questions())
     one, two = run_ranks(2, _tune_on_host, str(tmp_path), init_group=False, timeout=280)
     assert one == two
-    assert all(chosen["options"]["cpu_offload"] for chosen, _ in one["fitted"])
+    assert all(chosen["asked"]["fixed"]["cpu_offload"] for chosen, _ in one["fitted"])
     for _, losses in one["fitted"]:
         assert losses == one["plain"]
 
@@ -179,7 +179,7 @@ def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         device="cpu", plain=True, precision="float32", log_every=1, sync_save=True, save_every=2,
         schedule="constant", warmup_steps=2,  # the same rates, however many steps there are
     )  # fmt: skip
-    free = options | {"fit": "ac,cpu_offload", "fit_memory": "195MiB", "output": f"{folder}/out"}
+    free = options | {"fit": "ac", "cpu_offload": True, "fit_memory": "195MiB", "output": f"{folder}/out"}
     found: dict[str, Any] = {"fitted": []}
     with joined(FinetuneOptions(**options)) as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitted, "device_at_hand", _small_gpu)
