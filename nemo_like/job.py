@@ -278,8 +278,8 @@ def _default_job() -> Job:
 
 
 def _read_names(names: Any) -> Any:
-    """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed."""
-    return names if names is None or isinstance(names, str) else tuple(names)
+    """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed. What is neither is named later."""
+    return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else names
 
 
 def _read_layers(layers: Any) -> tuple[str | nn.Module, ...] | None:
