@@ -78,12 +78,12 @@ _autograd: Any = torch._C._autograd
 
 
 def autograd_node() -> Any:
-    """The node whose backward runs on this thread; None: none does."""
+    """The node whose backward runs on this thread; None: none does. Not looked at in 2.15."""
     return torch._C._current_autograd_node()
 
 
 def next_sequence_number() -> int:
-    """The number that autograd's next node on this thread gets (``node._sequence_nr()``)."""
+    """The number that autograd's next node on this thread gets (``node._sequence_nr()``). Not looked at in 2.15."""
     return torch.autograd._get_sequence_nr()
 
 

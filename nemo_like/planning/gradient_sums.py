@@ -33,8 +33,7 @@ class SumsInPlace(TorchDispatchMode):
     """Enter it last, so that it sees operators first: who else holds a tensor is only to be seen from there.
 
     In place is added what autograd would: no gradients of gradients, and nobody else holds the first of the two
-    (`can_accumulate_inplace` in PyTorch's ``accumulate_grad.h``). Where this torch does not tell who holds a tensor,
-    sums are out of place, and predicted peaks too high.
+    (`can_accumulate_inplace` in PyTorch's ``accumulate_grad.h``).
     """
 
     def __init__(self) -> None:
