@@ -40,6 +40,7 @@ def same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
     return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.long
 def test_a_compiled_deepseek_trains_twelve_steps_without_a_false_change_in_place() -> None:
     """It used to raise a false "changed in place" in most runs."""
     steps = []
@@ -114,6 +115,7 @@ def matmuls_in_backward(model: nn.Module, compiled: bool) -> int:
     return sum(event.count for event in recorded.key_averages() if event.key in MATMULS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("backend", [False, "aot_eager", "inductor"])
 def test_the_replay_computes_the_matmuls_that_the_policy_drops_and_no_other(backend: str | bool) -> None:
     # A Llama layer has seven bias-free matmuls: q k v o gate up down; the head has one. Backward of each: two.
@@ -130,6 +132,7 @@ def test_the_replay_computes_the_matmuls_that_the_policy_drops_and_no_other(back
     assert matmuls_in_backward(full, bool(backend)) - none == (7 if backend else 6) * LAYERS
 
 
+@pytest.mark.long
 def test_inductor_draws_the_same_dropout_masks_in_its_replay() -> None:
     """Inductor's masks are its own, so the reference is inductor: with PyTorch's own checkpointing, and without any."""
     theirs = build("plain")
@@ -154,6 +157,7 @@ class DroppingOut(nn.Module):
         return x + self.drop(self.down(self.drop(self.up(x).tanh())))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["full", "selective"])
 def test_gradients_under_inductor_are_those_of_the_masks_that_forward_drew(ac: str) -> None:
     """By central differences in float64, with the seed set before each forward: no reference masks are needed."""

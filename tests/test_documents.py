@@ -58,6 +58,7 @@ def test_signatures_are_the_same_on_every_machine() -> None:
     assert api_docs.signature("call", call) == f"```text\n{expected}\n```\n"
 
 
+@pytest.mark.long
 def test_a_page_that_is_not_current_is_refused(tmp_path: Path) -> None:
     script = (tmp_path / ".ci").joinpath("api_docs.py")
     script.parent.mkdir()

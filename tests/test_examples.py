@@ -28,12 +28,14 @@ def _losses(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"^step \d+: loss ([0-9.]+)", output, re.MULTILINE)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "steps"), [("plain_pytorch.py", 5), ("two_ranks.py", 5)])
 def test_the_loss_falls(name: str, steps: int) -> None:
     losses = _losses(_output(name))
     assert len(losses) == steps and losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_a_hugging_face_model_is_trained_saved_and_loaded(tmp_path: Path) -> None:
     output = _output("hugging_face.py", tmp_path)
     losses = _losses(output)
@@ -60,6 +62,7 @@ def test_a_loop_with_accumulation_and_clipping_writes_its_weights(tmp_path: Path
     assert (tmp_path / "weights.pt").is_file()
 
 
+@pytest.mark.long
 def test_offloading_moves_bytes_and_changes_no_gradient() -> None:
     output = _output("offload.py")
     together, alone = map(int, re.findall(r"bytes moved: (\d+)", output))

@@ -19,6 +19,7 @@ def _bench(rank: int, world_size: int, strategy: str) -> list[tuple[str, str]]:
     return [(row["mode"], row["gradients"]) for row in results.rows]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_two_ranks(strategy):
     names = ["none", "full", "sequential", "x torch: checkpoint per layer"]

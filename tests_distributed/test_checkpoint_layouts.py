@@ -170,6 +170,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("phi3-packed", "llama-tied", "llama4", "qwen2_moe", "phi3")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mixtral", *LONG])
 def test_every_layout_reads_what_every_layout_wrote(name: str, tmp_path: Path) -> None:
     arguments = (name, str(tmp_path))

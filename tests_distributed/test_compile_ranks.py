@@ -38,6 +38,7 @@ def test_aot_eager_is_eager_to_the_bit(ac: str) -> None:
     assert run_ranks(2, _compare, ac, "aot_eager", timeout=180) == [0.0, 0.0]
 
 
+@pytest.mark.long
 def test_inductor_is_eager_within_its_numerics() -> None:
     # Inductor fuses and reorders float32 arithmetic: a few units in the last place.
     assert max(run_ranks(2, _compare, "selective", "inductor", timeout=280)) < 1e-4

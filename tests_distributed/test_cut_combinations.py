@@ -42,6 +42,7 @@ ONE_AT_A_TIME: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "t5"])
 def test_with_other_options(name: str) -> None:
     assert run_ranks(2, _with_options, name, ONE_AT_A_TIME, timeout=120) == [[], []]

@@ -92,6 +92,7 @@ def _family(rank: int, world_size: int, name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama+flex", "gemma3_text+flex", pytest.param("bert+flex", marks=pytest.mark.long)])
 def test_families(name: str) -> None:
     assert run_ranks(2, _family, name, timeout=240) == [[], []]

@@ -143,6 +143,7 @@ def test_losses_and_gradients_are_those_of_whole_sequences(name: str) -> None:
     assert run_ranks(2, _wrong, name, ("none", "full")) == [[], []]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SHORT)
 def test_on_four_ranks(name: str) -> None:
     assert run_ranks(4, _wrong, name, ("selective",)) == [[]] * 4

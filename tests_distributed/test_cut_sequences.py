@@ -30,6 +30,7 @@ def _modes(
     return wrong_in_modes(build(name), batch(name, length=length), cp, modes)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_families(name: str) -> None:
     assert run_ranks(2, _modes, name, 2, MODES) == [[], []]

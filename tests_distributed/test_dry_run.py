@@ -40,13 +40,13 @@ Cell = tuple[str, Any, dict[str, Any], int]
 
 ON_TWO: tuple[Cell, ...] = (
     ("llama", "40%", {}, 2),
-    ("qwen3", "full", {"strategy": FSDP2(reshard_after_forward=False)}, 1),  # a tied head
     ("mixtral", "none", {"tp": 2}, 1),
-    ("smollm3", "selective", {"cp": 2}, 1),
-    ("flex_olmo", "selective", {"ep": FULLEST}, 1),
     ("llama", "full", {"pp": STAGES}, 1),
 )
 MORE_ON_TWO: tuple[Cell, ...] = (
+    ("qwen3", "full", {"strategy": FSDP2(reshard_after_forward=False)}, 1),  # a tied head
+    ("smollm3", "selective", {"cp": 2}, 1),
+    ("flex_olmo", "selective", {"ep": FULLEST}, 1),
     ("llama", "none", {}, 1),
     ("llama", "full", {"precision": "bf16", "loss": "chunked"}, 1),
     ("llama", "submodule", {}, 1),
@@ -108,6 +108,7 @@ def _dry_run(model: Any, **asked: Any) -> DryRun:
     return dry_run(model, Job.of(**asked), _batch(), **own)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "ac", "ranks", "rank", "job"),
     [
@@ -137,6 +138,7 @@ def _deep(family: str, layers: int) -> Any:
     return type(config)(**{**config.to_dict(), **extra})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "layers", "asked"),
     [
@@ -160,6 +162,7 @@ def test_few_layers_say_what_all_of_them_take(family: str, layers: int, asked: d
     assert len(few.moments) < len(whole.moments)
 
 
+@pytest.mark.long
 def test_layers_that_are_left_out_are_shared_by_copies_of_the_model() -> None:
     # They hold fake tensors, which parallelize's trial of tp copied with the model: memory that was freed twice.
     import transformers
@@ -173,6 +176,7 @@ def test_layers_that_are_left_out_are_shared_by_copies_of_the_model() -> None:
     assert found.against is not None and abs(found.against - found.peak_bytes) <= NUMBERS
 
 
+@pytest.mark.long
 def test_all_layers_run_where_few_do_not_grow_evenly(caplog: pytest.LogCaptureFixture) -> None:
     class Wide(nn.Module):
         """Its output is as wide as the square of its number of layers."""
@@ -195,6 +199,7 @@ def test_all_layers_run_where_few_do_not_grow_evenly(caplog: pytest.LogCaptureFi
     assert found.peak_bytes == dry_run(Wide(), job, sample, layers=None).peak_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asked", [{}, {"pp": STAGES}])
 def test_a_plan_is_compared_as_the_budget_is_that_it_was_made_for(asked: dict[str, Any]) -> None:
     job = Job.of(ac="40%", world_size=4, gpu="cpu", **asked)

@@ -29,6 +29,7 @@ def _output(name: str, *arguments: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_two_ranks_hold_half_each_and_learn() -> None:
     output = _output("two_ranks.py")
     losses = [float(found) for found in STEP.findall(output)]
@@ -37,6 +38,7 @@ def test_two_ranks_hold_half_each_and_learn() -> None:
     assert len(held) == 2 and sum(int(part) for part, _ in held) == int(held[0][1])
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own_writes_whole_weights(tmp_path: Path) -> None:
     output = _output("training_loop.py", tmp_path / "weights.pt")
     losses = [float(found) for found in STEP.findall(output)]

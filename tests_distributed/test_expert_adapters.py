@@ -59,6 +59,7 @@ def _trained(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> N
         assert abs(found - bare) <= 1e-6 * bare
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "ranks"), [("mixtral", 2), ("gpt_oss", 2), ("llama4", 2), ("mixtral", 4)])
 def test_adapters_on_the_weights_of_experts(name: str, ranks: int) -> None:
     pytest.importorskip("peft")

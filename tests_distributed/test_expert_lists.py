@@ -125,6 +125,7 @@ def _trained(rank: int, world_size: int, ep: int, tp: int) -> None:
             assert held * world_size == sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
 def test_lists_are_dealt_out(ranks: int, ep: int) -> None:
     run_ranks(ranks, _trained, ep, 1, timeout=120)
@@ -219,6 +220,7 @@ def _idle(rank: int, world_size: int) -> None:
                 assert all(torch.equal(found[name], plain[name]) for name in plain), (said, ac)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_experts_that_are_not_split_and_get_no_token_on_some_ranks(ranks: int) -> None:
     run_ranks(ranks, _idle, timeout=120)
@@ -275,6 +277,7 @@ def _resumed(rank: int, world_size: int, ep: int, folder: str, resume: bool, ste
     return whole | {f"moments of {name}": e["exp_avg"] for name, e in moments["state"].items()} if rank == 0 else {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (4, 4)), ((4, 2), (2, 2))])
 def test_resumed_with_lists_split_otherwise(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
     """(ranks, ep) before and after."""

@@ -36,6 +36,7 @@ def _one_family(rank: int, world_size: int, name: str, ep: int, modes: tuple[str
         assert all(torch.equal(found[n], plain[n]) for n in plain), mode  # checkpointing changes no bit
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     run_ranks(2, _one_family, name, 2, MODES, timeout=120)
@@ -86,6 +87,7 @@ def test_fewer_experts_than_ranks() -> None:
     run_ranks(4, _fewer_experts_than_ranks)
 
 
+@pytest.mark.long
 def test_four_ranks_in_every_layout() -> None:
     run_ranks(4, _layouts, timeout=150)
 
@@ -125,6 +127,7 @@ def _unbalanced(rank: int, world_size: int, name: str) -> None:
         assert sum(used) == 2, used
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mixtral", "olmoe"])
 def test_a_rank_and_an_expert_without_any_token(name: str) -> None:
     run_ranks(2, _unbalanced, name)

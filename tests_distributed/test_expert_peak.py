@@ -54,6 +54,7 @@ def _peaks(rank: int, world_size: int, asked: tuple[str, ...], tp: int) -> list[
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "asked", "tp"),
     [

@@ -178,6 +178,7 @@ def _without_memory(rank: int, world_size: int, arguments: list[str], pretrain: 
     return code, said.getvalue()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="limits the address space (Linux)")
 def test_without_memory_it_says_what_to_change(base: list[str], tmp_path: Path) -> None:
     line = [*base, "--output", str(tmp_path), "--pack", "--seq-len", "2048", "--batch-size", "32", "--ac", "none"]
@@ -190,6 +191,7 @@ def test_without_memory_it_says_what_to_change(base: list[str], tmp_path: Path) 
     assert "with all of these" in said
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="limits the address space (Linux)")
 def test_pretraining_within_a_budget_says_what_to_change_too(tmp_path: Path) -> None:
     pytest.importorskip("scipy", reason="budgets need the extra 'plan'")

@@ -120,6 +120,7 @@ def _peaks(rank: int, world_size: int, arguments: list[str]) -> list[tuple[int, 
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("float32", marks=pytest.mark.long)])
 def test_a_plan_with_four_bits_keeps_its_word(base: list[str], tmp_path: Path, precision: str) -> None:
     """With packed rows, whose mask is held, too. Of 16 rows a rank: the CPU's matmuls in bfloat16 take up to 230 kB for

@@ -26,6 +26,7 @@ def _run(rank, world_size, limit, pins):
     return best.call(), best.peak_bytes, loop_peak_bytes(model, batch, microbatches=best.layout.grad_accum)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "pins",
     [
@@ -141,6 +142,7 @@ def _run_experts(rank, world_size, limit, pins):
     return best.call(), best.peak_bytes, loop_peak_bytes(model, batch)
 
 
+@pytest.mark.long
 def test_the_best_with_experts_beside_tensor_parallelism_runs_and_peaks_as_predicted():
     pins = {"tp": 2, "ep": 2, "micro_batch": 2, "ac": "plan", "offload": "none", "loss": "model"}
     limit = 7 << 19

@@ -144,6 +144,7 @@ def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_state_goes_to_the_host_where_that_alone_fits_and_trains_the_same(tmp_path: Path) -> None:
     one, two = run_ranks(2, _run_on_host, str(tmp_path), init_group=False, timeout=280)
     assert one == two, "both ranks have the same"
@@ -162,6 +163,7 @@ def test_state_goes_to_the_host_where_that_alone_fits_and_trains_the_same(tmp_pa
     assert peak == pytest.approx(there["predicted"]["peak_bytes"], rel=0.01) and peak < 128 << 20
 
 
+@pytest.mark.long
 def test_adapters_train_with_state_on_the_host_as_fitted(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     make_model(tmp_path / "model", **WIDE)
@@ -194,6 +196,7 @@ def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_fine_tuning_fits_its_longest_rows_and_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     make_model(tmp_path / "model")
@@ -232,6 +235,7 @@ def _fitted_in_5mib(folder: Path, **said: Any) -> Fitted:
     return job.fitted
 
 
+@pytest.mark.long
 def test_fine_tuning_fits_weights_of_four_bits_and_packed_rows(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")
@@ -242,6 +246,7 @@ def test_fine_tuning_fits_weights_of_four_bits_and_packed_rows(tmp_path: Path) -
     assert chosen.plan is not None, "neither none nor full, and with the mask of the packed rows"
 
 
+@pytest.mark.long
 def test_pretraining_counts_the_mask_of_packed_documents(tmp_path: Path) -> None:
     said = _job(tmp_path) | {"data": str(tmp_path / "texts"), "pack": True, "seq_len": 128} | UNSAVED
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 128}))

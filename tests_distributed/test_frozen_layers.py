@@ -78,6 +78,7 @@ def _masks(rank: int, world_size: int, strategy: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients[ac], gradients["none"], strict=True)), ac
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_ranks_with_batches_of_different_kinds_follow_one_plan(strategy: str) -> None:
     pytest.importorskip("transformers")

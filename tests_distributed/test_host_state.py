@@ -122,6 +122,7 @@ def _played(rank: int, world_size: int, precision: str | None, tokens: int) -> l
     return [predicted.total, measured, sizes, sum(copied), predicted.parts]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_what_is_on_the_device_is_what_was_gathered_and_computed(precision: str | None, tokens: int) -> None:

@@ -35,6 +35,7 @@ def _assert_clean(ending: str, times: int) -> None:
         assert "terminate called" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ending", "times"), [("shuts down", 2), ("forgets", 1)])
 def test_torchrun_exits_cleanly(ending: str, times: int) -> None:
     """Without the order in launch.py about one exit in three aborts (its docstring has the cause)."""
@@ -47,6 +48,7 @@ def test_torchrun_exits_cleanly_20_of_20_times(ending: str) -> None:
     _assert_clean(ending, 20)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="preloads a shared object into Linux's loader")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler, to build what slows gloo's threads")
 def test_no_thread_of_gloo_waits_for_the_interpreter_when_it_ends(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def _close(model: nn.Module, reference: nn.Module, name: str) -> bool:
     return bool((gradients(model)[name] - expected[name]).abs().max() <= 1e-5 * scale)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_fsdp2_in_every_mode_is_bitwise_one_rank(name: str) -> None:
     assert run_ranks(2, _fsdp2, name, timeout=200) == [[], []]

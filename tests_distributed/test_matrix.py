@@ -49,6 +49,7 @@ def test_single(name: str, dtype: str) -> None:
     assert _compare(0, 1, name, "single", dtype, 1) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("strategy", "ranks", "dp_replicate"), [("ddp", 2, 1), ("fsdp2", 2, 1), ("fsdp2", 4, 2)])

@@ -35,6 +35,7 @@ def _assert_close(wanted: list[Cell]) -> None:
     assert all(row.measured or row.refused for row in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_peaks_of_a_few(ranks: int) -> None:
     _assert_close([cell for cell in FEW if cell.ranks == ranks])

@@ -268,6 +268,7 @@ def _from_file(rank: int, world_size: int, path: str, ac: str) -> None:
     torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["full", "8MiB"])
 def test_a_schedule_from_a_file(ac: str, tmp_path: Path) -> None:
     """One that torch has not got: a loop of four stages, every forward first, the last stage's backward cut in two."""

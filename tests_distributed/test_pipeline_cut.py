@@ -57,6 +57,7 @@ def _cases(rank: int, world_size: int, name: str, cases: list[dict[str, Any]]) -
     return wrong
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "nanogpt", *(pytest.param(name, marks=pytest.mark.long) for name in NAMES)])
 def test_families(name: str) -> None:
     cases = [{"ac": mode} for mode in ("none", "full", "selective")]

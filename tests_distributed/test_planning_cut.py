@@ -85,6 +85,7 @@ def _check(ranks: list[list[Any]]) -> None:
         assert abs(predicted - measured) <= 0.01 * measured, (mode, predicted, measured, where, parts)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "modes", "packed"),
     [
@@ -115,6 +116,7 @@ def _budget_and_none(rank: int, world_size: int, size: int, packed: bool) -> tup
     return rows, [name for name in grads[0] if not torch.equal(grads[0][name], grads[1][name])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "packed"), [(2, True), pytest.param(4, False, marks=pytest.mark.long)])
 def test_budgets_on_four_ranks(size: int, packed: bool) -> None:
     """2 x data and 2 x sequence, and 4 x sequence."""

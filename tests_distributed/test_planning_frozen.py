@@ -88,6 +88,7 @@ def _check(rows: list[tuple]) -> None:
         assert abs(predicted - measured) <= 0.01 * measured, (name, ac, predicted, measured, where)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     ["in four bits", "half frozen", *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if "adapters" in name)],
@@ -96,6 +97,7 @@ def test_one_device(name):
     _check(_cases(0, 1, [name], ("none", "full")))
 
 
+@pytest.mark.long
 def test_two_ranks():
     for rows in run_ranks(2, _cases, ["adapters", "half frozen"], ("none", "full"), timeout=200):
         _check(rows)

@@ -54,6 +54,7 @@ def _run(rank: int, world_size: int, lines: list[tuple[str, Any]]) -> list[int]:
     return peaks
 
 
+@pytest.mark.long
 def test_the_printed_line_peaks_as_it_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cases: list[tuple[str, Any, str]] = [
         ("--memory 10.5MiB --no-skip", ("AdamW", 1), "KiB', precision='bf16', search=PlanSearch(skip=False)"),

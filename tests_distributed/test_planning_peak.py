@@ -143,6 +143,7 @@ def _compare(rank, world_size, name, modes):
     return rows
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["llama", "plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3", "gemma3", "gpt2"))]
 )
@@ -193,6 +194,7 @@ def _settings(rank, world_size, cases, mode):
     return rows
 
 
+@pytest.mark.long
 def test_settings_of_fsdp_are_followed():
     """Mixed precision, kept layers, deeper prefetch, and a mixture of experts."""
     for rows in run_ranks(2, _settings, SETTINGS, "full", timeout=240):
@@ -200,6 +202,7 @@ def test_settings_of_fsdp_are_followed():
             assert abs(predicted - measured) <= 0.01 * measured, (name, predicted, measured, where)
 
 
+@pytest.mark.long
 def test_one_rank_has_whole_parameters_and_gradients():
     for name, mode in (("llama", "none"), ("llama", "full"), ("llava", "full")):
         ((_, predicted, measured, where),) = _settings(0, 1, [(name, Precision(), FSDP2(), None)], mode)
@@ -212,6 +215,7 @@ def test_a_chunked_loss_on_two_ranks():
             assert abs(predicted - measured) <= 0.01 * measured, (name, predicted, measured, where)
 
 
+@pytest.mark.long
 def test_a_chunked_loss_on_one_rank():
     for name, mode in (("llama", "none"), ("qwen3", "full")):
         ((_, predicted, measured, where),) = _settings(0, 1, [(name, Precision(), FSDP2(), CHUNKS)], mode)

@@ -92,6 +92,7 @@ def _cut_peaks(rank: int, world_size: int, schedule: str, modes: tuple[str, ...]
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "modes", "name", "method"),
     [
@@ -117,6 +118,7 @@ def _assert_right(ranks: list[Any]) -> None:
             assert abs(predicted - measured) <= 0.01 * measured, (rank, mode, predicted, measured, where, parts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_the_peak_of_every_rank_is_within_one_per_cent(schedule: str) -> None:
     modes = ("none", "full", "8MiB") if schedule == "1f1b" else ("full", "selective", "11MiB")
@@ -130,6 +132,7 @@ def test_the_peak_under_every_schedule(schedule: str, name: str) -> None:
     _assert_right(run_ranks(2, _peaks, schedule, ("none", "full", "selective"), name, timeout=240))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", [None, pytest.param("bf16", marks=pytest.mark.long)])
 def test_the_peak_of_stages_that_are_sharded(precision: str | None) -> None:
     _assert_right(run_ranks(4, _peaks, "1f1b", ("full",), "LlamaConfig", precision, timeout=240))
@@ -152,6 +155,7 @@ def _budget(rank: int, world_size: int, schedule: str, budget: str, cp: int = 1)
     return losses[0] == losses[1], same, pipeline_peak_range(planned, _batch())[cp == 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "budget", "cp"),
     [("1f1b", "7MiB", 1), pytest.param("zbv", "10MiB", 1, marks=pytest.mark.long),

@@ -152,6 +152,7 @@ def _check(rows):
         assert abs(predicted - measured) <= 0.01 * measured, (name, ac, predicted, measured, where, parts)
 
 
+@pytest.mark.long
 def test_one_device():
     _check(_cases(0, 1, "single", ["default", "dropped", "accumulated", "outside", "averaged"]))
     _check(_cases(0, 1, "single", ["default"], ("none",)))
@@ -234,6 +235,7 @@ def test_fsdp2_without_prefetch_fetches_one_unit_ahead_in_backward():
         _check(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [
@@ -248,6 +250,7 @@ def test_ddp(names):
         _check(rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
 def test_the_optimizer_step_as_the_peak(form):
     """With a batch of next to nothing, AdamW's temporaries are what the step peaks at."""

@@ -109,6 +109,7 @@ def test_every_strategy_and_number_of_ranks_is_the_same_run(base: list[str], tmp
     _assert_close(run_job(2, [*arguments, "--cpu-offload"], tmp_path / "found"), single)
 
 
+@pytest.mark.long
 def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_path: Path):
     arguments = [*_plain(base), "--steps", "50", "--eval-every", "0", "--ac", "none"]
     every = [run_job(2, [*arguments, "--loss", loss], tmp_path / loss) for loss in ("model", "chunked")]
@@ -280,6 +281,7 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return sorted((pid for pid, rank in ranks.items() if rank is not None), key=lambda pid: int(ranks[pid]))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
 def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
     line = "--steps 80 --eval-every 0 --model tests_distributed.test_pretrain:dropout_model"
@@ -357,6 +359,7 @@ def _assert_same(found: list[float], wanted: list[float]) -> None:
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=0)
 
 
+@pytest.mark.long
 def test_experts_on_two_ranks_are_the_same_run_and_resume_on_others(experts: list[str], tmp_path: Path) -> None:
     drawn = [*experts, "--init", "sharded"]
     whole = run_job(2, drawn, tmp_path / "whole")["losses"]
@@ -378,6 +381,7 @@ def test_experts_on_two_ranks_are_the_same_run_and_resume_on_others(experts: lis
         _assert_same(resumed["losses"], whole[4:])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
 def test_a_killed_rank_ends_the_job_with_experts(experts: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -48,6 +48,7 @@ def test_fifty_steps_on_parts_are_those_on_whole_sequences_and_resume(job: list[
     assert resumed["first_step"] == 25 and resumed["losses"] == cut["losses"][25:], "the same bits"
 
 
+@pytest.mark.long
 def test_packed_files_are_the_same_on_parts(job: list[str], tmp_path: Path) -> None:
     arguments = [*job, "--steps", "8", "--pack"]
     whole = run_job(1, arguments, tmp_path / "whole")

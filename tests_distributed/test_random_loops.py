@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -48,6 +49,7 @@ def _loops(rank: int, world_size: int, seeds: range) -> Counter[str]:
     return counts
 
 
+@pytest.mark.long
 def test_random_loops_on_two_ranks() -> None:
     counts = run_ranks(2, _loops, range(60), timeout=240)
     assert counts[0] == counts[1] and counts[0]["same"] >= 40, counts

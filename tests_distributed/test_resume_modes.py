@@ -72,6 +72,7 @@ def _every_pair(rank: int, world_size: int, folder: str, ours: bool) -> list[str
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.long)], ids=["nemo_like", "torch"])
 def test_every_mode_reads_what_every_mode_wrote(tmp_path: Path, ours: bool) -> None:
     assert run_ranks(2, _every_pair, str(tmp_path), ours, timeout=250) == [[], []]

@@ -131,6 +131,7 @@ def _peak(rank: int, world_size: int, experts: int, precision: str | None, mode:
     return plan.peak_bytes, step_peak_bytes(model, optimizer, run)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "experts", "precision", "mode"),
     [(2, 3, None, "full"), (2, 3, "bf16", "full"),

@@ -119,6 +119,7 @@ def _beside(rank: int, world_size: int, axis: str) -> tuple[float, bytes]:
     ], torch.get_rng_state().numpy().tobytes()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axis", ["cp", "pp"])
 def test_groups_of_other_axes_draw_apart(axis: str) -> None:
     (first, here), (second, there), (third, apart), (fourth, also) = run_ranks(4, _beside, axis)

@@ -67,6 +67,7 @@ def _compare(rank: int, world_size: int, folder: str, name: str, sizes: dict[str
         assert (found[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, key
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "split"), [("qwen3", "fsdp"), ("qwen3", "tp"), ("mixtral", "ep")])
 def test_every_mode_and_a_plan(tmp_path: Path, name: str, split: str) -> None:
     pytest.importorskip("scipy", reason="plans need the extra 'plan'")

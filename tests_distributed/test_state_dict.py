@@ -100,6 +100,7 @@ def _round_trips(rank: int, world_size: int, written: str) -> None:
         _train(other, its_optimizer)  # and it goes on
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("written", ["bare", "fsdp full", "hsdp", "ddp full"])
 def test_every_mode_reads_what_each_of_these_writes(written: str) -> None:
     run_ranks(2, _round_trips, written)

@@ -50,6 +50,7 @@ def _curve(rank: int, world_size: int, folder: str, cp: int, loss: str) -> list[
     return [*found, trainer.evaluate()["eval_loss"]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", ["model", "chunked"])
 def test_losses_are_those_of_whole_sequences(tmp_path: Path, loss: str) -> None:
     (whole,) = run_ranks(1, _curve, str(tmp_path), 1, loss, init_group=False, timeout=120)

@@ -72,6 +72,7 @@ def _alone(rank: int, world_size: int, folder: str) -> list[float]:
     return losses({"log": trainer.state.log_history}).tolist()
 
 
+@pytest.mark.long
 def test_settings_change_no_bit_of_a_sharded_trainers_run(tmp_path: Path) -> None:
     """In float32, with sharded state dicts. One test: a launch costs more than all its jobs."""
     saved = str(tmp_path / "saved" / "checkpoint-2")
@@ -129,6 +130,7 @@ def test_layers_that_accelerate_compiles_in_bfloat16(tmp_path: Path) -> None:
     assert not torch.equal(chunked, whole)  # the compiled head was not called with all tokens
 
 
+@pytest.mark.long
 def test_what_accelerates_config_file_does_beside_us_is_refused(tmp_path: Path) -> None:
     jobs = {
         "full": {"mine": {"ac": "full"}},

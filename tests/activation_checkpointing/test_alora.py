@@ -52,6 +52,7 @@ def test_gradients_are_those_of_the_bare_model(ac: str) -> None:
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", ["60%", "30%"])
 def test_budgets_are_planned_with_the_adapters_tokens(budget: str) -> None:
     """Which tokens the adapters see hangs on the ids alone, and a run without weights has those."""

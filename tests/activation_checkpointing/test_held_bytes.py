@@ -50,6 +50,7 @@ def bytes_by_mode() -> dict[str, float]:
     return {ac: held(ac) for ac in ("none", "full", "selective", "submodule")}
 
 
+@pytest.mark.long
 def test_full_holds_the_input_and_nothing_else(bytes_by_mode: dict[str, float]) -> None:
     assert bytes_by_mode["full"] == UNIT
 

@@ -27,13 +27,6 @@ from tests.models.kv_shared import build
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 
-def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    torch.manual_seed(3)
-    loss = loss_of(model, batch(2))
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_whole_layers_are_replayed_where_states_are_passed_explicitly(name: str) -> None:
     model = parallelize(build(name), "single", "full")
@@ -136,6 +129,7 @@ def test_a_model_whose_config_refuses_changes_trains_with_modes_and_budgets(ac: 
     assert all(torch.equal(gradients[ac][name], gradient) for name, gradient in gradients["none"].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma4", pytest.param("gemma3n", marks=pytest.mark.long)])
 def test_the_command_plans_a_config_that_shares_keys_and_values(name: str, tmp_path, capsys) -> None:
     pytest.importorskip("scipy")

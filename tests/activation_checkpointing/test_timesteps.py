@@ -168,6 +168,7 @@ def test_two_levels_hold_less_for_very_long_sequences():
 CELLS = [nn.LSTMCell, nn.GRUCell, nn.RNNCell]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cell_class", CELLS)
 def test_pytorchs_cells_over_1000_steps(cell_class):
     torch.manual_seed(0)

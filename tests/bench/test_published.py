@@ -33,6 +33,7 @@ def test_their_eager_selective_checkpointing_keeps_a_product_that_nobody_reads()
     _assert_order([eager, compiled], "reserved_gib")
 
 
+@pytest.mark.long
 def test_sums_that_run_beside_products_are_faster():
     """70B with sequences, norms and logits in parts: theirs, and ours."""
     rows = [predicted(row) for row in published_rows()[10:12]]
@@ -48,6 +49,7 @@ def test_stages_that_share_sequences_between_hosts_are_predicted():
     _assert_order(rows, "tokens_per_second")
 
 
+@pytest.mark.long
 def test_two_stages_on_a_rank_take_less_than_one():
     """405B: gradients of a rank's second stage are reduced before those of its first one come."""
     rows = [predicted(row) for row in published_rows()[12:14]]

@@ -92,6 +92,7 @@ def test_without_its_package_completion_names_the_extra(
     assert "pip install 'nemo_like[completion]'" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "line",
     [

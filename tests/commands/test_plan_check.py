@@ -17,6 +17,7 @@ from nemo_like.models import resolve_model
 ASKED = "plan --model llama-tiny --seq-len 64 --no-search --check"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("more", "asked"),
     [

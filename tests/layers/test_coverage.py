@@ -1,4 +1,4 @@
-"""Layers are found in every model type of the installed transformers that builds here: eight chunks, for xdist."""
+"""Layers are found in every model type of the installed transformers that builds here, in chunks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ transformers = pytest.importorskip("transformers")
 
 from nemo_like.commands import coverage_command as coverage  # noqa: E402
 
-CHUNKS = 8
+CHUNKS = 24
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 OLDER = {"yolos: only 84.1% of the non-embedding parameters lie inside its layers"} if RELEASE < (5, 23) else set()
 """Failures with transformers 5.17; the package's list of exceptions is that of 5.23."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_layers_of_every_model_type(chunk: int) -> None:
     rows = coverage.survey(coverage.model_types()[chunk::CHUNKS])

@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 from nemo_like.commands import loss_survey  # noqa: E402
 from nemo_like.commands.tiny_causes import CAUSES  # noqa: E402
 
-PARTS = 4
+PARTS = 20
 KNOWN = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)
 """Whether this release is the one that the list below was made with, or a later one."""
 PLAIN = {
@@ -25,12 +25,13 @@ PLAIN = {
 """Classes that keep whole logits, and why."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_loss_of_every_language_model(part: int) -> None:
     rows = list(loss_survey.survey(loss_survey.language_models()[part::PARTS]))
     assert [row for row in rows if row.wrong] == []
     # 277 of 325 run; a survey that runs next to nothing would show nothing.
-    assert sum(row.ran for row in rows) >= 0.4 * len(rows)
+    assert sum(row.ran for row in rows) >= 0.3 * len(rows)
     for row in rows if KNOWN else ():
         if not row.ran:
             assert row.model_class in CAUSES, row

@@ -82,6 +82,7 @@ def test_the_trace_of_a_layer_under_autocast_is_what_runs(name: str) -> None:
     assert planned.none_bytes == real.none_bytes
 
 
+@pytest.mark.long
 def test_the_command_plans_one_rank_as_it_will_run(capsys: pytest.CaptureFixture[str]) -> None:
     """With one rank there is no FSDP2: `precision=` is autocast, and the line of code that is advised asks for it."""
     words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "32", "--batch-size", "2", "--no-skip"]

@@ -107,6 +107,7 @@ def test_the_report_says_what_chunks_would_buy() -> None:
     assert "loss=ChunkedLoss(chunk_tokens=16)" in sizes.call(sizes.rows[0])
 
 
+@pytest.mark.long
 def test_the_command_takes_the_word(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     wide().save_pretrained(tmp_path)
     words = ["plan", "--model", str(tmp_path / "config.json"), "--seq-len", "384", "--json", "-", "--loss"]

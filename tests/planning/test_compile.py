@@ -93,6 +93,7 @@ def _skip_without_a_compiler(backend: str | None) -> None:
         pytest.skip("Inductor needs a C++ compiler here")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "budgets"),
     [(None, ("25%", "50%", "75%")), ("aot_eager", ("25%", "50%", "75%")), ("inductor", ("50%",))],

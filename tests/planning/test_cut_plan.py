@@ -90,6 +90,7 @@ def test_a_gather_costs_what_a_rank_receives(ranks: int) -> None:
         assert full.replay_seconds >= 2 * (ranks - 1) * part / device.host_link
 
 
+@pytest.mark.long
 def test_the_command_plans_for_the_part_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`nemo-like plan --cp 8`: no GPU, no other ranks; a rank of eight holds far less of the same sequences."""
     config = tmp_path / "config.json"

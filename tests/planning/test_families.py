@@ -14,6 +14,7 @@ from nemo_like.commands.plan_survey import model_types, planned_and_run, survey_
 from nemo_like.commands.tiny_models import build_tiny
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -41,6 +42,7 @@ def test_the_peak_of_a_step_is_the_predicted_one(model_type: str) -> None:
     assert abs(row.held_error) <= 0.001
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", ["bart", "roformer", "m2m_100", "led"])
 def test_a_mask_of_floats_takes_the_branch_that_it_takes_in_training(
     model_type: str, caplog: pytest.LogCaptureFixture

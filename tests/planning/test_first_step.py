@@ -87,6 +87,7 @@ def test_the_plainest_loop_is_what_was_planned(said: Callable[[], list[str]]) ->
     assert _hooks(model) == (*bare[:2], 0), "nothing is left of it"
 
 
+@pytest.mark.long
 def test_several_models_are_watched_one_after_the_other_and_one_that_is_gone_leaves_nothing() -> None:
     gone, first, second = _model(), _model(), _model()
     del gone
@@ -111,6 +112,7 @@ def test_without_being_asked_nothing_is_watched_on_the_cpu(word: str, monkeypatc
     assert _hooks(_model()) == _hooks(_model(ac="full"))
 
 
+@pytest.mark.long
 def test_a_profiler_of_ones_own_is_left_alone(said: Callable[[], list[str]], caplog: pytest.LogCaptureFixture) -> None:
     model = _model()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -119,6 +121,7 @@ def test_a_profiler_of_ones_own_is_left_alone(said: Callable[[], list[str]], cap
     assert "A profiler of torch is on already" in caplog.text and said() == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("loop", "step", "cause"),
     [

@@ -82,6 +82,7 @@ def test_an_impossible_wish_ends_with_1_and_says_what_needs_least(capsys):
     assert "255 GPUs more (256 in all) with PYTORCH_ALLOC_CONF=expandable_segments:True" in said
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("gpus", "limit", "pins"),
     [
@@ -128,6 +129,7 @@ _INPUT = 4 * 2 * 1024 * 16
 """Four microbatches of two sequences: token ids and labels."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "schedules", "winner", "need"),
     [
@@ -291,6 +293,7 @@ def test_operators_between_products_are_fused_to_one_reader_and_one_writer():
     assert [op.flops for op in fused(records)] == [op.flops for op in records]
 
 
+@pytest.mark.long
 def test_what_binds_is_said_by_what_takes_most():
     report = fit(
         llama(), gpus=2, gpu="cpu", seq_len=64, micro_batch=1, tp=1, cp=1, ac="full", loss="model", offload="none"
@@ -366,6 +369,7 @@ def test_the_search_finds_what_looking_at_everything_finds_where_experts_are_spl
     assert split < whole and by_shape[2, 2, 1, "none"]["expert exchanges"] > 0
 
 
+@pytest.mark.long
 def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
     pins = {
         "pp": 2,
@@ -485,6 +489,7 @@ def test_a_budget_of_stages_is_planned_beside_tensor_parallelism():
     assert fit(llama(4), memory=limit, **asked).best.plan is not None
 
 
+@pytest.mark.long
 def test_stages_whose_experts_tp_splits_inside_run_under_modes_and_no_plan_is_made_for_them():
     asked = {"gpu": "cpu", "gpus": 4, "seq_len": 32, "global_batch": 4, "micro_batch": 1, "loss": "model", "pp": 2}
     asked |= {"tp": 2, "ep": 1, "schedule": "1f1b"}

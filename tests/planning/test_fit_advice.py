@@ -26,6 +26,7 @@ def _fits(asked, **changed):
     return bool(fit(llama(6), **(asked | changed)).candidates)
 
 
+@pytest.mark.long
 def test_what_is_named_for_a_pipeline_makes_it_fit():
     asked = _STAGES | _AXES | {"memory": int(2.9 * 2**20), "micro_batch": 4, "global_batch": 8}
     report = fit(llama(6), **asked)
@@ -37,6 +38,7 @@ def test_what_is_named_for_a_pipeline_makes_it_fit():
     assert _fits(asked, micro_batch=2) and _fits(asked, seq_len=40) and _fits(asked, gpus=16, global_batch=64)
 
 
+@pytest.mark.long
 def test_a_smaller_optimizer_and_more_stages_are_named_where_they_help():
     asked = _STAGES | _AXES | {"memory": int(1.7 * 2**20), "micro_batch": 1, "global_batch": 8}
     report = fit(llama(6), **asked)

@@ -41,6 +41,7 @@ def _search(limit, **pins):
     )[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("limit", "wins", "pins"),
     [
@@ -130,6 +131,7 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     assert best.as_json()["cpu_offload"] is True and best.as_json()["host_bytes"] == best.host_bytes
 
 
+@pytest.mark.long
 def test_where_it_is_pinned_off_advice_names_it():
     asked = _SMALL | {"ac": "full", "offload": "none", "micro_batch": 8}
     asked["memory"] = fit(llama(24), cpu_offload=True, **asked).best.need.bytes

@@ -77,6 +77,7 @@ def test_a_plan_with_adapters_beside_packed_weights():
     assert packed.reserved(packed.uniform("none")).tensors == after.total
 
 
+@pytest.mark.long
 def test_the_command_plans_qlora(capsys):
     pytest.importorskip("peft")
     args = ["plan", "--model", "llama-tiny", "--seq-len", "64", "--no-search", "--json", "-"]

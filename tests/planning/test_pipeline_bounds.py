@@ -56,6 +56,7 @@ def _search(model, precision="bf16", **pins):
     return make_search(model, question)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "pins"),
     [

@@ -147,6 +147,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert call.endswith("loss='chunked', precision='bf16', sample_input=microbatch)")
 
 
+@pytest.mark.long
 def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(_model().config.to_dict()))
@@ -164,6 +165,7 @@ def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytes
     assert row["reserved_bytes"] == max(row["rank_reserved_bytes"]) >= row["peak_bytes"]
 
 
+@pytest.mark.long
 def test_a_rank_that_would_reserve_more_than_the_device_has_is_named() -> None:
     job = Job.of(pp=PipelineParallel(2, microbatches=4), world_size=2)
     for memory, ends in ((66 << 20, None), (65 << 20, "0.06: it runs out of memory, by the model of the allocator.")):

@@ -130,6 +130,7 @@ def test_a_plan_keeps_it(tmp_path):
     assert Plan.load(tmp_path / "plan.json").reserved_bytes == plan.reserved_bytes
 
 
+@pytest.mark.long
 def test_the_command_says_so(capsys, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     args = ["plan", "--model", "llama-tiny", "--world-size", "8", "--seq-len", "64", "--no-search"]

@@ -49,6 +49,7 @@ def _peak(options: Options, budget: str) -> int:
     return plan_for(bare, ac=budget, sample_input=sample, gpu=CPU, step=step, precision="bf16", loss=loss).peak_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", ["60%", "auto"])
 def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str) -> None:
     # With nothing left to change but the budget, which is what takes long to plan.
