@@ -1,12 +1,13 @@
 """What this package knows of the inside of transformers: the names of arguments, attributes, functions and modules.
 
-Nothing here imports transformers. Documented names (``input_ids``, ``labels``, ``config.use_cache``) stay where they are
-used. What is absent raises an error that names it, wherever going on would be another way. Whoever adds a release looks
-here first.
+It imports transformers only where one of its models is at hand. Documented names (``input_ids``, ``config.use_cache``)
+stay where they are used. What is absent raises an error that names it, where going on would be another way. Whoever
+adds a release looks here first.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -62,11 +63,11 @@ def absent(what: str) -> RuntimeError:
 
 
 def _inside(module: str, name: str) -> Any:
-    """What transformers' `module`, which a model has imported, calls `name`."""
-    found = getattr(sys.modules.get(f"transformers.{module}"), name, None)
-    if found is None:
-        raise absent(f"has no {name} in transformers.{module}")
-    return found
+    """What transformers' `module` calls `name`, for a caller that has a model of transformers."""
+    try:
+        return getattr(importlib.import_module(f"transformers.{module}"), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise absent(f"has no {name} in transformers.{module}") from error
 
 
 def model_base() -> Any:
