@@ -41,6 +41,20 @@ MASK_OF_IDS = "make_default_2d_attention_mask"
 SHIFT_RIGHT = "shift_tokens_right"
 PREPARE_DECODER = "prepare_decoder_input_ids_from_labels"
 
+BUCKET = "_relative_position_bucket"
+"""A method of T5 and its kin, which numbers distances."""
+GATE = "_apply_gate"
+"""A method of experts that a family overrides."""
+NO_SPLIT = "_no_split_modules"
+"""An attribute of models: the classes of their layers."""
+
+# --- Configurations ---------------------------------------------------------------------------------------------------
+
+ATTENTION = "_attn_implementation"
+"""An attribute of configurations: the name of the attention implementation."""
+OWN_ATTENTION = "_attn_implementation_internal"
+"""The same, of this configuration alone and not of those below it."""
+
 # --- Modules ----------------------------------------------------------------------------------------------------------
 
 RECORDERS = "transformers.utils.output_capturing"
@@ -50,11 +64,7 @@ PARALLEL_STYLES = ("transformers.distributed.tensor_parallel", "ALL_PARALLEL_STY
 
 
 def absent(what: str) -> RuntimeError:
-    """The error for what was looked for in transformers and is not there.
-
-    >>> absent("has no Cache")
-    RuntimeError("transformers ... has no Cache. nemo_like was tested with transformers 5.23.0 and 5.24.0: ...")
-    """
+    """The error for what was looked for in transformers and is not there."""
     version = getattr(sys.modules.get("transformers"), "__version__", "(not imported)")
     return RuntimeError(
         f"transformers {version} {what}. nemo_like was tested with transformers {' and '.join(TESTED)}: pip install "

@@ -163,3 +163,13 @@ def test_layers_of_the_installed_transformers_take_a_cache_that_is_known(hf: Any
     family = next(word for word in ("gpt2", "llama", "bloom", "mpt", "falcon") if name.lower().startswith(word))
     layer = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
     assert cache_argument(layer.forward, required=True) in transformers_compat.CACHE_ARGUMENTS
+
+
+def test_cut_attention_is_refused_where_no_configuration_has_a_name_for_it(next_release: None) -> None:
+    from nemo_like.distributed.context_parallel import _reroute
+
+    stack: Any = SimpleNamespace(module=nn.Linear(1, 1))
+    with pytest.raises(
+        RuntimeError, match=r"5\.25\.0 has no _attn_implementation_internal in .* of Linear\. nemo_like"
+    ):
+        list(_reroute(stack, None))  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ from nemo_like.layers.structure import class_of
 from nemo_like.log import warn_once
 from nemo_like.losses.targets import IGNORED, predicts_next_token
 from nemo_like.module_tree import bare, bare_modules, base_model, join
-from nemo_like.transformers_compat import USE_CACHE, given_cache, mask_functions, model_base
+from nemo_like.transformers_compat import ATTENTION, USE_CACHE, given_cache, mask_functions, model_base
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
@@ -127,7 +127,7 @@ class PackedCalls:
     @property
     def _by_lengths(self) -> bool:
         """Whether attention takes no mask, but lengths: the varlen kernels."""
-        return "flash" in str(getattr(self._config, "_attn_implementation", ""))
+        return "flash" in str(getattr(self._config, ATTENTION, ""))
 
     def _refuse(self, model: nn.Module, why: str) -> None:
         raise NotImplementedError(

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel import masks
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, parts_of
 from nemo_like.torch_compat import is_fake
-from nemo_like.transformers_compat import ATTENTION_LOOKUP, attention_functions, attention_interface, mask_interface
+from nemo_like.transformers_compat import (
+    ATTENTION,
+    ATTENTION_LOOKUP,
+    attention_functions,
+    attention_interface,
+    mask_interface,
+)
 
 _PREFIX = "nemo_like_parts|"
 _SDPA = F.scaled_dot_product_attention
@@ -44,7 +50,7 @@ def unregistered(name: str) -> str:
 
 def attention_of(config: Any) -> str | None:
     """The implementation that a config names, also where stages of a pipeline share it and one was cut before."""
-    name = getattr(config, "_attn_implementation", None)
+    name = getattr(config, ATTENTION, None)
     return name if name is None else unregistered(name)
 
 
