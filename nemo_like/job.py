@@ -41,7 +41,6 @@ from nemo_like.options import (
 )
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.options.words import check_whole
-from nemo_like.torch_compat import splits_compiled_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,8 +277,8 @@ def _default_job() -> Job:
 
 
 def _read_names(names: Any) -> Any:
-    """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed."""
-    return names if names is None or isinstance(names, str) else tuple(names)
+    """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed. What is neither is named later."""
+    return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else names
 
 
 def _read_layers(layers: Any) -> tuple[str | nn.Module, ...] | None:
@@ -480,15 +479,6 @@ def _split_is_the_callers(job: Job) -> str | None:
     return None
 
 
-def _compiled_backward_is_whole(job: Job) -> str | None:
-    if job.compile is None or job.pp.size == 1 or not job.pp.facts.splits_backward or splits_compiled_backward():
-        return None
-    return (
-        f"compile is {job.compile!r} with the schedule {job.pp.schedule!r}, which cuts backward in two: torch "
-        f"{torch.__version__} cannot do that to compiled layers (2.13 can). Use 'interleaved_1f1b', or compile=False."
-    )
-
-
 def _split_backward_stays_gathered(job: Job) -> str | None:
     asked = job.strategy.reshard_after_forward if isinstance(job.strategy, FSDP2) else None
     stays = not asked or job.pp.size == 1 or job.world_size == job.pp.size
@@ -504,7 +494,7 @@ def _split_backward_stays_gathered(job: Job) -> str | None:
 RULES: tuple[Callable[[Job], str | None], ...] = (
     _axes_need_fsdp2, _stages_need_fsdp2, _replicas_need_fsdp2, _one_rank_has_no_axes, _axes_divide_the_ranks,
     _experts_divide_the_shards, _tensor_options_need_ranks, _reentrant_is_not_compiled, _float8_is_whole,
-    _plans_know_all_to_all, _budget_of_stages, _split_is_the_callers, _compiled_backward_is_whole,
+    _plans_know_all_to_all, _budget_of_stages, _split_is_the_callers,
     _split_backward_stays_gathered,
 )  # fmt: skip
 """What cannot be combined, whatever the model: each returns what is wrong, why and the way out, or None."""

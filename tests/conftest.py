@@ -13,4 +13,6 @@ os.environ["NEMO_LIKE_CACHE"] = tempfile.mkdtemp(prefix="nemo_like-")  # no rate
 
 import torch  # noqa: E402
 
+from tests.selection import pytest_collection_modifyitems  # noqa: E402, F401
+
 torch.set_num_threads(1)

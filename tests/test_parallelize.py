@@ -17,7 +17,7 @@ from nemo_like import CheckpointConfig, CheckpointWrapper, apply_activation_chec
 from nemo_like.activation_checkpointing import SelectivePolicy, unwrap_checkpoint_wrapper
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from nemo_like.log import forget_announcements
-from nemo_like.options import FSDP2, ChunkedLoss, Precision
+from nemo_like.options import Precision
 from tests.models.decoders import NAMES, PlainDecoder, batch, build, loss_of
 
 
@@ -38,42 +38,6 @@ def test_the_public_names_are_these() -> None:
     keyword_only = {n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert documented <= keyword_only
     assert all(f"{name}: " in parallelize.__doc__ for name in signature.parameters)
-
-
-BAD = {
-    "strategy": (dict(strategy="fsdp3"), "strategy is 'fsdp3'.*Did you mean 'fsdp2'"),
-    "mode": (dict(ac="selectiv"), "ac is 'selectiv'.*Did you mean 'selective'"),
-    "mode type": (dict(ac=3.5), "ac is 3.5, a float"),
-    "loss": (dict(loss="chunkd"), "loss is 'chunkd'.*Did you mean 'chunked'"),
-    "tokens of a chunk": (lambda: dict(loss=ChunkedLoss(chunk_tokens=0)), "chunk_tokens is 0"),
-    "scope": (dict(ac_scope="langauge"), "scope 'langauge' is unknown.*'language'"),
-    "scope that selects nothing": (dict(ac_scope="vision"), "selects no layer; this model has 3"),
-    "compile": (dict(compile="inducter"), "compile is 'inducter'.*Did you mean 'inductor'"),
-    "dtype": (dict(precision="bf17"), "precision is 'bf17'"),
-    "integer dtype": (dict(precision=torch.int8), "precision is torch.int8"),
-    "precision of another kind": (dict(precision=16), "precision is 16; it must be a dtype"),
-    "layer name": (dict(layers=["block.*"]), "block"),
-    "foreign layer": (dict(layers=[nn.Linear(2, 2)]), "not part of this PlainDecoder"),
-    "replicas on one rank": (dict(dp_replicate=2), "dp_replicate is 2, but this job has one rank"),
-    "cpu offload": (lambda: dict(strategy=FSDP2(cpu_offload="yes")), "cpu_offload is 'yes'"),
-    "mesh": (dict(mesh="dp"), "must be a torch DeviceMesh"),
-    "device": (dict(device="tpu"), "device is 'tpu'; write it like 'cpu'"),
-    "device that is not there": (dict(device="cuda:99"), r"device is .*cuda.*99.*, and torch sees \d+ CUDA device"),
-    "step": (dict(step=4), "step is 4; it must be a StepSpec"),
-    "optimizer": (dict(optimizer="adamm"), "optimizer is 'adamm'; it must be one of adamw, "),
-    "dtype that autocast has not": (dict(precision=torch.float64), "param_dtype is torch.float64, and without FSDP2"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_an_error_at_the_call_and_leaves_the_model_alone(case: str) -> None:
-    arguments, message = BAD[case]
-    model = PlainDecoder()
-    before = dict(model.named_modules())
-    with pytest.raises((ValueError, TypeError), match=message):
-        parallelize(model, **(arguments() if callable(arguments) else arguments))
-    assert dict(model.named_modules()) == before
-    parallelize(model, "single")  # still fresh
 
 
 def test_a_model_without_repeated_layers_is_refused_with_the_way_out() -> None:

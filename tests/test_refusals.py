@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 from collections import OrderedDict
@@ -15,15 +14,10 @@ import torch
 from torch import nn
 
 from nemo_like import (
-    CheckpointConfig,
     CheckpointWrapper,
     ExpertParallel,
-    MemoryBudget,
     MemoryProfiler,
-    PlanSearch,
     SelectiveCheckpointer,
-    SelectivePolicy,
-    StepSpec,
     apply_activation_checkpointing,
     materialize,
     parallelize,
@@ -41,37 +35,13 @@ from nemo_like.distributed import (
 from nemo_like.distributed.launch import local_device
 from nemo_like.layers import find_layers
 from nemo_like.losses import chunked_cross_entropy, chunked_kl, chunked_log_probs
-from nemo_like.offload import OffloadWrapper, apply_offloading, offload_activations
-from nemo_like.options import FSDP2, OffloadConfig, Precision
+from nemo_like.offload import apply_offloading, offload_activations
 from nemo_like.planning import Plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.recipes.finetune_options import parse_finetune_options
 from nemo_like.recipes.job_options import parse_options
 from tests.models.decoders import PlainDecoder, batch, build
-
-
-def _refused(message: str, **arguments: object) -> None:
-    model = PlainDecoder()
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    modules = dict(model.named_modules())
-    with pytest.raises((ValueError, TypeError), match=message):
-        parallelize(model, "single", **arguments)
-    assert dict(model.named_modules()) == modules
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_the_meta_device_is_no_place_to_train() -> None:
-    _refused("device is 'meta'", device="meta")
-
-
-def test_a_policy_class_is_not_a_policy() -> None:
-    _refused(r"class SelectivePolicy.*SelectivePolicy\(\)", ac=SelectivePolicy)
-
-
-def test_a_number_of_ranks_is_positive_on_one_rank_too() -> None:
-    with pytest.raises(ValueError, match="reshard_after_forward is -1"):
-        FSDP2(reshard_after_forward=-1)
 
 
 class _WithLoss(PlainDecoder):
@@ -85,20 +55,6 @@ def test_a_plan_for_fewer_layers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"plan has 2 layers.*blocks\.2, blocks\.3"):
         parallelize(model, "single", plan)
     parallelize(model, "single", plan, layers=["blocks.0", "blocks.1"])  # said, it is what was asked for
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        (dict(peak_bytes="40GiB"), r"peak_bytes is '40GiB'.*MemoryBudget\.parse\('40GiB'\)"),
-        (dict(fraction="50%"), r"fraction is '50%'.*MemoryBudget\.parse\('50%'\)"),
-        (dict(peak_bytes=True), "peak_bytes is True"),
-        (dict(fraction=float("nan")), "fraction is nan"),
-    ],
-)
-def test_a_budget_of_the_wrong_kind_says_how_to_write_it(fields: dict[str, object], said: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=said):
-        MemoryBudget(**fields)
 
 
 @pytest.mark.parametrize(
@@ -247,99 +203,6 @@ def test_what_is_not_a_module_or_a_torchscript_one_is_named(call: Callable[[Any]
             TypeError, match=f"^model {has} a TorchScript module .*Give the nn.Module that it was made from"
         ):
             call(scripted)
-
-
-_ON_A_MODEL: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "profiler's loss": (
-        lambda m: MemoryProfiler(m, loss_fn=lambda out: 1.0).profile((batch(2),)),
-        r"loss_fn returned 1\.0; it must return a tensor of one number that has a gradient",
-    ),
-    "profiler's loss is not a function": (lambda m: MemoryProfiler(m, loss_fn=3), "loss_fn is 3; it must be a function"),
-    "profiler's device": (lambda m: MemoryProfiler(m, "tpu"), "device is 'tpu'; write it like 'cpu', 'cuda'"),
-    "no replicas": (lambda m: parallelize(m, dp_replicate=0), "dp_replicate is 0; it must be a whole number >= 1"),
-    "replicas in words": (lambda m: parallelize(m, dp_replicate="2"), "dp_replicate is '2'; it must be a whole number"),
-    "replicas beside pp": (lambda m: parallelize(m, dp_replicate=0, pp=2), "dp_replicate is 0; it must be a whole"),
-    "autocast": (
-        lambda m: apply_activation_checkpointing(m, "full", autocast="int8"),
-        "^autocast is 'int8'; it must be a torch dtype or one of float32",
-    ),
-    "precision": (
-        lambda m: parallelize(m, "single", precision="fp4"),
-        "precision is 'fp4'; .* bf16, float16, fp16, fp8, fp8-rowwise, fp8-gather",
-    ),
-    "cast_forward_inputs": (
-        lambda m: parallelize(m, "single", precision=Precision(cast_forward_inputs="no")),
-        r"Precision\.cast_forward_inputs is 'no'; it must be True or False",
-    ),
-    "pin_memory": (
-        lambda m: parallelize(m, "single", offload=OffloadConfig(pin_memory="no")),
-        r"OffloadConfig\.pin_memory is 'no'; it must be True or False",
-    ),
-    "operators as one word": (
-        lambda m: parallelize(m, "single", SelectivePolicy(save_ops="mm")),
-        r"SelectivePolicy\.save_ops is 'mm'; it must be a list of operators or their names: \['mm'\]",
-    ),
-    "operators as a number": (
-        lambda m: parallelize(m, "single", SelectivePolicy(drop=3)),
-        r"SelectivePolicy\.drop is 3; it must be a list of operators",
-    ),
-    "an operator of a policy": (
-        lambda m: parallelize(m, "single", SelectivePolicy(extra=["torch.ops.aten.mmm"])),
-        r"^SelectivePolicy\.extra has 'torch\.ops\.aten\.mmm', which is not an operator of this torch .*'aten\.mm'",
-    ),
-    "an operator of a config": (
-        lambda m: parallelize(m, "single", CheckpointConfig(enabled=True, ops_to_save=["torch.ops.aten.mmm"])),
-        r"^CheckpointConfig\.ops_to_save has 'torch\.ops\.aten\.mmm', which is not an operator of this torch",
-    ),
-    "a budget of a KiB": (
-        lambda m: parallelize(m, "single", ac="1KiB", sample_input=(batch(2),)),
-        r"^Budget '1\.00KiB' is 1\.00KiB per rank, and the least that any plan peaks at is",
-    ),
-    "a budget of half a per cent": (
-        lambda m: parallelize(m, "single", ac="0.5%", sample_input=(batch(2),)),
-        r"^Budget '0\.5%' allows",
-    ),
-    "a budget with a bad sample": (
-        lambda m: parallelize(m, "single", ac="50%", sample_input={"foo": 1}),
-        "forward pass of _WithLoss failed on the sample input .foo: int.*Give what one step of one rank gives",
-    ),
-    "a budget with a loss that fails": (
-        lambda m: parallelize(
-            m, "single", ac="50%", sample_input=(batch(2),), step=StepSpec(loss_fn=lambda out: {}["loss"])
-        ),
-        r"StepSpec\.loss_fn failed on what the model returns .*: KeyError: 'loss'",
-    ),
-    "imbalance above ep": (
-        lambda m: plan_for(m, ac="50%", sample_input=(batch(2),), ep=ExpertParallel(2, imbalance=2.5)),
-        r"imbalance is 2\.5; it must be a number from 1 \(balanced\) to the number of ranks that share the experts, 2",
-    ),
-    "host memory": (
-        lambda m: plan_for(m, ac="50%", sample_input=(batch(2),), search=PlanSearch(host_memory="much")),
-        "host_memory is 'much', which is not a number of bytes",
-    ),
-    "sync": (lambda m: set_gradient_sync(m, "x"), "enabled is 'x'; it must be True or False"),
-    "a wrapper around TorchScript": (
-        lambda m: CheckpointWrapper(_scripted(m)), "module is a TorchScript module"
-    ),
-    "an offloading wrapper around a word": (
-        lambda m: OffloadWrapper("x", offload_activations("all")), "module is a str; it must be a torch.nn.Module"
-    ),
-    "offload": (lambda m: parallelize(m, "single", offload=7), "offload is 7, an int; it must be an OffloadConfig"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "said"), _ON_A_MODEL.values(), ids=_ON_A_MODEL)
-def test_a_wrong_argument_is_named_and_the_model_is_as_it_was(call: Callable[[nn.Module], Any], said: str) -> None:
-    model = _WithLoss(layers=2)
-    before, modules = copy.deepcopy(model.state_dict()), dict(model.named_modules())
-    attributes = {name: set(vars(module)) for name, module in modules.items()}
-    with pytest.raises((ValueError, TypeError)) as raised:
-        call(model)
-    assert re.search(said, str(raised.value)), raised.value
-    assert dict(model.named_modules()) == modules and model.training
-    assert {name: set(vars(module)) for name, module in modules.items()} == attributes
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
 def test_a_bad_sample_of_a_hugging_face_model_is_named_with_the_models_own_reason() -> None:

@@ -13,7 +13,6 @@ from nemo_like.layers import find_layers, layer_groups
 from nemo_like.options import FSDP2
 from tests.models.adapted import k_bit, with_lora
 from tests.models.families import FAMILIES
-from tests.releases import reduces_what_is_not_there
 from tests_distributed.spawn import run_ranks
 
 NAMES = (
@@ -111,7 +110,6 @@ def _skipping(rank: int, world_size: int, name: str, frozen_sharding: str, mode:
             torch.testing.assert_close(whole(parameter.grad), trained[parameter_name], rtol=1e-5, atol=1e-7)
 
 
-@reduces_what_is_not_there
 @pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
 @pytest.mark.parametrize(("name", "mode"), [("llava", "selective"), ("smolvlm", "full")])
 def test_a_rank_without_an_image_with_a_trainable_projector(name: str, mode: str, frozen_sharding: str) -> None:

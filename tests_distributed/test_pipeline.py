@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from nemo_like import parallelize
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, SCHEDULES, ChunkedLoss, PipelineParallel
-from nemo_like.torch_compat import splits_compiled_backward
 from tests.models import families, kv_shared
 from tests.models.adapted import with_lora
 from tests.models.families import VOCAB, causal, hf
@@ -528,10 +527,6 @@ def _beside(rank: int, world_size: int, options: dict[str, Any], schedule: str) 
     ],
 )
 def test_options_beside_a_pipeline(options: dict[str, Any], schedule: str) -> None:
-    if "compile" in options and not splits_compiled_backward():
-        with pytest.raises(ValueError, match=r"which cuts backward in two: torch .* cannot do that to compiled layers"):
-            run_ranks(2, _beside, options, schedule, timeout=120)
-        return
     run_ranks(2, _beside, options, schedule, timeout=120)
 
 

@@ -17,7 +17,6 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.options import FSDP2
 from tests.models.tiny import Decoder, gradients, llama, tokens, whole
-from tests.releases import reduces_what_is_not_there
 from tests_distributed.counting import CountCollectives
 from tests_distributed.spawn import run_ranks
 
@@ -368,7 +367,6 @@ def _microbatches(rank: int, world_size: int, how: str) -> None:
     _same(found[True], found[False], tolerance=1e-5)
 
 
-@reduces_what_is_not_there
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_fresh_and_accumulated_gradients_are_reduced_together(how: str) -> None:
     """Known failure 14: an expert that only the last microbatch chose."""
@@ -415,7 +413,6 @@ def _skipping(rank: int, world_size: int, frozen_sharding: str, how: str) -> Non
     _same(gradients(model), gradients(single))
 
 
-@reduces_what_is_not_there
 @pytest.mark.parametrize("how", ["none", "full"])
 @pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
 def test_a_rank_without_an_image_does_not_hang(frozen_sharding: str, how: str) -> None:

@@ -75,16 +75,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    (placement, *others) = tensor.placements
-    if others or type(placement).__name__ != "_StridedShard":
-        return tensor.full_tensor()
-    # `full_tensor` can't gather this on one axis in torch 2.11: each rank holds its piece of each of `split_factor` parts.
-    pieces = [torch.empty_like(tensor.to_local()) for _ in range(tensor.device_mesh.size())]
-    torch.distributed.all_gather(pieces, tensor.to_local().contiguous(), group=tensor.device_mesh.get_group())
-    parts = zip(*(piece.chunk(placement.split_factor, placement.dim) for piece in pieces))
-    return torch.cat([piece for part in parts for piece in part], placement.dim)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -141,10 +141,6 @@ _FREE_PACKETS = frozenset((
 _FREE_NAMESPACES = frozenset(("profiler", "prim", "record_function", "fsdp", "c10d"))
 _COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd"))
 
-_COMPUTE_INTENSIVE_FALLBACK = (
-    "aten.mm", "aten.convolution", "aten.convolution_backward", "aten.bmm", "aten.addmm", "aten._scaled_mm",
-    "aten.upsample_bilinear2d",
-)  # fmt: skip
 _REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 _NO_FACTS = OpFacts()
 
@@ -175,14 +171,8 @@ def declare(name: str, row: OpFacts) -> None:
 
 @functools.cache
 def compute_intensive_ops() -> frozenset[Op]:
-    """PyTorch's own list of expensive operators, as overloads.
-
-    Where torch has no such list, one of our own.
-    """
-    listed = partitioner_compute_intensive_ops()
-    if listed is None:
-        listed = list(_COMPUTE_INTENSIVE_FALLBACK)
-    return frozenset(op for item in listed for op in resolve_op(item))
+    """PyTorch's own list of expensive operators, as overloads."""
+    return frozenset(op for item in partitioner_compute_intensive_ops() for op in resolve_op(item))
 
 
 def default_save_ops() -> frozenset[Op]:

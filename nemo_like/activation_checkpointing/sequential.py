@@ -33,7 +33,7 @@ from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import warn_once
 from nemo_like.options.words import a_or_an
-from nemo_like.torch_compat import cast_in_fsdp_replay, left_to_python
+from nemo_like.torch_compat import left_to_python
 
 
 class Segment:
@@ -157,7 +157,6 @@ class _Call:
             if self.buffers is not None:
                 self.buffers.restore(stack)
             self.ambient.restore(stack)
-            cast_in_fsdp_replay(module_of(self.run), stack)
             yield
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Decision
 from nemo_like.op_lookup import Op
-from nemo_like.torch_compat import selective_context
 
 _MEANING = {
     "MUST_SAVE": SAVE,
@@ -57,7 +56,7 @@ class _Ask:
         self._policy_fn = policy_fn
 
     def __call__(self, op: Op, index: int, args: Any = (), kwargs: Any = None, output: Any = None) -> Decision:
-        context = selective_context(output)
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
         answer = self._policy_fn(context, op, *args, **(kwargs or {}))
         if isinstance(answer, bool):
             return SAVE if answer else RECOMPUTE

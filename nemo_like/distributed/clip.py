@@ -155,9 +155,8 @@ def _scale(grads: list[Tensor], scale: Tensor, foreach: bool | None) -> None:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), same in by_kind.items():
         factor = scale.to(device)
-        multiply = None if foreach is False else foreach_mul()
-        if multiply is None:
+        if foreach is False:
             for grad in same:
                 grad.mul_(factor)
         else:
-            multiply(same, factor)
+            foreach_mul(same, factor)

@@ -18,14 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_like.distributed import launch
 from nemo_like.options import did_you_mean
 from nemo_like.options.words import a_or_an
-from nemo_like.torch_compat import RELEASES, flatten_mesh, root_mesh
+from nemo_like.torch_compat import flatten_mesh, root_mesh
 
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Every axis name that a mesh may have, in this order."""
@@ -144,23 +143,11 @@ def axis_size(mesh: DeviceMesh | None, name: str) -> int:
 
 def _fold_cp(mesh: DeviceMesh) -> DeviceMesh:
     replicated = "dp_replicate" in (mesh.mesh_dim_names or ())
-    folded = flatten_mesh(mesh["dp_shard", "cp"], "dp_shard_cp", mesh["dp_replicate"] if replicated else None)
-    if folded is not None:
-        return folded
-    if axis_size(mesh, "tp") > 1:
-        raise NotImplementedError(
-            f"torch {torch.__version__} cannot fold the mesh axis 'cp' into 'dp_shard' beside a 'tp' axis; "
-            f"use {RELEASES}."
-        )
-    # Without tensor parallelism FSDP does not ask for slices of one mesh, so a second one over the same ranks will do.
-    shape = (axis_size(mesh, "dp_replicate"), -1)
-    ranks = mesh.mesh.reshape(shape if replicated else (-1,))
-    names = ("dp_replicate", "dp_shard_cp") if replicated else ("dp_shard_cp",)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    return flatten_mesh(mesh["dp_shard", "cp"], "dp_shard_cp", mesh["dp_replicate"] if replicated else None)
 
 
 def _root_size(mesh: DeviceMesh) -> int:
-    """Ranks of the mesh that `mesh` was sliced from, or of `mesh` itself where this torch does not tell."""
+    """Ranks of the mesh that `mesh` was sliced from."""
     root = root_mesh(mesh)
     if root.size() == mesh.size() and dist.is_initialized() and mesh.get_coordinate() is None:
         raise ValueError(f"Rank {launch.rank()} is not in the mesh {mesh.mesh.tolist()}; every rank must be in it.")

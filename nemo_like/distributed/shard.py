@@ -17,7 +17,7 @@ from nemo_like.distributed import launch
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
 from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
-from nemo_like.log import say_once, warn_once
+from nemo_like.log import say_once
 from nemo_like.options import FSDP2
 
 
@@ -208,14 +208,7 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _reduce_unused(model: nn.Module) -> None:
-    setter = getattr(model, "set_reduce_scatter_unused_params", None)  # torch 2.13 and later
-    if setter is None:
-        warn_once(
-            f"torch {torch.__version__} cannot give unused parameters a zero gradient (2.13 can): if a rank skips "
-            "a tower whose projector trains, the job hangs in backward. Give such ranks an empty input."
-        )
-        return
-    setter(True, recurse=False)
+    _as_fsdp(model).set_reduce_scatter_unused_params(True, recurse=False)
     say_once(
         "A tower may be skipped by some ranks: the root's unused parameters get zero gradients instead of none.",
         level=logging.INFO,

@@ -331,7 +331,7 @@ def _refuse_own_loss(module: nn.Module, _args: tuple, kwargs: dict[str, Any]) ->
     """A model that computes its loss itself needs torch's rules for cut logits, in forward and in backward."""
     if kwargs.get("labels") is None or computes_in_chunks(module):
         return
-    if loss_is_parallel() is False:
+    if not loss_is_parallel():
         raise RuntimeError(
             f"loss_parallel=True leaves the logits of this {type(module).__name__} split by vocabulary, and it was called "
             "with labels: its own loss works on such logits only within torch's context. Put forward and backward under "

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from nemo_like import torch_compat
-from nemo_like.log import warn_once
 from nemo_like.losses.vocabulary import Vocabulary
 from nemo_like.torch_compat import is_fake
 
@@ -84,12 +82,6 @@ def in_place(logits: Tensor) -> bool:
 
 def kernel(function: Callable[..., Any], backend: str | None, logits: Tensor) -> Callable[..., Any]:
     """`function` of one block, compiled for every number of rows at once where a compiler is asked for."""
-    if backend == "inductor" and not torch_compat.inductor_writes_blocks:
-        warn_once(
-            f"compile='inductor' for the loss in chunks: the chunks run uncompiled, because inductor of torch "
-            f"{torch.__version__} fails on them. compile='aot_eager' for the loss, or a newer torch, compiles them."
-        )
-        return function
     return function if backend is None or is_fake(logits) else _compiled(function, backend)
 
 

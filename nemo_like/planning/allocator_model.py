@@ -1,7 +1,7 @@
 """A model of CUDA's caching allocator: from a sequence of allocations and frees to the bytes that it reserves.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` (PyTorch 2.13; the same in
-2.11 and 2.15 as far as they are modelled), and no GPU is needed:
+2.15 as far as they are modelled), and no GPU is needed:
 
 - A request is rounded up to 512 bytes (``kMinBlockSize``), or, with ``roundup_power2_divisions``, to the next of so many
   equal steps between two powers of two.

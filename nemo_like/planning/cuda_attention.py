@@ -1,6 +1,6 @@
 """Which kernel CUDA gives attention to, and what `scaled_dot_product_attention` runs around it, on CPU tensors.
 
-The rules are those of PyTorch's ``sdp_utils.cpp`` (releases 2.11 to 2.15) for dense tensors on NVIDIA GPUs from compute
+The rules are those of PyTorch's ``sdp_utils.cpp`` (releases 2.13 to 2.15) for dense tensors on NVIDIA GPUs from compute
 capability 8.0 on. Switches (`torch.nn.attention.sdpa_kernel`) count as they stand when attention is called.
 """
 
@@ -116,10 +116,9 @@ def _unfused(call: Call, mask: Tensor | None) -> Tensor:
 
 
 def _order(capability: tuple[int, int]) -> tuple[str, ...]:
-    said = sdp_priority()
-    order = _DEFAULT if said is None else tuple(_NUMBERS[n] for n in said if n in _NUMBERS)
+    order = tuple(_NUMBERS[number] for number in sdp_priority() if number in _NUMBERS)
     version = torch.backends.cudnn.version() if torch.version.cuda is not None else None
-    # A torch without CUDA plans for one with it: the wheels of 2.11 and later bring a cuDNN that is asked first.
+    # A torch without CUDA plans for one with it: the wheels bring a cuDNN that is asked first.
     prefers = capability[0] in (9, 10) and (version is None or version > _CUDNN_FIRST)
     return (CUDNN, FLASH, EFFICIENT, MATH) if prefers and order == _DEFAULT else order
 

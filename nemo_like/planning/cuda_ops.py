@@ -92,9 +92,6 @@ def _rms_norm(
     func: Any, input: Tensor, normalized_shape: Iterable[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     shape = tuple(normalized_shape)
-    if below_autograd is None:
-        say_once("This torch cannot trace CUDA's fused RMS norm: it is planned as the operators that the CPU runs.")
-        return func(input, shape, weight, eps)
     return _FusedRMSNorm.apply(input, shape, weight, eps)[0]
 
 
@@ -103,7 +100,6 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Any:
-        assert below_autograd is not None
         with below_autograd():
             out, rstd = torch.ops.aten._fused_rms_norm(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)

@@ -87,8 +87,6 @@ class FakeRun(TorchDispatchMode):
             if func in _INDEXED:
                 args = (args[0], _places(args[1]), *args[2:])
             with self.fake:
-                if func is _EMBEDDING and args[1].dtype not in (torch.int32, torch.int64):  # torch 2.11 takes any
-                    raise RuntimeError(f"embedding: indices must be of torch.int32 or torch.int64, not {args[1].dtype}")
                 if func is _BINCOUNT:
                     return self._bincount(*args, **kwargs)
                 if func in _RMS_NORM:
@@ -193,8 +191,7 @@ class FakeRun(TorchDispatchMode):
 
     def _parameter(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Any:
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        made = fake_parameter(self.fake, tensor, kind)
-        return nn.Parameter(self.like(tensor, dtype), tensor.requires_grad) if made is None else made
+        return fake_parameter(self.fake, tensor, kind)
 
 
 def _rms_norm(
@@ -236,7 +233,6 @@ _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _ROUTE = torch.ops.nemo_like.route.default
 _BINCOUNT = torch.ops.aten.bincount.default
-_EMBEDDING = torch.ops.aten.embedding.default
 _INDEXED = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default))
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))
 # Not `zeros`: models fill those with what they compute.

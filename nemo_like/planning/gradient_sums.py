@@ -33,8 +33,7 @@ class SumsInPlace(TorchDispatchMode):
     """Enter it last, so that it sees operators first: who else holds a tensor is only to be seen from there.
 
     In place is added what autograd would: no gradients of gradients, and nobody else holds the first of the two
-    (`can_accumulate_inplace` in PyTorch's ``accumulate_grad.h``). Where this torch does not tell who holds a tensor,
-    sums are out of place, and predicted peaks too high.
+    (`can_accumulate_inplace` in PyTorch's ``accumulate_grad.h``).
     """
 
     def __init__(self) -> None:
@@ -67,14 +66,13 @@ def _by_the_engine(frame: Any) -> bool:
     return caller is not None and not torch.is_grad_enabled() and caller.f_globals.get("__name__") == _ENGINE
 
 
-def _holders(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """How often it, its storage and its Python object are referenced; None where this torch does not tell.
+def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How often it, its storage and its Python object are referenced.
 
     All that Python holds of a tensor (what a hook was given and keeps) is one reference to the tensor. In a real step only
     such a tensor has a Python object; in a fake one each does.
     """
-    counts = use_count(tensor), storage_use_count(tensor)
-    return None if counts[0] is None or counts[1] is None else (counts[0], counts[1], sys.getrefcount(tensor))
+    return use_count(tensor), storage_use_count(tensor), sys.getrefcount(tensor)
 
 
 def _like(into: Any, other: Any) -> bool:

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from nemo_like.log import warn_once
 from nemo_like.recipes.agree import Ranks
 
-# What DCP raises where any rank failed is not a subclass of Exception (torch 2.11 to 2.13).
+# What DCP raises where any rank failed is not a subclass of Exception (torch 2.13 and 2.14).
 _ANY_ERROR = (Exception, dcp.CheckpointException)
 _MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -256,7 +256,7 @@ class CheckpointStore:
             sums.unlink()
         # Metadata, and whatever another torch names otherwise.
         files |= _describe([path for path in target.iterdir() if path.name not in files])
-        # As it is on disk: what `save` returns has no storage data in torch 2.11.
+        # As it is on disk, which is what a later run reads.
         metadata = dcp.FileSystemReader(target).read_metadata()
         missing = {info.relative_path for info in metadata.storage_data.values()} - files.keys()
         if missing:

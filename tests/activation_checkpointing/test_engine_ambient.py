@@ -116,8 +116,6 @@ def test_the_sdpa_backend_of_a_context_that_has_ended(policy, backend):
 
 @each_policy
 def test_the_sdpa_priority_order(policy):
-    if torch_compat.sdp_priority() is None:
-        pytest.skip("this torch has no getter for the priority order")
     block, x = LlamaBlock(32), torch.randn(1, 8, 32, requires_grad=True)
     seen, before = [], torch_compat.sdp_priority()
 

@@ -14,7 +14,6 @@ from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Dec
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import forget_announcements
 from tests.models.blocks import train
-from tests.releases import TORCH
 
 D = 16
 
@@ -77,7 +76,6 @@ def test_what_was_kept_may_be_changed_in_place(ac: str, breaks: bool, backend: s
     assert same(train(model), expected)
 
 
-@pytest.mark.skipif(TORCH < (2, 12), reason="there, Dynamo skips the frame around: the engine is called at once")
 def test_it_is_said_once_that_a_region_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "nemo_like"):
         train(parallelize(Stack(breaks=False), "single", "selective", compile="aot_eager"))

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nemo_like import ChunkedLoss, parallelize, torch_compat
-from nemo_like.log import forget_announcements
+from nemo_like import ChunkedLoss, parallelize
 from nemo_like.losses import chunked_cross_entropy, chunked_kl, chunked_log_probs
 from tests.losses.whole_logits import gradients
 from tests.models import decoders
@@ -54,14 +53,10 @@ def test_every_chunk_runs_one_graph(loss: Any, options: dict[str, Any], graphs: 
         assert _graphs() == graphs
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_inductor(works: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    works = works and torch_compat.inductor_writes_blocks
-    monkeypatch.setattr(torch_compat, "inductor_writes_blocks", works)
-    forget_announcements()
+def test_inductor() -> None:
     for ours, eager in zip(_found(chunked_cross_entropy, 40, "inductor"), _found(chunked_cross_entropy, 40, None)):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-7)
-    assert _graphs() == int(works) and ("the chunks run uncompiled" in caplog.text) == (not works)
+    assert _graphs() == 1
 
 
 def test_layers_that_are_compiled_have_compiled_chunks() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import torch_compat
 from nemo_like.planning.block_trace import record
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
@@ -163,11 +162,7 @@ def test_the_gradient_of_a_layer_norm_is_in_rows_whatever_comes_in() -> None:
     assert made.stride() == real.stride() == (40, 8, 1)
 
 
-@pytest.mark.parametrize("switch", [True, False])
-def test_parameters_of_a_fake_run_have_the_forms_of_the_modules(switch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where this torch cannot make them behind the modes' backs."""
-    if not switch:
-        monkeypatch.setattr(torch_compat, "_no_dispatch", None)
+def test_parameters_of_a_fake_run_have_the_forms_of_the_modules() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3), nn.Embedding(7, 3), nn.BatchNorm1d(3))
     model[1].weight = nn.Parameter(model[0].weight.detach().t())  # not in rows
     model[2].weight.requires_grad_(False)

@@ -21,9 +21,6 @@ from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import fake_tensor_types
 from tests.models.llama_style import D, LlamaStyle, S
 from tests.planning.brute_force import at_budget
-from tests.releases import TORCH
-
-pytestmark = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 makes no joint graph of a block with casts")
 
 BUDGETS = [step / 20 for step in range(20)]
 DEVICE = resolve_device("h100-80gb")

@@ -23,7 +23,6 @@ from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from tests.models.blocks import assert_bitwise
-from tests.releases import TORCH
 
 MM, SIGMOID, CAT = "aten.mm", "aten.sigmoid", "aten.cat"
 
@@ -157,8 +156,7 @@ def test_operators_in_the_graphs_of_forward_and_backward(case: str) -> None:
     graphs = compiled_counts(fn, *matrices(count))
     assert {name: graphs.forward[name] for name in expected} == {name: runs for name, (runs, _) in expected.items()}
     for name, (_, most) in expected.items():
-        # What is not kept by the policy is the partitioner's to decide; that of torch 2.11 keeps a sigmoid here and there.
-        assert graphs.backward[name] == most or (TORCH < (2, 13) and graphs.backward[name] < most), name
+        assert graphs.backward[name] == most, name
 
 
 @pytest.mark.parametrize("preserve_rng_state", [True, False])

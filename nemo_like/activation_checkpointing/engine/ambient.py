@@ -55,7 +55,7 @@ class _State(NamedTuple):
     """What is compared in one go."""
 
     sdpa: Any
-    sdpa_priority: list[int] | None
+    sdpa_priority: list[int]
     modes: tuple[Any, ...]
     autocast_cache: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -182,7 +182,7 @@ class Ambient:
             stack.callback(setattr, F, "scaled_dot_product_attention", now.sdpa)
             F.scaled_dot_product_attention = self._state.sdpa
         order = self._state.sdpa_priority
-        if now.sdpa_priority is not None and order is not None and now.sdpa_priority != order:
+        if now.sdpa_priority != order:
             stack.callback(set_sdp_priority, now.sdpa_priority)
             set_sdp_priority(order)
 

@@ -29,7 +29,7 @@ from nemo_like.activation_checkpointing.policy import (
     SelectivePolicy,
 )
 from nemo_like.log import warn_once
-from nemo_like.torch_compat import graph_is_being_made, op_output, without_innermost_saved_tensor_hooks
+from nemo_like.torch_compat import without_innermost_saved_tensor_hooks
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -49,19 +49,19 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
         SAVE: CheckpointPolicy.MUST_SAVE,
         # PREFER, not MUST: the partitioner may keep what costs nothing to keep.
         RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
-        HOST: getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", CheckpointPolicy.MUST_SAVE),
+        HOST: CheckpointPolicy.MUST_CPU_OFFLOAD,
     }
 
     def policy_fn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kind, _ = kinds.of(op)
         if kind == COPY and ops.is_device_to_host_copy(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
-        if kind not in (TRACKED, RANDOM) or getattr(context, "is_recompute", False):
+        if kind not in (TRACKED, RANDOM) or context.is_recompute:
             return CheckpointPolicy.PREFER_RECOMPUTE
         index = counts.get(op, 0)
         counts[op] = index + 1
         if needs_call:
-            decision: Decision = decide(op, index, args, kwargs, op_output(context))  # type: ignore[call-arg]
+            decision: Decision = decide(op, index, args, kwargs, context.op_output)  # type: ignore[call-arg]
         else:
             decision = decide(op, index)
         return must.get(decision, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -98,7 +98,7 @@ class _LeftToEager(AbstractContextManager[None]):
 
 def _contexts_under_dynamo(policy: Policy) -> ContextPair:
     """The pair of contexts for one region: PyTorch's own while it is traced, since the partitioner reads their tags."""
-    if graph_is_being_made():
+    if torch.compiler.is_compiling():
         return create_selective_checkpoint_contexts(torch_policy_fn(policy))
     return _LeftToEager(), nullcontext()
 
@@ -161,7 +161,7 @@ def make_selective_checkpoint_context_fn(policy: Policy | None = None) -> Callab
     chosen = SelectivePolicy() if policy is None else policy
 
     def context_fn() -> ContextPair:
-        if graph_is_being_made():
+        if torch.compiler.is_compiling():
             return create_selective_checkpoint_contexts(torch_policy_fn(chosen))
         return eager_contexts(chosen)
 

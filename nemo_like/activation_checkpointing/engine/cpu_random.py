@@ -55,9 +55,9 @@ class CpuRandom:
 
 def _offset() -> int | None:
     """Where in a generator its state begins; None where it was not found, or does not tell of every draw."""
-    with unseen() as hidden:
+    with unseen():
         generator = torch.Generator().manual_seed(0x1234_5678_9ABC)
-        offset = _find(generator) if hidden else None
+        offset = _find(generator)
         if offset is None or _find(torch.default_generator) != offset:
             return None
         mark = _mark_of(generator, offset)
@@ -72,7 +72,6 @@ def _offset() -> int | None:
 def _mark_of(generator: torch.Generator, offset: int) -> Callable[[], bytes]:
     """What reads the mark of `generator`, which must outlive it; its state begins at `offset`."""
     address = generator_address(generator)
-    assert address is not None, "the offset was found there"
     head = (ctypes.c_char * _HEAD.size).from_address(address + offset)
     tail = (ctypes.c_char * _TAIL).from_address(address + offset + _TAIL_AT)
     return lambda: head.raw + tail.raw
@@ -81,8 +80,6 @@ def _mark_of(generator: torch.Generator, offset: int) -> Callable[[], bytes]:
 def _find(generator: torch.Generator) -> int | None:
     """Where `generator` holds what its `get_state` tells."""
     address = generator_address(generator)
-    if address is None:
-        return None
     state = generator.get_state()
     told = struct.Struct("=QiiQ16Q")
     seed, left, seeded, position, *words = told.unpack(ctypes.string_at(state.data_ptr(), told.size))

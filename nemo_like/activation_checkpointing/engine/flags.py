@@ -14,7 +14,7 @@ from nemo_like.torch_compat import SWITCH_READERS
 Switch = tuple[Callable[[], Any], Callable[[Any], None]]
 """How to read it, and how to set it to what was read."""
 
-_backends = torch.backends
+_backends: Any = torch.backends
 SDPA_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
@@ -22,7 +22,7 @@ def _attributes(owner: Any, *names: str) -> list[Switch]:
     def switch(name: str) -> Switch:
         return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
-    return [switch(name) for name in names if hasattr(owner, name)]
+    return [switch(name) for name in names]
 
 
 def _precision(old: Switch, backends: list[Any]) -> Switch:
@@ -60,7 +60,7 @@ _ALWAYS: list[Switch] = [
     (SWITCH_READERS["warn_only"], _put_warn_only),
     _precision(
         (SWITCH_READERS["matmul_precision"], torch.set_float32_matmul_precision),
-        [_backends.cuda.matmul, getattr(_backends.mkldnn, "matmul", _backends.cuda.matmul)],
+        [_backends.cuda.matmul, _backends.mkldnn.matmul],
     ),
     (SWITCH_READERS["mkldnn"], lambda value: setattr(_backends.mkldnn, "enabled", value)),
 ]
@@ -68,7 +68,7 @@ _ON_CUDA: list[Switch] = [
     *_attributes(_backends.cudnn, "enabled", "benchmark", "deterministic"),
     _precision(
         _attributes(_backends.cudnn, "allow_tf32")[0],
-        [getattr(_backends.cudnn, name) for name in ("conv", "rnn") if hasattr(_backends.cudnn, name)],
+        [_backends.cudnn.conv, _backends.cudnn.rnn],
     ),
     *_attributes(
         _backends.cuda.matmul,

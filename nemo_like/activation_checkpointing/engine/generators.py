@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.torch_compat import generator_id
+from nemo_like.torch_compat import generator_address
 
 Key = tuple[Any, bool]
 """A module and whether it trains; or the code of a function."""
@@ -86,7 +86,7 @@ class Generators:
         kind = _kinds.get(type(generator), _UNSEEN)
         if kind is None or (kind is _UNSEEN and not is_generator(generator)):
             return False
-        key = generator_id(generator) if isinstance(generator, torch.Generator) else id(generator)
+        key = generator_address(generator) if isinstance(generator, torch.Generator) else id(generator)
         if key in self._states:
             return False
         self._states[key] = generator, state_of(generator)

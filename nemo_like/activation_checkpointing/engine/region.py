@@ -334,7 +334,6 @@ class Region:
             if self.buffers is not None:
                 self.buffers.restore(stack)
             self.ambient.restore(stack)
-            torch_compat.cast_in_fsdp_replay(module_of(self.fn), stack)
             try:
                 with saved_tensors_hooks(self.repack, self.give_lent), mode or self.looker():
                     self.fn(*args, **kwargs)

@@ -220,8 +220,8 @@ def _look_at(tensor: Tensor) -> list[Tensor] | None:
     """The summaries of `tensor`, computed where no mode sees it; None: it has no values."""
     if is_fake(tensor):
         return None
-    with torch.no_grad(), unseen() as hidden:
-        return (summaries(tensor) or None) if hidden else None
+    with torch.no_grad(), unseen():
+        return summaries(tensor) or None
 
 
 def _to_host(found: list[list[Tensor]]) -> list[list[list[float]]]:

@@ -182,7 +182,7 @@ class StageForward:
         self._received.tensors = () if self._stage.is_first else given
         if torch.is_grad_enabled():
             for tensor in self._received.tensors:
-                # torch 2.11 detaches what a stage has sent, in place: the buffer itself, where it is handed on as it came.
+                # torch may detach what a stage has sent, in place: the buffer itself, where it is handed on as it came.
                 tensor.requires_grad_()
         calls = contextlib.nullcontext() if self.shares is None else self.shares.calls(number)
         batch, output, sent = {**self.microbatches[number], **more}, None, None

@@ -28,7 +28,7 @@ from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, sta
 from nemo_like.distributed.pipeline.verify_stages import sequence_parts, verify_stages
 from nemo_like.distributed.slots import STAGES_MARK, find_slots, show_shards
 from nemo_like.options import PipelineParallel
-from nemo_like.torch_compat import ConnectedStage
+from nemo_like.torch_compat import VotingStage
 
 
 @dataclass
@@ -370,7 +370,7 @@ class Pipeline:
         )
 
 
-class _Stage(ConnectedStage):
+class _Stage(VotingStage):
     """torch's stage, which tells the checkpointing engine in which half of a backward it is."""
 
     replay = "auto"
