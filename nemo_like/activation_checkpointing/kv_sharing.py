@@ -12,7 +12,6 @@ hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,12 +19,7 @@ import torch
 from torch import nn
 
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
-
-CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-"""The names under which a layer is handed a cache."""
-
-SHARED_STATES_ARGUMENT = "shared_kv_states"
-"""The keyword by which transformers hands shared keys and values to each layer."""
+from nemo_like.transformers_compat import SHARED_STATES, USE_CACHE, parameter_names
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
@@ -85,9 +79,9 @@ def call_without_cache(model: nn.Module) -> None:
             isinstance(inner, TorchCheckpointWrapper) for inner in module.modules()
         ):
             continue
-        names = list(inspect.signature(module.forward).parameters)
-        if "use_cache" in names:
-            module.register_forward_pre_hook(_WithoutCache(names.index("use_cache")), with_kwargs=True)
+        names = parameter_names(module.forward)
+        if USE_CACHE in names:
+            module.register_forward_pre_hook(_WithoutCache(names.index(USE_CACHE)), with_kwargs=True)
 
 
 class _WithoutCache:
@@ -99,35 +93,19 @@ class _WithoutCache:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = len(args) > self.position or kwargs.get("use_cache") is not None
-        return None if given or not torch.is_grad_enabled() else (args, {**kwargs, "use_cache": False})
-
-
-def cache_positions(layer: nn.Module) -> dict[int, str]:
-    """Where among its positional arguments `layer` is handed a cache, with the argument's name."""
-    return {index: name for index, name in enumerate(_parameter_names(layer)) if name in CACHE_ARGUMENTS}
-
-
-def is_filled_cache(value: Any) -> bool:
-    """Whether `value` is a key/value cache, by what it can do, that keeps what it is given."""
-    able = all(callable(getattr(type(value), name, None)) for name in ("update", "get_seq_length"))
-    return able and not getattr(value, "keeps_nothing", False)
+        given = len(args) > self.position or kwargs.get(USE_CACHE) is not None
+        return None if given or not torch.is_grad_enabled() else (args, {**kwargs, USE_CACHE: False})
 
 
 def shares_states_explicitly(layers: Iterable[nn.Module]) -> bool:
     """Whether every layer is handed shared keys and values as an argument, so that whole layers may be replayed."""
     layers = list(layers)
-    return bool(layers) and all(SHARED_STATES_ARGUMENT in _parameter_names(layer) for layer in layers)
+    return bool(layers) and all(SHARED_STATES in parameter_names(layer.forward) for layer in layers)
 
 
 def shares_states_explicitly_somewhere(model: nn.Module) -> bool:
     """Whether some module of `model` is handed shared keys and values as an argument."""
-    return any(SHARED_STATES_ARGUMENT in _parameter_names(module) for module in model.modules())
-
-
-def _parameter_names(layer: nn.Module) -> Iterable[str]:
-    # `inspect.signature` follows `__wrapped__`, and transformers decorates `forward` with functools.wraps.
-    return inspect.signature(layer.forward).parameters
+    return any(SHARED_STATES in parameter_names(module.forward) for module in model.modules())
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:

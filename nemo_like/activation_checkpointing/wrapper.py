@@ -9,7 +9,6 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
-from nemo_like.activation_checkpointing.kv_sharing import CACHE_ARGUMENTS, cache_positions, is_filled_cache
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.only_ours import FLAGS, second_replay
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
@@ -17,6 +16,7 @@ from nemo_like.module_tree import check_model
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import wrapped_module
+from nemo_like.transformers_compat import given_cache, parameter_names
 
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_like_selective_ac"
 """Set on whole-layer selective wrappers: compile the wrapper itself, so that the partitioner reads the recompute tags."""
@@ -76,7 +76,7 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         self.preserve_rng_state = preserve_rng_state
         self.early_stop = early_stop
         self.transfer = transfer
-        self._cache_positions = cache_positions(module)
+        self._arguments = parameter_names(module.forward)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As `Nameless`; the module's own checkpointing stays off."""
@@ -116,13 +116,10 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         return not any(parameter.requires_grad for parameter in self._checkpoint_wrapped_module.parameters())
 
     def _refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caches = [(name, kwargs.get(name)) for name in CACHE_ARGUMENTS]
-        caches += [(name, args[at]) for at, name in self._cache_positions.items() if at < len(args)]
-        given = [name for name, cache in caches if cache is not None and not getattr(cache, "keeps_nothing", False)]
-        given += [name for name, value in kwargs.items() if is_filled_cache(value)]
-        if given:
+        given = given_cache(self._arguments, args, kwargs)
+        if given is not None:
             raise RuntimeError(
-                f"{self.region_name} was called with {given[0]}= while gradients are on: its replay would write "
+                f"{self.region_name} was called with {given}= while gradients are on: its replay would write "
                 "that cache a second time. Call the model with use_cache=False in training, or under torch.no_grad(); a "
                 "model that makes a cache at every call, and cannot be told not to, cannot replay its attention."
             )

@@ -12,7 +12,6 @@ Beside a mask of ones and zeros, positions that restart are positions: a row wit
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +37,7 @@ from nemo_like.layers.structure import class_of
 from nemo_like.log import warn_once
 from nemo_like.losses.targets import IGNORED, predicts_next_token
 from nemo_like.module_tree import bare, bare_modules, base_model, join
+from nemo_like.transformers_compat import ATTENTION, USE_CACHE, given_cache, mask_functions, model_base
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
@@ -58,7 +58,7 @@ def keep_documents_apart(model: nn.Module) -> nn.Module:
 def packed_calls(model: nn.Module) -> PackedCalls | None:
     """The forward pre-hook that keeps documents apart, not put on; None where `model` is none of transformers'."""
     inner = base_model(model)
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    base = model_base()
     if base is None or not any(isinstance(module, base) for module in inner.modules()):
         return None
     if not isinstance(inner, base) and "attention_mask" not in inspect.signature(inner.forward).parameters:
@@ -93,7 +93,7 @@ class PackedCalls:
         self._tokens.append(running.set(None))
         given = dict(zip(self._names, args)) | kwargs
         main = next((given[key] for key in ("input_ids", "inputs_embeds") if isinstance(given.get(key), Tensor)), None)
-        if main is None or given.get("past_key_values") is not None or len(args) > len(self._names):
+        if main is None or given_cache((), (), given) is not None or len(args) > len(self._names):
             return None
         numbers = self._numbers(model, given, *main.shape[:2])
         if numbers is None:
@@ -127,7 +127,7 @@ class PackedCalls:
     @property
     def _by_lengths(self) -> bool:
         """Whether attention takes no mask, but lengths: the varlen kernels."""
-        return "flash" in str(getattr(self._config, "_attn_implementation", ""))
+        return "flash" in str(getattr(self._config, ATTENTION, ""))
 
     def _refuse(self, model: nn.Module, why: str) -> None:
         raise NotImplementedError(
@@ -209,7 +209,7 @@ class PackedCalls:
         given = {name: value for name, value in given.items() if name not in _BESIDE}
         if streams is not None:
             positions = torch.cat([positions[None], streams.expand(-1, *positions.shape)])
-        given |= {"position_ids": positions, "attention_mask": None, "use_cache": False}
+        given |= {"position_ids": positions, "attention_mask": None, USE_CACHE: False}
         if self._by_lengths:
             given |= lengths_of(starts)
         labels, moved = given.get("labels"), given.get("shift_labels")
@@ -263,7 +263,7 @@ def _text_and_streams(positions: Any) -> tuple[Tensor | None, Tensor | None]:
 def _tell_masks_of_documents() -> None:
     """Have transformers' masks look at `running`, but those of flash attention; once in a process."""
     # Not by `register`: what cp exchanges here and puts back would hide it.
-    mapping: Any = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
+    mapping: Any = mask_functions()
     for name in ("sdpa", "eager", "flex_attention"):
         if not isinstance(mapping[name], _MaskOfDocuments):
             mapping[name] = _MaskOfDocuments(mapping[name])

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from nemo_like.distributed.strided_shards import describe_strided, is_strided
+from nemo_like.transformers_compat import PARALLEL_STYLES
 
 COLWISE = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
 """Styles that cut output features. Only plain ``colwise`` leaves each rank with its own heads."""
@@ -150,8 +151,8 @@ def installed_styles() -> Mapping[str, Any]:
 
     A model with a plan has imported transformers already; this never does.
     """
-    module = sys.modules.get("transformers.distributed.tensor_parallel")
-    registry: Any = getattr(module, "ALL_PARALLEL_STYLES", {})
+    module, name = PARALLEL_STYLES
+    registry: Any = getattr(sys.modules.get(module), name, {})
     wanted = ("shard_param", "install_forward", "validate_param")
     styles = {name: registry[name] for name in (registry.keys() if hasattr(registry, "keys") else ())}
     return {name: style for name, style in styles.items() if all(hasattr(style, method) for method in wanted)}

@@ -23,6 +23,7 @@ from nemo_like.layers.structure import (
     parameter_count,
 )
 from nemo_like.module_tree import bare, bare_children, bare_modules, check_model, join
+from nemo_like.transformers_compat import NO_SPLIT
 
 # Sibling modules of one class are stages (Swin stages), and their inner blocks are the layers, from this share of their
 # parameters on: inner blocks that the model declares say so themselves, others must be all but a little of the stages.
@@ -173,7 +174,7 @@ def _no_split_names(model: nn.Module) -> frozenset[str]:
     """Class names that any model or tower in the tree asks to keep in one piece."""
     names: set[str] = set()
     for module in model.modules():
-        declared = getattr(module, "_no_split_modules", None)
+        declared = getattr(module, NO_SPLIT, None)
         if declared:
             names.update([declared] if isinstance(declared, str) else declared)
     return frozenset(names)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, is_filled_cache
+from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
 from nemo_like.model_copy import call_with
 from nemo_like.module_tree import bare
 from nemo_like.options.words import a_or_an
@@ -25,6 +25,7 @@ from nemo_like.planning.reasons import PLAN, Aim, named_reason
 from nemo_like.planning.recorded import record_again, recording
 from nemo_like.tensors import by_argument, describe, map_tensors, split_sample, tensors_in
 from nemo_like.torch_compat import tree_leaves
+from nemo_like.transformers_compat import given_cache, parameter_names
 
 
 def trace_model(
@@ -92,10 +93,11 @@ class _Watcher:
         prefix = name + "." if name else ""
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         settings = settings_of(module)
+        names = parameter_names(forward)
 
         def watching(*args: Any, **kwargs: Any) -> Any:
             grad = torch.is_grad_enabled()
-            self._refuse_cache(layer.fqn, kwargs)
+            self._refuse_cache(layer.fqn, given_cache(names, args, kwargs))
             self._refuse_hidden_graph(layer.fqn, (args, kwargs))
             key = (settings, call_key(args), call_key(kwargs), grad)
             for tensor in tensors_in((args, kwargs)):
@@ -123,11 +125,10 @@ class _Watcher:
 
         return watching
 
-    def _refuse_cache(self, fqn: str, kwargs: Mapping[str, Any]) -> None:
-        given = [name for name, value in kwargs.items() if is_filled_cache(value)]
-        if given and torch.is_grad_enabled():
+    def _refuse_cache(self, fqn: str, given: str | None) -> None:
+        if given is not None and torch.is_grad_enabled():
             raise ValueError(
-                f"{type(self.model).__name__} hands {fqn} a key/value cache ({given[0]}=) that it makes in every forward "
+                f"{type(self.model).__name__} hands {fqn} a key/value cache ({given}=) that it makes in every forward "
                 "and cannot be told not to: a replay would write it a second time, so no plan can be made. Use ac='none', "
                 "or layers= that are not handed it."
             )

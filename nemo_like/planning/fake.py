@@ -7,7 +7,6 @@ CPU fake tensors, not `meta` (attention would be decomposed) and not fake CUDA (
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -24,6 +23,7 @@ from nemo_like.planning.expert_twin import planned_table
 from nemo_like.planning.remembered import RememberedTables
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types
+from nemo_like.transformers_compat import USE_CACHE, parameter_names
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
 
@@ -301,6 +301,6 @@ def call_flags(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict
     """The keywords of a training call: the sample's, and ``use_cache=False`` as checkpointed models get it."""
     from nemo_like.activation_checkpointing import kv_sharing
 
-    names = list(inspect.signature(model.forward).parameters)
-    given = kwargs.get("use_cache") is not None or "use_cache" not in names or len(args) > names.index("use_cache")
-    return dict(kwargs) if given or kv_sharing.needs_cache(model) else {**kwargs, "use_cache": False}
+    names = parameter_names(model.forward)
+    given = kwargs.get(USE_CACHE) is not None or USE_CACHE not in names or len(args) > names.index(USE_CACHE)
+    return dict(kwargs) if given or kv_sharing.needs_cache(model) else {**kwargs, USE_CACHE: False}

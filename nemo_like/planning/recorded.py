@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from nemo_like.torch_compat import forward_hooks
-
-_RECORDERS = "transformers.utils.output_capturing"
+from nemo_like.transformers_compat import RECORDERS
 
 Record = tuple[str, tuple, Any]
 """The name of a module within its layer, what it was called with, and its output."""
@@ -23,7 +22,7 @@ def _hooks(layer: nn.Module) -> Iterator[tuple[str, nn.Module, Callable]]:
     """The recorders below `layer`, by module name; those on the layer itself are called with it."""
     for name, part in layer.named_modules():
         for hook in forward_hooks(part):
-            if name and getattr(hook, "__module__", None) == _RECORDERS:
+            if name and getattr(hook, "__module__", None) == RECORDERS:
                 yield name, part, hook
 
 

@@ -33,11 +33,11 @@ from nemo_like.layers import Layer
 from nemo_like.layers.structure import is_callable, is_container
 from nemo_like.module_tree import bare
 from nemo_like.options import CONTEXT_METHODS, ContextParallel
+from nemo_like.transformers_compat import OWN_ATTENTION, absent
 
 __all__ = ["apply_context_parallel", "check_context_parallel"]
 
 _STATES = "encoder_hidden_states"
-_INTERNAL = "_attn_implementation_internal"
 
 for _word in CONTEXT_METHODS:
     method_of(_word)  # which defines the operators that it sends with: settings may name them
@@ -178,15 +178,21 @@ class _Set:
 
 
 def _reroute(stack: CutStack, parts: Parts) -> Iterator[Any]:
-    """Give the configs below `stack` the name of the attention that gathers."""
+    """Give the configs below `stack` the name of the attention that gathers.
+
+    Raises:
+        RuntimeError: none has an attribute for it that is known.
+    """
     seen: set[int] = set()
     for module in stack.module.modules():
         config = getattr(module, "config", None)
-        if config is None or id(config) in seen or not hasattr(config, _INTERNAL):
+        if config is None or id(config) in seen or not hasattr(config, OWN_ATTENTION):
             continue
         seen.add(id(config))
-        before = getattr(config, _INTERNAL)
+        before = getattr(config, OWN_ATTENTION)
         if before is not None and attention.unregistered(before) != before:
             continue  # shared with a stack before this one, as an encoder's with its decoder's
-        setattr(config, _INTERNAL, attention.register(before or "eager"))
-        yield _Set(config, _INTERNAL, before)
+        setattr(config, OWN_ATTENTION, attention.register(before or "eager"))
+        yield _Set(config, OWN_ATTENTION, before)
+    if not seen:
+        raise absent(f"has no {OWN_ATTENTION} in the configuration of {type(stack.module).__name__}")

@@ -21,6 +21,13 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel import masks
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, parts_of
 from nemo_like.torch_compat import is_fake
+from nemo_like.transformers_compat import (
+    ATTENTION,
+    ATTENTION_LOOKUP,
+    attention_functions,
+    attention_interface,
+    mask_interface,
+)
 
 _PREFIX = "nemo_like_parts|"
 _SDPA = F.scaled_dot_product_attention
@@ -29,8 +36,8 @@ _SDPA = F.scaled_dot_product_attention
 def register(implementation: str) -> str:
     """Make `implementation` ("sdpa", "eager", ...) over cut sequences known to transformers; its name there."""
     name = _PREFIX + implementation
-    attention = sys.modules["transformers.modeling_utils"].AttentionInterface
-    mask = sys.modules["transformers.masking_utils"].AttentionMaskInterface
+    attention = attention_interface()
+    mask = mask_interface()
     attention.register(name, functools.partial(_attend, implementation))
     mask.register(name, functools.partial(masks.make, implementation))
     return name
@@ -43,14 +50,14 @@ def unregistered(name: str) -> str:
 
 def attention_of(config: Any) -> str | None:
     """The implementation that a config names, also where stages of a pipeline share it and one was cut before."""
-    name = getattr(config, "_attn_implementation", None)
+    name = getattr(config, ATTENTION, None)
     return name if name is None else unregistered(name)
 
 
 def _own_attention(implementation: str, module: nn.Module) -> Callable[..., Any]:
     if implementation == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
-    return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[implementation]
+    return attention_functions()[implementation]
 
 
 def _attend(
@@ -117,4 +124,4 @@ def without_padding(key: Tensor) -> Tensor | None:
 def uses_interface(module: nn.Module) -> bool:
     """Whether the forward of `module` looks its attention up in transformers' interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return code is not None and ATTENTION_LOOKUP in code.co_names

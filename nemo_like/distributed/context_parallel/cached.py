@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from typing import Any
 
 import torch
@@ -18,10 +17,7 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel import layout, masks
 from nemo_like.distributed.context_parallel.parts import Parts, parts_of
 from nemo_like.layers.structure import class_of
-
-CACHE = "past_key_values"
-_TUNED = "attn_temperature_tuning"
-_NAMES = ("layer_past", "past_key_values", "past_key_value")
+from nemo_like.transformers_compat import TEMPERATURE_TUNING, cache_argument, mask_functions
 
 
 def asks_a_cache(module: nn.Module) -> bool:
@@ -34,7 +30,7 @@ def asks_a_cache(module: nn.Module) -> bool:
     triangle = any(
         buffer.ndim >= 2 and buffer.shape[-1] == buffer.shape[-2] for buffer in module.buffers(recurse=False)
     )
-    return not triangle and any(name in inspect.signature(forward).parameters for name in _NAMES)
+    return not triangle and cache_argument(forward, required="layer_idx" in code.co_names) is not None
 
 
 class GatheringCache:
@@ -63,7 +59,7 @@ class GatheringCache:
 
 def counts_positions(module: nn.Module) -> bool:
     """Whether `module` is attention that scales its queries by positions which it counts from zero itself (Llama 4)."""
-    return bool(getattr(module, _TUNED, False)) and not getattr(module, "use_rope", True)
+    return bool(getattr(module, TEMPERATURE_TUNING, False)) and not getattr(module, "use_rope", True)
 
 
 class _Offsets:
@@ -87,7 +83,8 @@ def count_from_the_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     hidden = kwargs.get("hidden_states", args[0] if args else None)
     if parts is None or not isinstance(hidden, Tensor):
         return None
-    return args, kwargs | {CACHE: _Offsets(parts, hidden.shape[1], hidden.device)}
+    name = cache_argument(module.forward, required=True)
+    return args, kwargs | {name: _Offsets(parts, hidden.shape[1], hidden.device)}
 
 
 def cache_for(parts: Parts, length: int) -> GatheringCache:
@@ -99,7 +96,7 @@ class OwnMasks:
     """While a stack runs, transformers' masks are those of parts under the names that its layers know them by."""
 
     def __init__(self) -> None:
-        self._mapping: Any = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
+        self._mapping: Any = mask_functions()
         self._before = {name: self._mapping[name] for name in ("sdpa", "eager")}
         for name in self._before:
             # Never left out: `is_causal` would mean this part's keys alone.

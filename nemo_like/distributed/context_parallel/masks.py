@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from nemo_like.distributed.context_parallel import block_masks, layout
 from nemo_like.distributed.context_parallel.parts import CURRENT, WHOLE, Parts, StackCall
 from nemo_like.distributed.document_numbers import kept_apart
+from nemo_like.transformers_compat import causal_mask_function, mask_functions
 
 
 def causal(parts: Parts, columns: int, query: Tensor, *, additive: bool) -> Tensor:
@@ -35,7 +35,7 @@ def make(
     Outside of a cut stack the mask is that of the whole sequence: the stack cuts it when it gets it.
     """
     call = CURRENT.get()
-    mapping = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
+    mapping = mask_functions()
     if call is None or call.parts.idle:
         return mapping[implementation](
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
@@ -43,7 +43,7 @@ def make(
             **kwargs if WHOLE.get() else kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
         )  # fmt: skip
     own = call.masked or call.documents is not None
-    plain = mask_function is sys.modules["transformers.masking_utils"].causal_mask_function
+    plain = mask_function is causal_mask_function()
     method = call.parts.method
     # Eager attention masks nothing by itself, flex attention neither.
     skips = implementation == "sdpa" or (implementation == "eager" and method.triangles)

@@ -16,6 +16,7 @@ from nemo_like.distributed.context_parallel.attention import uses_interface
 from nemo_like.distributed.context_parallel.cached import asks_a_cache, counts_positions
 from nemo_like.layers.structure import class_of
 from nemo_like.module_tree import bare_modules
+from nemo_like.transformers_compat import COUNT_IDS, TEMPERATURE_TUNING
 
 _OPERATORS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.RNNBase,
@@ -86,9 +87,9 @@ def takes_a_mask(module: nn.Module) -> bool:
 
 def _counts_ids(stack: nn.Module) -> tuple[Callable[..., Tensor], int] | None:
     """How positions below `stack` are counted over ids that are no padding (RoBERTa and its kin), and the id of padding."""
-    name = "create_position_ids_from_input_ids"
     for module in stack.modules():
-        count = getattr(module, name, None) or getattr(sys.modules.get(class_of(module).__module__), name, None)
+        count = getattr(module, COUNT_IDS, None)
+        count = count or getattr(sys.modules.get(class_of(module).__module__), COUNT_IDS, None)
         if count is not None and isinstance(getattr(module, "padding_idx", None), int):
             return count, module.padding_idx  # type: ignore[return-value]
     return None
@@ -126,7 +127,7 @@ def _named_mixer(class_name: str) -> bool:
 def _counts(module: nn.Module) -> bool:
     """Whether attention may make a range of positions; Llama 4's does only where it tunes temperatures."""
     code = getattr(inspect.unwrap(class_of(module).forward), "__code__", None)
-    return code is not None and "arange" in code.co_names and "attn_temperature_tuning" not in code.co_names
+    return code is not None and "arange" in code.co_names and TEMPERATURE_TUNING not in code.co_names
 
 
 def _is_own_attention(name: str, module: nn.Module) -> bool:

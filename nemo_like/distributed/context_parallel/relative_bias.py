@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.parts import Parts
+from nemo_like.transformers_compat import BUCKET
 
 
 def over_whole_sequences(module: nn.Module, parts: Parts) -> Iterator[Any]:
     """If `module` has T5's ``compute_bias``, exchange it; yields what undoes that."""
-    if not hasattr(module, "compute_bias") or not hasattr(module, "_relative_position_bucket"):
+    if not hasattr(module, "compute_bias") or not hasattr(module, BUCKET):
         return
     own = module.compute_bias
 
@@ -27,7 +28,7 @@ def over_whole_sequences(module: nn.Module, parts: Parts) -> Iterator[Any]:
         if parts.method.cuts_heads:
             rows = torch.arange(query_length * parts.ranks, device=device)
         columns = torch.arange(key_length * parts.ranks, device=device)
-        bucket: Any = getattr(module, "_relative_position_bucket")  # noqa: B009
+        bucket: Any = getattr(module, BUCKET)
         settings = {
             "bidirectional": not module.is_decoder,
             "num_buckets": module.relative_attention_num_buckets,

@@ -14,19 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout, masks
-from nemo_like.distributed.context_parallel.cached import CACHE, OwnMasks, cache_for
+from nemo_like.distributed.context_parallel.cached import GatheringCache, OwnMasks, cache_for
 from nemo_like.distributed.context_parallel.mixers import positions_of_ids
 from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall, gathers_whole
 from nemo_like.distributed.context_parallel.stacks import CutStack
 from nemo_like.distributed.document_numbers import documents_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.torch_compat import is_fake
+from nemo_like.transformers_compat import MASK_OF_IDS, USE_CACHE
 
 _LENGTH = "_nemo_like_whole_length"
 _WHOLE = "_nemo_like_whole_states"
 _MAIN = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
-_MASK_OF_IDS = "make_default_2d_attention_mask"
-"""A function of T5Gemma's file, which is called where no mask is given."""
 _PARTS = ("encoder_hidden_states",)
 """Arguments that another stack made, and that are parts already."""
 
@@ -37,7 +36,7 @@ class StackHooks:
     def __init__(self, stack: CutStack, parts: Parts, paired: bool = False) -> None:
         """paired: it is an encoder or a decoder, and which of the two its calls show."""
         self._stack, self._parts, self._paired = stack, parts, paired
-        self._cached = stack.cached
+        self._cached = stack.cache_argument if stack.cached else None
         self._tokens: list[Any] = []
         self._own_masks: list[OwnMasks] = []
 
@@ -61,10 +60,10 @@ class StackHooks:
             self._parts.make_triangles(layout.padded_length(call.length, self._parts.ranks), dtype, main.device)
         cut = {name: self._cut(call, name, value, given) for name, value in given.items()}
         self._positions(call, given, cut)
-        if "use_cache" in names or "use_cache" in given:
-            cut["use_cache"] = False  # a cache of a part is of no use, and a mask is made for its length
-        if self._cached:
-            cut[CACHE] = cache_for(self._parts, call.length)
+        if USE_CACHE in names or USE_CACHE in given:
+            cut[USE_CACHE] = False  # a cache of a part is of no use, and a mask is made for its length
+        if self._cached is not None:
+            cut[self._cached] = cache_for(self._parts, call.length)
             self._own_masks.append(OwnMasks())
         return (), cut
 
@@ -75,7 +74,8 @@ class StackHooks:
         if call is not None and self._own_masks:
             self._own_masks.pop().put_back()
             if isinstance(output, dict):
-                output[CACHE] = None  # the one that gathers is none to go on with
+                for name in [name for name, value in output.items() if isinstance(value, GatheringCache)]:
+                    output[name] = None  # it is none to go on with
         states = next(iter(tensors_of(output)), None)
         if states is None:
             return None
@@ -159,7 +159,7 @@ class StackHooks:
             own = parts.positions(padded, main.device)[None]
             cut["position_ids"] = own if counted is None else parts.cut(_continued(counted, parts.ranks), 1)
         stack = self._stack.module
-        if given.get("attention_mask") is None and hasattr(sys.modules.get(type(stack).__module__), _MASK_OF_IDS):
+        if given.get("attention_mask") is None and hasattr(sys.modules.get(type(stack).__module__), MASK_OF_IDS):
             raise ValueError(
                 f"{type(stack).__name__} makes its mask from the ids that are no padding, and cp makes it before the cut: "
                 "pass attention_mask (and decoder_attention_mask)."

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from nemo_like.distributed.context_parallel.attention import attention_of, uses_interface
-from nemo_like.distributed.context_parallel.cached import CACHE, asks_a_cache
+from nemo_like.distributed.context_parallel.cached import asks_a_cache
 from nemo_like.distributed.context_parallel.mixers import sequence_mixers
 from nemo_like.distributed.context_parallel.plain import counts_along
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import class_of
 from nemo_like.module_tree import bare
+from nemo_like.transformers_compat import USE_CACHE, cache_argument, model_base, parameter_names
 
 _CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_?attention|cross_?attn)$", re.IGNORECASE)
 _INPUTS = ("input_ids", "inputs_embeds")
@@ -43,7 +44,12 @@ class CutStack:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Names that its forward takes, in order."""
-        return tuple(inspect.signature(bare(self.call).forward).parameters)
+        return parameter_names(bare(self.call).forward)
+
+    @property
+    def cache_argument(self) -> str | None:
+        """The name under which its forward takes a cache; None: it takes none."""
+        return cache_argument(bare(self.call).forward, required=USE_CACHE in self.arguments)
 
 
 def find_stacks(
@@ -104,7 +110,7 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_transformers(module: nn.Module) -> bool:
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    base = model_base()
     return base is not None and isinstance(module, base)
 
 
@@ -124,7 +130,7 @@ def _check(model: nn.Module, stack: CutStack) -> None:
                 f"{where}cp needs attention that goes through transformers' AttentionInterface, and layer {index} of "
                 f"{stack.name or 'the model'}, a {class_of(layer).__name__}, has none. Use cp=1."
             )
-    if stack.cached and (CACHE not in stack.arguments or not any(asks_a_cache(m) for m in stack.module.modules())):
+    if stack.cached and not (any(asks_a_cache(m) for m in stack.module.modules()) and stack.cache_argument):
         raise ValueError(
             f"{where}cp needs attention that goes through transformers' AttentionInterface or asks a cache for its keys, "
             f"and {stack.name or 'the model'} has none. Use cp=1."

@@ -10,7 +10,6 @@ from whole sequences on every rank: what comes behind the layers is given them.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +28,7 @@ from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.targets import IGNORED
 from nemo_like.module_tree import base_model
-
-_CACHES = ("past_key_values", "cache_params", "past_key_value")
+from nemo_like.transformers_compat import LOGITS_TO_KEEP, PREPARE_DECODER, SHIFT_RIGHT, given_cache, parameter_names
 
 
 class RootHooks:
@@ -49,7 +47,7 @@ class RootHooks:
         self.shifts: bool | None = None
         """Whether the model's own loss shifts its labels by one; None: no call has shown it yet."""
         self._checked = parts.planning
-        self._names = tuple(inspect.signature(base_model(call).forward).parameters)
+        self._names = parameter_names(base_model(call).forward)
         config = getattr(base_model(model), "config", None)
         self._decodes = "decoder_input_ids" in self._names and bool(getattr(config, "is_encoder_decoder", False))
 
@@ -58,7 +56,7 @@ class RootHooks:
         given = dict(zip(names, args)) | kwargs
         self._before.append((self.parts.idle, self.parts.whole_head))
         self._open.append(None)
-        self.parts.idle = any(given.get(name) is not None for name in _CACHES)
+        self.parts.idle = given_cache((), (), given) is not None
         if self.parts.idle:
             self._refuse_cache_in_training(given)
         if self.parts.verifying == "whole":
@@ -67,9 +65,9 @@ class RootHooks:
             self._watched.__enter__()
         if self.parts.idle:
             return None
-        if given.get("return_dict") is False or given.get("logits_to_keep") not in (None, 0):
+        if given.get("return_dict") is False or given.get(LOGITS_TO_KEEP) not in (None, 0):
             raise NotImplementedError(
-                "cp cuts the sequence: call the model without return_dict=False and logits_to_keep; its outputs are this "
+                f"cp cuts the sequence: call the model without return_dict=False and {LOGITS_TO_KEEP}; its outputs are this "
                 "rank's part."
             )
         self._check_first_call(given)
@@ -152,8 +150,8 @@ class RootHooks:
         if not self._decodes or made:
             return
         model: Any = base_model(self._model)
-        prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-        shift = getattr(sys.modules.get(class_of(model).__module__), "shift_tokens_right", None)
+        prepare = getattr(model, PREPARE_DECODER, None)
+        shift = getattr(sys.modules.get(class_of(model).__module__), SHIFT_RIGHT, None)
         if prepare is not None:
             given["decoder_input_ids"] = prepare(labels)
         elif shift is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.torch_compat import grouped_mm
+from nemo_like.transformers_compat import GATE
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 """Rows (R, D), sorted by expert, and how many each expert has → (R, D)."""
@@ -87,7 +88,7 @@ def _plus_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
 def _activated(module: Any, hidden: Tensor, gated: bool) -> Tensor:
     if not gated:
         return module.act_fn(hidden)
-    own = getattr(module, "_apply_gate", None)  # what transformers lets a family override
+    own = getattr(module, GATE, None)  # what transformers lets a family override
     if own is not None:
         return own(hidden)
     gate, up = hidden.chunk(2, dim=-1)

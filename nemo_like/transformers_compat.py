@@ -1,0 +1,168 @@
+"""What this package knows of the inside of transformers: the names of arguments, attributes, functions and modules.
+
+It imports transformers only where one of its models is at hand. Documented names (``input_ids``, ``config.use_cache``)
+stay where they are used. What is absent raises an error that names it, where going on would be another way. Whoever
+adds a release looks here first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+TESTED = ("5.23.0", "5.24.0")
+"""The releases that were tested."""
+
+# --- Arguments of a model's forward -----------------------------------------------------------------------------------
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
+"""The names under which a key/value cache is handed on. 5.24 renamed the second and the last one to the first."""
+USE_CACHE = "use_cache"
+LOGITS_TO_KEEP = "logits_to_keep"
+SHARED_STATES = "shared_kv_states"
+"""The keyword by which transformers hands shared keys and values to each layer."""
+
+# --- Names in the files of models, which tell what a module does; absent where it does not ----------------------------
+
+ATTENTION_LOOKUP = "ALL_ATTENTION_FUNCTIONS"
+"""What the forward of attention reads that goes through the interface."""
+TEMPERATURE_TUNING = "attn_temperature_tuning"
+"""An attribute of Llama 4's attention, which then counts positions from its cache's length."""
+COUNT_IDS = "create_position_ids_from_input_ids"
+"""A function of RoBERTa and its kin: positions over the ids that are no padding."""
+MASK_OF_IDS = "make_default_2d_attention_mask"
+"""A function of T5Gemma's file, which is called where no mask is given."""
+SHIFT_RIGHT = "shift_tokens_right"
+PREPARE_DECODER = "prepare_decoder_input_ids_from_labels"
+
+BUCKET = "_relative_position_bucket"
+"""A method of T5 and its kin, which numbers distances."""
+GATE = "_apply_gate"
+"""A method of experts that a family overrides."""
+NO_SPLIT = "_no_split_modules"
+"""An attribute of models: the classes of their layers."""
+
+# --- Configurations ---------------------------------------------------------------------------------------------------
+
+ATTENTION = "_attn_implementation"
+"""An attribute of configurations: the name of the attention implementation."""
+OWN_ATTENTION = "_attn_implementation_internal"
+"""The same, of this configuration alone and not of those below it."""
+
+# --- Modules ----------------------------------------------------------------------------------------------------------
+
+RECORDERS = "transformers.utils.output_capturing"
+"""The module of the hooks that record routers' logits and attentions."""
+PARALLEL_STYLES = ("transformers.distributed.tensor_parallel", "ALL_PARALLEL_STYLES")
+"""Where tensor-parallel styles are registered."""
+
+
+def absent(what: str) -> RuntimeError:
+    """The error for what was looked for in transformers and is not there."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "(not imported)")
+    return RuntimeError(
+        f"transformers {version} {what}. nemo_like was tested with transformers {' and '.join(TESTED)}: pip install "
+        f"'transformers=={TESTED[-1]}', or report this."
+    )
+
+
+def _inside(module: str, name: str) -> Any:
+    """What transformers' `module` calls `name`, for a caller that has a model of transformers."""
+    try:
+        return getattr(importlib.import_module(f"transformers.{module}"), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise absent(f"has no {name} in transformers.{module}") from error
+
+
+def model_base() -> Any:
+    """The base class of transformers' models; None where nobody has imported transformers."""
+    return None if "transformers.modeling_utils" not in sys.modules else _inside("modeling_utils", "PreTrainedModel")
+
+
+def attention_functions() -> Any:
+    """The mapping from the names of attention implementations to functions."""
+    return _inside("modeling_utils", ATTENTION_LOOKUP)
+
+
+def attention_interface() -> Any:
+    """The class by whose ``register`` an attention implementation gets a name."""
+    return _inside("modeling_utils", "AttentionInterface")
+
+
+def mask_functions() -> Any:
+    """The mapping from the names of attention implementations to functions that make their masks."""
+    return _inside("masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS")
+
+
+def mask_interface() -> Any:
+    """The class by whose ``register`` a function that makes masks gets a name."""
+    return _inside("masking_utils", "AttentionMaskInterface")
+
+
+def causal_mask_function() -> Any:
+    """The function of places that stands for a plain causal mask."""
+    return _inside("masking_utils", "causal_mask_function")
+
+
+# --- Key/value caches -------------------------------------------------------------------------------------------------
+
+
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The arguments that `function` takes, in order, through its decorators."""
+    return tuple(inspect.signature(function).parameters)
+
+
+def cache_argument(forward: Callable[..., Any], *, required: bool = False) -> str | None:
+    """The name under which `forward` takes a key/value cache: one that is known, or what is annotated as a ``Cache``.
+
+    Args:
+        forward: of a module of transformers.
+        required: its code shows that it takes one.
+
+    Raises:
+        RuntimeError: it is required, and there is none that is known.
+    """
+    parameters = inspect.signature(forward).parameters
+    annotated = (name for name, one in parameters.items() if re.search(r"\bCache\b", str(one.annotation)))
+    found = next((name for name in CACHE_ARGUMENTS if name in parameters), None) or next(annotated, None)
+    if found is None and required:
+        of = getattr(forward, "__qualname__", str(forward))
+        raise absent(f"calls {of} with no cache argument that is known here ({', '.join(CACHE_ARGUMENTS)})")
+    return found
+
+
+def is_cache(value: Any, name: str = "") -> bool:
+    """Whether `value`, an argument called `name`, is a key/value cache that keeps what it is given.
+
+    By what it can do. Under a name that stands for nothing else, anything is one; ``cache`` may be a table of a model's
+    own.
+    """
+    if value is None:
+        return False
+    if not isinstance(value, Tensor):
+        if getattr(value, "keeps_nothing", False):
+            return False
+        if all(callable(getattr(type(value), method, None)) for method in ("update", "get_seq_length")):
+            return True
+    return name in CACHE_ARGUMENTS and (name != "cache" or "Cache" in type(value).__name__)
+
+
+def given_cache(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """The name of the argument by which a call brings such a cache, by position or keyword; None: it brings none.
+
+    names: what the called forward takes, in order.
+    """
+    for index, value in enumerate(args):
+        name = names[index] if index < len(names) else f"argument {index}"
+        if is_cache(value, name):
+            return name
+    for name, value in kwargs.items():
+        if is_cache(value, name):
+            return name
+    return None
