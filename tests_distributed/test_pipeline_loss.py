@@ -199,6 +199,13 @@ def _later(rank: int, world_size: int) -> None:
     pipeline.step(**_batch(True))
     with pytest.raises(ValueError, match="cross entropies of the last step counted other targets"):
         pipeline.step(**_batch(True))
+    few = _batch(False)
+    few["loss_mask"][0, :5] = 0  # 5 of a micro-batch's 24 tokens: 24 / 19 - 1
+    pipeline = _pipeline(masked, _batch(False))
+    for batch in (_batch(False), few):
+        pipeline.step(**batch)
+    with pytest.raises(ValueError, match=r"counted other targets .*off by 26\.3%"):
+        pipeline.step(**few)
 
 
 def test_a_loss_that_a_later_batch_shows_to_be_another() -> None:

@@ -520,37 +520,46 @@ def test_state_of_every_kind_counts_once(ac: str, kind: str, late: bool) -> None
 
 
 class Ties(nn.Module):
-    """Changes a buffer by one name, and reads it by another."""
+    """Changes a tensor by one name, and reads it by another."""
 
-    def __init__(self, registered: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.attn, self.other = nn.Linear(8, 8), nn.Identity()
-        if registered:
-            self.register_buffer("count", torch.ones(()))
-            self.other.register_buffer("count", self.count)
+        self.kind, count = kind, torch.ones(())
+        if kind == "buffer":
+            self.register_buffer("count", count)
+            self.other.register_buffer("count", count)
+        elif kind == "attribute":
+            self.count = self.other.count = count
         else:
-            self.count = self.other.count = torch.ones(())
+            self.counts, self.other.counts = [count], {"same": count}
+
+    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kind == "containers":
+            return self.counts[0], self.other.counts["same"]
+        return self.count, self.other.count
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return x + (self.attn(x) * self.other.count).sin()
+        changed, read = self.both()
+        changed += 1
+        return x + (self.attn(x) * read).sin()
 
 
-@pytest.mark.parametrize("registered", [True, False], ids=["buffer", "tensor"])
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "containers"])
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
-def test_one_tensor_under_two_names(ac: str, registered: bool) -> None:
+def test_one_tensor_under_two_names(ac: str, kind: str) -> None:
     def run(mode: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model: Any = nn.Sequential(*(Ties(registered) for _ in range(3)))
+        model: Any = nn.Sequential(*(Ties(kind) for _ in range(3)))
         if mode != "none":
             model = apply_activation_checkpointing(model, mode)
         found = []
         for _ in range(3):
             model.zero_grad()
             model(torch.full((2, 8), 0.1)).square().sum().backward()
-            layers = [unwrap_checkpoint_wrapper(layer) for layer in model]
-            assert all(layer.count is layer.other.count for layer in layers)
-            found += [p.grad.clone() for p in model.parameters()] + [layer.count.clone() for layer in layers]
+            both = [unwrap_checkpoint_wrapper(layer).both() for layer in model]
+            assert all(one is other for one, other in both)
+            found += [p.grad.clone() for p in model.parameters()] + [one.clone() for one, _ in both]
         return found
 
     assert all(torch.equal(a, b) for a, b in zip(run(ac), run("none"), strict=True))

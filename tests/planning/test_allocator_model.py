@@ -129,6 +129,13 @@ def test_a_limit_of_splitting():
     assert allocator.reserved == 234 * MIB
 
 
+def test_a_block_above_the_limit_serves_what_is_less_than_a_large_segment_smaller():
+    allocator = CachingAllocator(AllocatorConfig(max_split_size=64 * MIB))
+    allocator.free(allocator.allocate(100 * MIB))
+    assert allocator.allocate(80 * MIB).size == 80 * MIB  # 20 MiB smaller: a segment of its own
+    assert allocator.allocate(82 * MIB).size == 100 * MIB
+
+
 def test_segments_go_back_when_memory_runs_out():
     allocator = CachingAllocator(memory=100 * MIB)
     first = allocator.allocate(60 * MIB)

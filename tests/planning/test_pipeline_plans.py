@@ -17,7 +17,7 @@ from nemo_like.options import FSDP2, MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import BudgetError, PipelinePlanner, plan_pipeline
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.pipeline_report import pipeline_report
-from nemo_like.planning.schedule_time import timeline
+from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
 from nemo_like.planning.stage_balance import balanced
 from nemo_like.planning.stage_plans import choose, describe
 from nemo_like.planning.stage_seconds import pipeline_seconds, times
@@ -104,6 +104,16 @@ def test_two_replays_where_one_holds_too_much() -> None:
     assert plan.step["replay"] == "twice" and plan.peak_bytes <= between * 1024
     roomy = plan_pipeline(_model(), ac="1GiB", sample_input=SAMPLE, pp=pp, gpu="cpu", world_size=pp.size)
     assert roomy.step["replay"] == "once" and roomy.replay_flops == 0
+
+
+def test_what_each_action_of_a_stage_takes() -> None:
+    stages = [StageSeconds(1.0, 2.0, 0.5, outer=0.3, sent=0.2)] * 2
+    wanted = {  # the first stage's backward runs whole, in the place of its second half
+        ("F", 0): 1.2, ("B", 0): 2.8, ("I", 0): 0.0, ("W", 0): 2.8,
+        ("F", 1): 1.2, ("B", 1): 2.8, ("I", 1): 1.7, ("W", 1): 1.1,
+    }  # fmt: skip
+    assert action_seconds(stages, "once") == pytest.approx(wanted)
+    assert action_seconds(stages, "twice") == pytest.approx(wanted | {("W", 1): 1.6})
 
 
 def test_replay_costs_time_in_the_half_that_replays() -> None:

@@ -1,0 +1,432 @@
+"""Faults that the tests must see: each is put into a copy of the package, and the named test files have to fail.
+
+    python -m tests.mutations [--only WORD] [--jobs 2]
+
+prints a line for each fault, and ends with 1 where more than three live. `docs/benchmarks/tests.md` has the last result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAY_LIVE = 3
+"""Faults that may stay unseen."""
+SECONDS = 400
+"""Of the tests of one fault; a run that takes longer counts as failed, since a hang is seen."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of one place."""
+
+    file: str
+    """In `nemo_like/`."""
+    right: str
+    """Text that occurs there once."""
+    wrong: str
+    """What is put in its place."""
+    seen_by: str
+    """Test files and folders, with blanks between, that must fail."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {' '.join(self.right.split())[:60]} -> {' '.join(self.wrong.split())[:60]}"
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "activation_checkpointing/engine/dispatch.py",
+        "        if kind == MUTABLE and not self.paused:",
+        "        if kind == MUTABLE and self.paused:",
+        "tests/activation_checkpointing/test_engine.py",
+    ),
+    Fault(
+        "activation_checkpointing/engine/dispatch.py",
+        "if entry.rng_after is not None:\n            set_rng_state",
+        "if entry.rng_after is None and False:\n            set_rng_state",
+        "tests/activation_checkpointing/test_engine_random.py tests/activation_checkpointing/test_engine.py",
+    ),
+    Fault(
+        "activation_checkpointing/engine/dispatch.py",
+        "position >= len(self.kept) or self.kept[position].op is not func",
+        "position >= len(self.kept)",
+        "tests/activation_checkpointing/test_regions.py tests/activation_checkpointing/test_engine.py",
+    ),
+    Fault(
+        "activation_checkpointing/engine/dispatch.py",
+        "entry.op in ops:\n                entry.recompute()",
+        "entry.op in ops and False:\n                entry.recompute()",
+        "tests/planning/test_other_masks.py",
+    ),
+    Fault(
+        "activation_checkpointing/policy.py",
+        "wrong = [op for op, row in self._rows.items() if self._counts.get(op, 0) != len(row)]",
+        "wrong = [op for op, row in self._rows.items() if self._counts.get(op, 0) > len(row)]",
+        "tests/activation_checkpointing/test_policy.py tests/activation_checkpointing/test_engine.py",
+    ),
+    Fault(
+        "activation_checkpointing/policy.py",
+        "if SKIP in row and known.random:",
+        "if SKIP in row and known.random and known.collective:",
+        "tests/activation_checkpointing/test_policy.py",
+    ),
+    Fault(
+        "activation_checkpointing/engine/deep_state.py",
+        "        known[id(value)] = value, kept\n",
+        "        pass\n",
+        "tests/activation_checkpointing/test_engine_world.py",
+    ),
+    Fault(
+        "activation_checkpointing/sequential.py",
+        "self.ambient = Ambient(preserve_rng_state)",
+        "self.ambient = Ambient(False)",
+        "tests/activation_checkpointing/test_sequential.py",
+    ),
+    Fault(
+        "activation_checkpointing/ops.py",
+        '    "aten._local_scalar_dense.default": OpFacts(saved=True, pinned=True),\n',
+        '    "aten._local_scalar_dense.default": OpFacts(),\n',
+        "tests/activation_checkpointing/test_ops.py",
+    ),
+    Fault(
+        "activation_checkpointing/ops.py",
+        "mutating=bool(schema is not None and schema.is_mutable) or",
+        "mutating=False or",
+        "tests/activation_checkpointing/test_engine.py",
+    ),
+    Fault(
+        "offload/mover.py",
+        "        backend.wait(backend.copy_out, backend.record(backend.current_stream()))\n",
+        "        pass\n",
+        "tests/offload/test_journal.py",
+    ),
+    Fault(
+        "offload/mover.py",
+        "            backend.wait(stream, span.ready)\n            backend.lend",
+        "            backend.lend",
+        "tests/offload/test_journal.py",
+    ),
+    Fault(
+        "offload/mover.py",
+        "self._inflight_bytes > self.max_inflight_bytes or",
+        "self._inflight_bytes < 0 or",
+        "tests/offload/test_saved_tensors.py tests/offload/test_journal.py",
+    ),
+    Fault(
+        "offload/mover.py",
+        "        at_version(buffer, copy.version)\n        span.buffer",
+        "        span.buffer",
+        "tests/offload/test_saved_tensors.py",
+    ),
+    Fault(
+        "offload/mover.py",
+        "            backend.wait(backend.copy_back, segment.written)\n",
+        "            pass\n",
+        "tests/offload/test_journal.py",
+    ),
+    Fault(
+        "offload/mover.py",
+        "        if reader.last_round != span.round:",
+        "        if True:",
+        "tests/offload/test_saved_tensors.py",
+    ),
+    Fault(
+        "losses/cross_entropy.py",
+        '        num_items = rows.counts.sum() if reduction == "mean" else 1',
+        '        num_items = rows.counts.numel() if reduction == "mean" else 1',
+        "tests/losses/test_cross_entropy.py",
+    ),
+    Fault(
+        "losses/cross_entropy.py",
+        "nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]",
+        "nn.functional.pad(labels, (1, 0), value=ignore_index)[..., :-1]",
+        "tests/losses/test_cross_entropy.py",
+    ),
+    Fault(
+        "losses/rows.py", "square_().neg_().add_(1)", "square_().neg_().add_(0.9)", "tests/losses/test_cross_entropy.py"
+    ),
+    Fault(
+        "losses/rows.py",
+        "        if self.factor is not None:\n            gradient.mul_(self.factor)",
+        "        if self.factor is not None:\n            gradient.div_(self.factor)",
+        "tests/losses/test_distillation.py tests/losses/test_cross_entropy.py",
+    ),
+    Fault(
+        "losses/runner.py",
+        "with ctx.autocast.again(), ctx.random.again(),",
+        "with ctx.autocast.again(),",
+        "tests/losses/test_cross_entropy.py",
+    ),
+    Fault(
+        "distributed/clip.py",
+        "scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)",
+        "scale = max_norm / (total + 1e-6)",
+        "tests_distributed/test_clip.py",
+    ),
+    Fault(
+        "distributed/clip.py",
+        "        dist.all_reduce(total, op, group=stages)\n",
+        "        pass\n",
+        "tests_distributed/test_clip.py tests_distributed/test_pipeline.py",
+    ),
+    Fault(
+        "distributed/units.py",
+        "        return [*self.layers, *tail, self.root]",
+        "        return [self.root, *tail, *self.layers]",
+        "tests_distributed/test_units.py tests_distributed/test_shard.py",
+    ),
+    Fault(
+        "distributed/units.py",
+        "return -(-param.shape[0] // ranks) * ranks",
+        "return param.shape[0] // ranks * ranks",
+        "tests_distributed/test_units.py tests/planning/test_whole_shards.py",
+    ),
+    Fault(
+        "distributed/accumulate.py",
+        "if known and accumulated_gradient(param) is None:",
+        "if known and False:",
+        "tests_distributed/test_shard.py",
+    ),
+    Fault(
+        "distributed/shared_random.py",
+        "                self._put({name: state for name, state in self._lent.items() if name not in drew})\n",
+        "                pass\n",
+        "tests_distributed/test_shared_random.py",
+    ),
+    Fault(
+        "distributed/context_parallel/sequence_ops.py",
+        "    return grad * ctx.arguments[0], None, None",
+        "    return grad, None, None",
+        "tests_distributed/test_cut_sequences.py",
+    ),
+    Fault(
+        "distributed/context_parallel/layout.py",
+        "return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)",
+        "return torch.cat([chunks[2 * rank], chunks[2 * rank + 1]], dim)",
+        "tests_distributed/test_context_parallel.py tests_distributed/test_cut_sequences.py",
+    ),
+    Fault(
+        "distributed/context_parallel/ring_blocks.py",
+        "out, total, 0.0, causal, scale=scale\n        )\n    return tiled_block_backward",
+        "out, total, 0.0, not causal, scale=scale\n        )\n    return tiled_block_backward",
+        "tests_distributed/test_cut_sequences.py",
+    ),
+    Fault(
+        "distributed/context_parallel/ring_blocks.py",
+        "of_scores = weights * of_weights * scale",
+        "of_scores = weights * of_weights",
+        "tests/test_cut_refusals.py",
+    ),
+    Fault(
+        "distributed/expert_parallel/exchange.py",
+        "return exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None",
+        "return exchange_rows(grad, ctx.sent, ctx.received, ctx.group), None, None, None",
+        "tests_distributed/test_expert_parallel.py",
+    ),
+    Fault(
+        "distributed/expert_parallel/exchange.py",
+        "torch.repeat_interleave(ids, received.flatten(), output_size=rows), stable=True",
+        "torch.repeat_interleave(ids, received.flatten(), output_size=rows), stable=True, descending=True",
+        "tests_distributed/test_expert_parallel.py",
+    ),
+    Fault(
+        "distributed/expert_parallel/expert_mesh.py",
+        'axis_size(self.dense, "dp_shard") * axis_size(self.dense, "cp")\n',
+        'axis_size(self.dense, "dp_shard")\n',
+        "tests_distributed/test_expert_parallel.py",
+    ),
+    Fault(
+        "distributed/pipeline/batches.py",
+        "    size = (rows + missing) // count",
+        "    size = max(1, (rows + missing) // count - 1)",
+        "tests/test_pipeline_batches.py tests_distributed/test_pipeline.py",
+    ),
+    Fault(
+        "distributed/pipeline/batches.py",
+        "torch.full_like(added, fill[name]) if name in fill else added",
+        "added",
+        "tests_distributed/test_pipeline.py tests_distributed/test_pipeline_loss.py",
+    ),
+    Fault(
+        "distributed/pipeline/learn_shares.py",
+        "_COUNTED = 1e-3",
+        "_COUNTED = 0.5",
+        "tests_distributed/test_pipeline_loss.py",
+    ),
+    Fault(
+        "distributed/tensor_parallel.py",
+        "redistribute(placements=[Shard(1)]).to_local()\n\n\nclass _Gather",
+        "redistribute(placements=[Shard(1)]).to_local() * 1.001\n\n\nclass _Gather",
+        "tests_distributed/test_tensor_parallel.py",
+    ),
+    Fault(
+        "planning/solver.py",
+        "    for state in states:\n        if not kept or state[1] < kept[-1][1]:",
+        "    for state in states:\n        if not kept or state[1] <= kept[-1][1]:",
+        "tests/planning/test_solver.py",
+    ),
+    Fault(
+        "planning/solver.py",
+        "            if op.bytes > left:\n",
+        "            if op.bytes >= left:\n",
+        "tests/planning/test_solver.py",
+    ),
+    Fault(
+        "planning/allocator_model.py",
+        "found.size >= size + self.config.large_segment",
+        "found.size > size + self.config.large_segment",
+        "tests/planning/test_allocator_model.py",
+    ),
+    Fault(
+        "planning/allocator_model.py",
+        "            return rest >= MIN_BLOCK\n",
+        "            return rest > MIN_BLOCK\n",
+        "tests/planning/test_allocator_model.py",
+    ),
+    Fault(
+        "planning/schedule_time.py",
+        "own.backward / 2 + own.replay + third + sent",
+        "own.backward / 2 + third + sent",
+        "tests/planning/test_pipeline_plans.py",
+    ),
+    Fault(
+        "planning/sharding.py",
+        "return 0 if self.gathered == self.shard_gathered else self.gathered",
+        "return self.gathered",
+        "tests/planning/test_program.py tests/planning/test_reserved.py",
+    ),
+    Fault(
+        "planning/program/step.py",
+        "            units.copy_out(ROOT, self.s.root, forward=False)\n",
+        "            pass\n",
+        "tests/planning/test_program.py",
+    ),
+    Fault(
+        "planning/fit/layouts.py",
+        "self.dp_replicate * self.dp_shard * self.micro_batch * self.grad_accum",
+        "self.dp_shard * self.micro_batch * self.grad_accum",
+        "tests/planning/test_fit.py",
+    ),
+    Fault(
+        "planning/fit/search.py",
+        "if least > shape.most_allocated(way):",
+        "if least > 0.5 * shape.most_allocated(way):",
+        "tests/planning/test_pipeline_bounds.py tests/planning/test_fit.py",
+    ),
+    Fault(
+        "profiling/profiler.py",
+        "replay_peak=call.live_in_backward - free + call.replay_growth",
+        "replay_peak=call.live_in_backward + call.replay_growth",
+        "tests/profiling/test_profiler.py",
+    ),
+    Fault(
+        "recipes/schedule.py",
+        "return self.peak * (step + 1) / self.warmup",
+        "return self.peak * step / self.warmup",
+        "tests/recipes/test_data.py",
+    ),
+    Fault(
+        "recipes/trainer.py",
+        "            part = micro * ranks.data_ranks + ranks.data_rank\n",
+        "            part = ranks.data_rank\n",
+        "tests_distributed/test_pretrain.py",
+    ),
+    Fault(
+        "recipes/trainer.py",
+        "next_byte(tokens, documents), counted) / options.grad_accum",
+        "next_byte(tokens, documents), counted)",
+        "tests_distributed/test_pretrain.py",
+    ),
+    Fault(
+        "recipes/sample_order.py",
+        "return [shuffled(place, count, mix(self.seed, epoch, 2))]",
+        "return [shuffled(place, count, mix(self.seed, 0, 2))]",
+        "tests/recipes/test_samples.py",
+    ),
+    Fault(
+        "layers/structure.py",
+        '    if "parametrizations" in inner._modules:\n        return 1\n',
+        "",
+        "tests/layers/test_find_layers.py tests/layers/test_families.py",
+    ),
+    Fault(
+        "flags.py",
+        'count = said["grad_accum"] if said["pp"] == 1 else 1',
+        "count = 1",
+        "tests/planning/test_planner.py tests/planning/test_towers.py",
+    ),
+    Fault(
+        "integrations/activation_offloading.py",
+        "left_out=() if head is None else (head,),\n    )\n\n\ndef output_head",
+        "left_out=(),\n    )\n\n\ndef output_head",
+        "tests/scenarios/test_trl.py tests/integrations",
+    ),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Try every fault; return 1 where more than `MAY_LIVE` live."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="faults whose file or text has this word")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    options = parser.parse_args(arguments)
+    faults = [fault for fault in FAULTS if options.only in f"{fault.file} {fault.right}"]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = list(pool.map(_try, faults))
+    living = [fault.name for fault, killed in zip(faults, outcomes) if not killed]
+    print(f"{len(faults) - len(living)} of {len(faults)} faults are seen. Living: {living or 'none'}")
+    return int(len(living) > MAY_LIVE)
+
+
+def _try(fault: Fault) -> bool:
+    """Run the tests of `fault` in a copy of the project that has it; return whether they fail."""
+    with tempfile.TemporaryDirectory(prefix="nemo_like-fault-") as folder:
+        copy = Path(folder)
+        for name in ("nemo_like", "tests", "tests_distributed"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("docs", ".ci", "README.md"):
+            (copy / name).symlink_to(ROOT / name)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        put_in(fault, copy)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider"]
+        start = time.monotonic()
+        try:
+            tests = subprocess.run(
+                [*command, *fault.seen_by.split()], cwd=copy, env=os.environ | {"PYTHONPATH": folder},
+                capture_output=True, text=True, timeout=SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(f"seen    {SECONDS:4d} s  {fault.name} (a hang)", flush=True)
+            return True
+    if tests.returncode not in (0, 1, 2):  # a wrong name of a file, say
+        raise RuntimeError(f"pytest ended with {tests.returncode}:\n{tests.stdout[-2000:]}{tests.stderr[-2000:]}")
+    killed = tests.returncode != 0
+    print(f"{'seen   ' if killed else 'LIVES  '} {time.monotonic() - start:4.0f} s  {fault.name}", flush=True)
+    return killed
+
+
+def put_in(fault: Fault, root: Path) -> None:
+    """Put `fault` into the package under `root`.
+
+    Raises:
+        ValueError: its text does not occur exactly once.
+    """
+    path = root / "nemo_like" / fault.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(fault.right) != 1:
+        raise ValueError(f"{fault.file} has {text.count(fault.right)} times {fault.right!r}; a fault needs one place.")
+    path.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
