@@ -556,6 +556,15 @@ def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
         yield from state()._fsdp_param_groups
 
 
+def sharded_versions(module: nn.Module) -> list[int]:
+    """The version counters of the shards of an FSDP2 unit: another list where one of them was written.
+
+    An operator on a DTensor counts on the DTensor alone, and one on its local part there alone.
+    """
+    shards = [param.sharded_param for group in fsdp_param_groups(module) for param in group.fsdp_params]
+    return [tensor._version for shard in shards for tensor in (shard, shard._local_tensor)]
+
+
 def free_last_gather(module: nn.Module) -> None:
     """Free the flat buffer that the FSDP2 unit at `module` was gathered into last, of which its parameters are copies.
 

@@ -19,6 +19,7 @@ from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
 from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
 from nemo_like.log import say_once
 from nemo_like.options import FSDP2
+from nemo_like.torch_compat import sharded_versions
 
 
 def shard_layers(
@@ -89,6 +90,9 @@ def shard_layers(
         setattr(model, CPU_OFFLOAD_MARK, True)
     if reduce_unused:
         _reduce_unused(model)
+    _gather_what_was_written(
+        model, [unit.modules[0] for unit in plan.units if not _reshard(unit, last_layer, options.reshard_after_forward)]
+    )
     if any(parameter.is_meta for parameter in model.parameters()):
         model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
     return plan
@@ -219,6 +223,34 @@ def _move(params: Iterable[nn.Parameter], device: torch.device) -> None:
     for param in params:
         if param.device != device and param.device.type != "meta":
             param.data = param.data.to(device)
+
+
+def _gather_what_was_written(model: nn.Module, held: Sequence[nn.Module]) -> None:
+    """Have each forward of `model` read the weights that are stored, also in units that stay gathered after forward.
+
+    FSDP2 frees these in backward alone. Without one, the next forward computes with what was gathered before the
+    optimizer's step (pytorch#144289). So they are freed after a forward without gradients, and where a shard was written.
+    """
+    versions: list[list[int]] = []
+
+    def free(_module: nn.Module, *_: Any) -> None:
+        for unit in held:
+            _as_fsdp(unit).reshard()
+
+    def before(module: nn.Module, _args: Any) -> None:
+        nonlocal versions
+        now = [sharded_versions(unit) for unit in held]
+        if now != versions:
+            free(module)
+        versions = now
+
+    def after(module: nn.Module, _args: Any, _output: Any) -> None:
+        if not torch.is_grad_enabled():
+            free(module)
+
+    if held:
+        model.register_forward_pre_hook(before, prepend=True)
+        model.register_forward_hook(after)
 
 
 class _MaterializeFirst:

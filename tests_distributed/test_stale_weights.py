@@ -1,0 +1,125 @@
+"""Whatever stays gathered under FSDP2, each forward reads the weights that are stored: flows against the bare model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import FSDP2, parallelize
+from tests_distributed.small_model import WIDTH, SmallModel, tokens
+from tests_distributed.spawn import run_ranks
+
+
+class Block(nn.Module):
+    """Two parts, so that it is taken for a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(self.norm(x)).tanh()
+
+
+def _loss(model: Any) -> torch.Tensor:
+    return model(tokens(2))
+
+
+def _evaluated(model: Any) -> float:
+    model.eval()
+    with torch.no_grad():
+        loss = _loss(model)
+    model.train()
+    return loss.item()
+
+
+def _evaluation_before_the_step(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = _loss(model)
+        loss.backward()
+        losses += [loss.item(), _evaluated(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _evaluation_in_an_accumulation(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for _ in range(2):
+        for _ in range(2):
+            _loss(model).backward()
+            losses.append(_evaluated(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _evaluation_before_backward(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for _ in range(2):
+        loss = _loss(model)
+        losses.append(_evaluated(model))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _no_backward_before_the_step(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    _loss(model).backward()
+    losses = [_loss(model).item()]  # with a graph, and nobody goes backward through it
+    optimizer.step()
+    return [*losses, _loss(model).item()]
+
+
+def _an_average_swapped_in(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    losses = _evaluation_before_the_step(model, optimizer)
+    with torch.no_grad():
+        for parameter, mean in zip(model.parameters(), average):
+            parameter.copy_(mean)
+    return [*losses, _evaluated(model)]
+
+
+def _zeroth_order(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    with torch.no_grad():
+        for step in (0.1, -0.2, 0.1):
+            for parameter in model.parameters():
+                parameter.add_(step)
+            losses.append(_loss(model).item())
+    return losses
+
+
+FLOWS: tuple[Callable[[Any, torch.optim.Optimizer], list[float]], ...] = (
+    _evaluation_before_the_step,
+    _evaluation_in_an_accumulation,
+    _evaluation_before_backward,
+    _no_backward_before_the_step,
+    _an_average_swapped_in,
+    _zeroth_order,
+)
+
+
+def _run(rank: int, world_size: int, reshard: bool | None, ac: str) -> list[str]:
+    found = []
+    for flow in FLOWS:
+        losses = []
+        for sharded in (False, True):
+            model: nn.Module = SmallModel(Block)
+            if sharded:
+                model = parallelize(model, FSDP2(reshard_after_forward=reshard), ac, device="cpu")
+            losses.append(flow(model, torch.optim.SGD(model.parameters(), lr=0.5)))
+        if losses[0] != pytest.approx(losses[1], rel=1e-6):  # a mean of two ranks' gradients, which are equal
+            found.append(f"{flow.__name__}: {losses}")
+    return found
+
+
+@pytest.mark.parametrize(("reshard", "ac"), [(None, "none"), (False, "full")])
+def test_each_forward_reads_what_is_stored(reshard: bool | None, ac: str) -> None:
+    assert run_ranks(2, _run, reshard, ac) == [[], []]
