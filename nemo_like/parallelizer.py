@@ -36,6 +36,7 @@ from nemo_like.distributed.expert_parallel import (
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
+from nemo_like.distributed.replaced import parameters_of, watch_replaced
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
@@ -209,7 +210,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     job, layers, experts, specs = _check(model, job, mesh, sample_input)
     # Nothing has been changed up to here.
     ranks = mesh if job.fsdp is not None else None  # all axes but replicas are FSDP2's alone
-    place = _place(job, mesh)
+    place, before = _place(job, mesh), parameters_of(model)
     names, is_stage = [layer.fqn for layer in layers], hasattr(model, STAGE_MARK)
     if not is_stage:  # a pipeline does the last two around its stages
         start_from_the_same_weights(model, ranks)
@@ -242,6 +243,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         _shard(model, job, ranks, names, experts, expert_mesh)
     else:
         model = _replicate(model, mesh, job, place)
+    watch_replaced(before, model)
     setattr(model, _MARK, True)
     if not is_stage and is_rank_zero() and (isinstance(job.ac, Plan) or job.planned_tokens is not None):
         from nemo_like.planning.watch import watch  # it compares with what was planned

@@ -1,0 +1,52 @@
+"""The parameters that sharding took out of a model: an optimizer that has them would train nothing, without a word."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nemo_like.module_tree import bare_name
+
+_Reference = weakref.ref[nn.Parameter]
+_replaced: dict[int, tuple[_Reference, str]] = {}
+"""By id, what replaced parameters were called; empty again once nobody has any of them."""
+_watching = False
+
+
+def parameters_of(model: nn.Module) -> dict[str, _Reference]:
+    """The parameters of `model` by their bare names, without keeping them alive."""
+    return {bare_name(name): weakref.ref(parameter) for name, parameter in model.named_parameters()}
+
+
+def watch_replaced(before: Mapping[str, _Reference], model: nn.Module) -> None:
+    """Have the step of an optimizer raise that holds a parameter of `before` whose place in `model` another one has."""
+    global _watching
+    for name, parameter in model.named_parameters():
+        reference = before.get(bare_name(name))
+        old = None if reference is None else reference()
+        if old is not None and old is not parameter:
+            key = id(old)
+            _replaced[key] = weakref.ref(old, lambda _, key=key: _replaced.pop(key, None)), bare_name(name)
+            del old
+    if _replaced and not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not _replaced:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = [_replaced[id(parameter)] for parameter in parameters if id(parameter) in _replaced]
+    names = [name for reference, name in known if reference() is not None]
+    if names:
+        raise RuntimeError(
+            f"This {type(optimizer).__name__} has {len(names)} parameter(s) that parallelize() has replaced, "
+            f"{names[0]!r} for one: it would train nothing. Build the optimizer after parallelize(), of the parameters "
+            "that the model has then."
+        )
