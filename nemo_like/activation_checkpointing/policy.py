@@ -219,7 +219,7 @@ class DecisionTable:
     and the row of an attention kernel counts for whichever kernel attention is given to.
 
     Raises:
-        ValueError: an unknown operator; one that can't be tracked; SKIP of an operator that draws random numbers;
+        ValueError: an unknown operator; one that can't be tracked; SKIP of an operator that always draws;
             anything but SAVE or HOST for one that must not be replayed.
 
     >>> table = DecisionTable({"aten.mm.default": (SAVE, RECOMPUTE)})
@@ -296,7 +296,7 @@ def _check_row(op: Op, row: tuple[Decision, ...]) -> None:
     known = table.facts(op)
     if not known.tracked:
         raise ValueError(f"DecisionTable lists {op}, a view, metadata or in-place operator: it always runs again.")
-    if SKIP in row and known.random:
+    if SKIP in row and known.random and not known.attention:  # whether attention draws, only its calls say
         raise ValueError(f"DecisionTable skips {op}, which draws random numbers: the later ones would change.")
     if SKIP in row and known.exchange:
         raise ValueError(

@@ -30,6 +30,7 @@ from nemo_like.activation_checkpointing.engine.kept import (
 from nemo_like.activation_checkpointing.engine.placeholder import Placeholder, beside_placeholders
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
+from nemo_like.log import warn_once
 from nemo_like.op_lookup import Op
 from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_python
@@ -160,9 +161,15 @@ class ForwardMode(_Mode):
         if kind in _LET_PASS or self.paused or (kind == COPY and not ops.is_device_to_host_copy(func, args, kwargs)):
             return out
         entry = self.keep(func, out, kind, args, kwargs)
-        if kind == RANDOM and self.keeps_rng and entry.decision in (SAVE, HOST) and ops.draws(func, args, kwargs):
-            # Replay won't draw these numbers, and later calls must get the same ones.
-            entry.rng_after = rng_state(kwargs.get("generator"))
+        if kind == RANDOM and entry.decision is not RECOMPUTE and ops.draws(func, args, kwargs):
+            if entry.decision is SKIP:
+                entry.recompute()
+                warn_once(
+                    f"Region {self.region_name!r}: the plan skips {func}, and this call draws random numbers (dropout in "
+                    "attention): it is computed again. A plan made with this model in training mode knows that."
+                )
+            elif self.keeps_rng:  # replay won't draw these numbers, and later calls must get the same ones
+                entry.rng_after = rng_state(kwargs.get("generator"))
         return out
 
     def keep(self, func: Op, out: Any, kind: int, args: Any, kwargs: Any) -> Kept:
@@ -283,7 +290,7 @@ class ReplayMode(_Mode):
         if not any(isinstance(tensor, Placeholder) for tensor in present):
             return func(*args, **kwargs)
         reason = None
-        if ops.facts(func).random:
+        if ops.draws(func, args, kwargs):
             reason = "it draws random numbers, and later ones would change"
         elif kind == MUTABLE and not all(
             isinstance(tensor, Placeholder) for tensor in ops.written_tensors(func, args, kwargs)
