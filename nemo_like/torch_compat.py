@@ -104,7 +104,8 @@ class WeakStorages(dict[int, int]):
 
     def is_of(self, index: int, tensor: Tensor) -> bool:
         """Whether reference `index` is one to the memory of `tensor`."""
-        return self.get(index) == tensor.untyped_storage()._cdata
+        reference = self.get(index)  # None, too, for a sparse tensor, which has no storage to ask
+        return reference is not None and reference == tensor.untyped_storage()._cdata
 
     def among(self, storages: set[int]) -> set[int]:
         """The numbers of the references to one of these storages, each given as its ``_cdata``."""

@@ -59,6 +59,7 @@ def test_a_compiled_deepseek_trains_twelve_steps_without_a_false_change_in_place
     assert all(same(full, none) for full, none in zip(*reversed(steps), strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_kv_shared_models_with_compile_train_right_in_every_mode(
@@ -79,6 +80,7 @@ def test_kv_shared_models_with_compile_train_right_in_every_mode(
         assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule"])
 def test_no_name_changes(ac: str) -> None:
     bare = PlainDecoder()
@@ -115,7 +117,7 @@ def matmuls_in_backward(model: nn.Module, compiled: bool) -> int:
     return sum(event.count for event in recorded.key_averages() if event.key in MATMULS)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [False, "aot_eager", "inductor"])
 def test_the_replay_computes_the_matmuls_that_the_policy_drops_and_no_other(backend: str | bool) -> None:
     # A Llama layer has seven bias-free matmuls: q k v o gate up down; the head has one. Backward of each: two.
@@ -180,6 +182,7 @@ def as_it_is(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callabl
     return graph.forward
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential", "50%"])
 def test_the_eager_backend_draws_the_same_dropout_masks_in_every_mode(ac: str) -> None:
     sample = {"input_ids": batch(2), "labels": batch(2)} if ac == "50%" else None
@@ -218,6 +221,7 @@ def test_running_statistics_move_once_under_the_eager_backend() -> None:
     assert all(map(torch.equal, *tensors))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["eager", as_it_is], ids=["eager", "a function"])
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
 def test_a_model_that_others_compile_without_a_partitioner_is_refused(ac: str, backend: Any) -> None:

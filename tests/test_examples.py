@@ -54,6 +54,7 @@ def test_a_plan_is_saved_loaded_and_trained_with(tmp_path: Path) -> None:
     assert (tmp_path / "plan.json").is_file()
 
 
+@pytest.mark.long
 def test_a_loop_with_accumulation_and_clipping_writes_its_weights(tmp_path: Path) -> None:
     output = _output("training_loop.py", tmp_path / "weights.pt")
     losses = _losses(output)

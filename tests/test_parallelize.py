@@ -75,6 +75,7 @@ def test_one_rank_takes_the_single_path_without_a_process_group_and_says_so(capl
     assert caplog.text.count("with one rank") == 2  # once for fsdp2, once for ddp
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_accumulation_is_the_same_in_every_mode(name: str, ac: str) -> None:

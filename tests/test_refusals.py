@@ -212,7 +212,7 @@ def test_a_bad_sample_of_a_hugging_face_model_is_named_with_the_models_own_reaso
         ({"foo": 1}, r"\(foo: int.*You must specify exactly one of input_ids or inputs_embeds"),
         (
             {"input_ids": torch.ones(2, 3)},
-            r"\(input_ids: float32 \(2, 3\).*indices must be of torch.int32 or torch.int64",
+            r"\(input_ids: float32 \(2, 3\).*(indices must be of|argument #1 .indices.)",
         ),
         (3, r"\(int"),
     ):

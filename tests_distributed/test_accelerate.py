@@ -47,6 +47,7 @@ def _train(rank: int, world_size: int, ac: str) -> tuple[list[float], list[str]]
     return losses, sorted({name for name, module in model.named_modules() if isinstance(module, FSDPModule)})
 
 
+@pytest.mark.long
 def test_every_layer_is_a_unit_in_every_mode() -> None:
     results = {
         ac: run_ranks(2, _train, ac, init_group=False, timeout=150)

@@ -218,6 +218,7 @@ def _by_data_rank(rank: int, world_size: int, options: dict[str, Any]) -> None:
         _call(other, _rows(rank))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", AXES, ids=lambda options: next(iter(options)))
 def test_data_parallel_ranks_have_batches_of_their_own(options: dict[str, Any]) -> None:
     run_ranks(4, _by_data_rank, options)

@@ -45,6 +45,7 @@ def _sharded(rank: int, world_size: int, replicas: int, foreach: bool | None) ->
             torch.testing.assert_close(whole(found.grad), param.grad, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("world_size", "replicas", "foreach"), [(2, 1, None), (4, 1, False), (4, 2, True)])
 def test_sharded_equals_whole(world_size: int, replicas: int, foreach: bool | None) -> None:
     run_ranks(world_size, _sharded, replicas, foreach)

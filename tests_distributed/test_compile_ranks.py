@@ -33,6 +33,7 @@ def _compare(rank: int, world_size: int, ac: str, backend: str) -> float:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule"])
 def test_aot_eager_is_eager_to_the_bit(ac: str) -> None:
     assert run_ranks(2, _compare, ac, "aot_eager", timeout=180) == [0.0, 0.0]
@@ -57,6 +58,7 @@ def _kv_shared(rank: int, world_size: int, name: str) -> list[str]:
     return [ac for ac, got in results.items() if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_kv_shared_models_under_fsdp2_and_mixed_precision(name: str) -> None:
     assert run_ranks(2, _kv_shared, name, timeout=120) == [[], []]
@@ -95,6 +97,7 @@ def _graphs(rank: int, world_size: int, ac: str) -> dict[str, int]:
     return dict(counters["stats"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["full", "selective"])
 def test_one_graph_serves_all_sharded_layers(ac: str) -> None:
     for stats in run_ranks(2, _graphs, ac, timeout=120):

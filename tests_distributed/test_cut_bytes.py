@@ -76,6 +76,7 @@ def _count(rank: int, world_size: int, method: str, modes: tuple[str, ...]) -> d
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
 def test_what_is_sent(method: str) -> None:
     found = run_ranks(2, _count, method, ("none", "full"))[0]

@@ -61,6 +61,7 @@ def _lower(rank: int, world_size: int) -> list[str]:
     return [] if abs(found - loss) < 1e-2 * loss else [f"loss {found} for {loss}"]
 
 
+@pytest.mark.long
 def test_with_compiled_layers() -> None:
     cases = [{"compile": "aot_eager", "ac": ac} for ac in ("none", "selective")]
     assert run_ranks(2, _with_options, "llama", cases, timeout=180) == [[], []]

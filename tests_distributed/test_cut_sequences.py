@@ -30,38 +30,44 @@ def _modes(
     return wrong_in_modes(build(name), batch(name, length=length), cp, modes)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_families(name: str) -> None:
     assert run_ranks(2, _modes, name, 2, MODES) == [[], []]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MORE_NAMES)
 def test_more_families(name: str) -> None:
     assert run_ranks(2, _modes, name, 2, ("selective",)) == [[], []]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OWN_NAMES)
 def test_attention_of_the_layers_own(name: str) -> None:
     """Linear biases (ALiBi) and others that don't ask transformers' interface get other ranks' keys as from a cache."""
     assert run_ranks(2, _modes, name, 2, ("none", "full", "selective", "50%")) == [[], []]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon_alibi"])
 def test_linear_biases_on_four_ranks(name: str) -> None:
     assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "t5", "bert", "qwen3", "nanogpt"])
 def test_ulysses(name: str) -> None:
     assert run_ranks(2, _modes, name, ContextParallel(2, "ulysses"), ("none", "selective")) == [[], []]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_four_ranks(name: str) -> None:
     assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_chunks_of_one_token(name: str) -> None:
     assert run_ranks(4, _modes, name, 4, ("none", "full"), 8) == [[]] * 4
@@ -79,6 +85,7 @@ def test_plain_models_on_longer_rows() -> None:
     assert run_ranks(2, _longer_than_what_is_compared) == [[], []]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "ranks"), [("llama", 2), ("qwen3", 2), ("nanogpt", 2), ("jetmoe", 2), ("llama", 4), ("mixtral", 4)]
 )

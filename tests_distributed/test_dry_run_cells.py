@@ -36,6 +36,7 @@ def _params() -> list[Any]:
     return made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("cell", _params())
 def test_a_plan_says_what_the_rank_takes(cell: Cell) -> None:
     found = run(cell)

@@ -91,6 +91,7 @@ def _compare(rank: int, world_size: int, where: str, prefetch: bool, profiled: s
     return same
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("where", "prefetch", "profiled"),
     [
@@ -199,6 +200,7 @@ def _keep_all(context: object, op: object, *args: object, **kwargs: object) -> b
     return True
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("where", ["nested", "inside", "outside"])
 @pytest.mark.parametrize("policy_fn", [_keep_matmuls, _keep_all])

@@ -307,6 +307,7 @@ def _filled(rank: int, world_size: int, folder: str) -> None:
             assert rank or all(torch.equal(found[key], bare[key] + 1) for key in bare)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_lists_from_meta(tmp_path: Path, ranks: int) -> None:
     run_ranks(ranks, _filled, str(tmp_path))

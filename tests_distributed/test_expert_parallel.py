@@ -36,7 +36,7 @@ def _one_family(rank: int, world_size: int, name: str, ep: int, modes: tuple[str
         assert all(torch.equal(found[n], plain[n]) for n in plain), mode  # checkpointing changes no bit
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_compute_what_one_does(name: str) -> None:
     run_ranks(2, _one_family, name, 2, MODES, timeout=120)

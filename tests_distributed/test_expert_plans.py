@@ -94,6 +94,7 @@ def _trained(rank: int, world_size: int) -> None:
                 assert all(torch.equal(found[name], plain[name]) for name in plain), (kind, ac)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_experts_of_a_plain_model(ranks: int) -> None:
     run_ranks(ranks, _trained, timeout=90)

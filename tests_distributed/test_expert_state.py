@@ -41,6 +41,7 @@ def _filled(rank: int, world_size: int, folder: str, ep: int) -> None:
             assert all(torch.equal(found[key], bare[key]) for key in found), (name, list(source))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
 def test_from_meta(tmp_path: Path, ranks: int, ep: int) -> None:
     _saved(tmp_path)
@@ -126,6 +127,7 @@ def _train(rank: int, world_size: int, ep: int, folder: str, resume: bool, steps
     return get_model_state(model, full=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (2, 1)), ((2, 1), (4, 4)), ((2, 2), (4, 2))])
 def test_resumed_with_experts_split_otherwise(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
     """(ranks, ep) before and after."""

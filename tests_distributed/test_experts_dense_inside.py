@@ -9,6 +9,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -212,6 +213,7 @@ def _on_four_ranks(rank: int, world_size: int, folder: str) -> None:
     assert rank or (found.keys() == bare.keys() and all(torch.equal(found[name], bare[name]) for name in bare))
 
 
+@pytest.mark.long
 def test_what_all_experts_share_is_summed_over_all_ranks_and_saved(tmp_path: Path) -> None:
     run_ranks(2, _on_two_ranks, str(tmp_path), timeout=120)
     run_ranks(4, _on_four_ranks, str(tmp_path), timeout=120)

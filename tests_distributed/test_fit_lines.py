@@ -85,6 +85,7 @@ def test_both_lines_run_on_one_device(tmp_path):
         _check(*_run(0, 1, config, data, asked), asked)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "asked",
     [

@@ -75,6 +75,7 @@ def _accumulate(rank: int, world_size: int, name: str) -> list[str]:
     return [ac for ac in MODES if not all(torch.equal(a, b) for a, b in zip(results[ac], results["none"], strict=True))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_accumulation_without_sync_is_the_same_in_every_mode(name: str) -> None:
     assert run_ranks(2, _accumulate, name) == [[], []]
@@ -90,6 +91,7 @@ def _refused(rank: int, world_size: int, arguments: dict, message: str) -> None:
     loss_of(model, batch(2)).backward()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -17,6 +17,7 @@ def _gradients(rank: int, world_size: int, name: str, ac: str):
     return loss.item(), {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule"])
 def test_llama_on_a_two_by_two_mesh(ac: str) -> None:
     reference = build("llama").eval()

@@ -113,6 +113,7 @@ def test_other_ways(arguments):
     check(run_ranks(2, _train, "llama", CHUNKS, arguments, 1), "llama")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("split", [True, False])
 def test_two_by_two_with_tensor_parallel(split):
     arguments = dict(ac="none", tp=TensorParallel(2, loss_parallel=split))

@@ -43,6 +43,7 @@ def _compare(rank: int, world_size: int, name: str, strategy: str, dtype: str, d
     return wrong
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_single(name: str, dtype: str) -> None:
@@ -64,6 +65,7 @@ def _fsdp2_gradients(rank: int, world_size: int, name: str, ac: str):
     return loss.item(), {key: p.grad.full_tensor() for key, p in model.named_parameters()}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ac", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_halves_make_the_whole(name: str, ac: str) -> None:

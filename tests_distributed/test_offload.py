@@ -82,6 +82,7 @@ def _fsdp_step(
     return _local_gradients(model), stats
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("ac", "mode"),
@@ -221,6 +222,7 @@ def _tensor_parallel(rank: int, world: int, mode: str, sequence: bool) -> tuple[
     return _local_gradients(model), stats
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor parallel", "sequence parallel"])
 @pytest.mark.parametrize("mode", ["boundary", "all"])
 def test_tensor_parallel_gradients_are_bitwise(mode: str, sequence: bool) -> None:

@@ -39,6 +39,7 @@ def _cut(rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...])
     return wrong_forms(name, cp, modes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*NAMES, "gptj"])
 def test_cut_over_two_ranks(name: str) -> None:
     assert run_ranks(2, _cut, name, 2, ("none", "selective", "full"), timeout=120) == [[], []]

@@ -135,6 +135,7 @@ def _schedule(rank: int, world_size: int, schedule: str, name: str, ac: str, rep
     return (calls[0] - layers * microbatches) / (layers * microbatches)  # without those of eval_step
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_replays_each_layer_once_and_gives_the_same_bits(schedule: str) -> None:
     assert run_ranks(2, _schedule, schedule, "llama", "full", "once") == [2.0, 2.0]
@@ -146,6 +147,7 @@ def test_a_split_backward_may_replay_twice() -> None:
     assert (first, second) == (2.5, 3.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
 def test_families(name: str) -> None:
     run_ranks(2, _schedule, "1f1b", name, "selective", "once")
@@ -158,6 +160,7 @@ def test_families_in_every_mode_and_with_plans(name: str, ac: str) -> None:
     run_ranks(2, _schedule, "1f1b", name, ac, "once", timeout=240)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("schedule", "ac"), [("zbv", "selective"), ("interleaved_zero_bubble", "none"), ("zbv", "submodule")]
 )
@@ -190,11 +193,13 @@ def _with_shards(rank: int, world_size: int, options: dict[str, Any], schedule: 
     torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_zero_bubble"])
 def test_fsdp2_inside_stages(schedule: str) -> None:
     run_ranks(4, _with_shards, {}, schedule)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_stages_that_are_resharded_after_forward(schedule: str) -> None:
     run_ranks(4, _with_shards, {"strategy": FSDP2(reshard_after_forward=True)}, schedule)
@@ -208,6 +213,7 @@ def test_a_backward_in_two_after_resharding_is_refused(schedule: str) -> None:
     assert Job.of(FSDP2(reshard_after_forward=True), pp=pp, world_size=2).pp == pp, "a rank for each stage shards nothing"
 
 
+@pytest.mark.long
 def test_tensor_parallel_inside_stages() -> None:
     run_ranks(4, _with_shards, {"tp": 2}, "1f1b")
 
@@ -427,6 +433,7 @@ def _from_meta(rank: int, world_size: int, folder: str, schedule: str) -> None:
     _check(pipeline, model, exact=not world_size > 2, where="from meta")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("world_size", "schedule"), [(2, "zbv"), (4, "1f1b")])
 def test_a_model_from_the_meta_device_reads_its_stages_from_safetensors(
     tmp_path: Path, world_size: int, schedule: str
@@ -453,6 +460,7 @@ def _adapted(rank: int, world_size: int, compile: bool) -> None:
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_adapters(compile: bool) -> None:
     run_ranks(2, _adapted, compile, timeout=120)
@@ -519,6 +527,7 @@ def _beside(rank: int, world_size: int, options: dict[str, Any], schedule: str) 
     _check(pipeline, model, exact=False, where="two batches")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "schedule"),
     [
@@ -542,6 +551,7 @@ def _lowered(rank: int, world_size: int) -> None:
     torch.testing.assert_close(pipeline.step(**batch), loss, rtol=2**-8, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stages_in_bfloat16(world_size: int) -> None:
     run_ranks(world_size, _lowered)

@@ -57,7 +57,7 @@ def _cases(rank: int, world_size: int, name: str, cases: list[dict[str, Any]]) -
     return wrong
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "nanogpt", *(pytest.param(name, marks=pytest.mark.long) for name in NAMES)])
 def test_families(name: str) -> None:
     cases = [{"ac": mode} for mode in ("none", "full", "selective")]
@@ -78,6 +78,7 @@ def _packed(rank: int, world_size: int, name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "gemma3_text"])
 def test_packed_documents(name: str) -> None:
     assert run_ranks(4, _packed, name, timeout=120) == [[]] * 4
@@ -92,6 +93,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long
 def test_with_other_options() -> None:
     assert run_ranks(4, _cases, "llama", OPTIONS, timeout=180) == [[]] * 4
 
@@ -128,6 +130,7 @@ def _verified(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_verification_compares_every_stage_with_whole_sequences() -> None:
     assert run_ranks(4, _verified, env={"NEMO_LIKE_VERIFY": "1"}, timeout=120) == [[]] * 4
 

@@ -407,6 +407,7 @@ def _of_data_ranks(rank: int, world_size: int) -> list[str]:
     return off
 
 
+@pytest.mark.long
 def test_two_pipelines_with_batches_of_their_own() -> None:
     assert run_ranks(4, _of_data_ranks, timeout=120) == [[]] * 4
 
@@ -418,6 +419,7 @@ def _beside(rank: int, world_size: int, build: str, options: dict[str, Any]) -> 
     return _differences(pipeline, make(), batch, f"{build} {options}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "build", "options"),
     [

@@ -213,6 +213,7 @@ def _beside(rank: int, world_size: int, cases: list[dict[str, Any]]) -> None:
         torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [

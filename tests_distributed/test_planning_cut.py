@@ -85,7 +85,7 @@ def _check(ranks: list[list[Any]]) -> None:
         assert abs(predicted - measured) <= 0.01 * measured, (mode, predicted, measured, where, parts)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "modes", "packed"),
     [
@@ -100,6 +100,7 @@ def test_predicted_peak_is_within_one_per_cent(name: str, modes: tuple[str, ...]
     _check(run_ranks(2, _peaks, name, "all_gather", modes, packed, timeout=240))
 
 
+@pytest.mark.long
 def test_ulysses() -> None:
     _check(run_ranks(2, _peaks, "LlamaConfig", "ulysses", ("selective",), timeout=240))
 

@@ -88,7 +88,7 @@ def _check(rows: list[tuple]) -> None:
         assert abs(predicted - measured) <= 0.01 * measured, (name, ac, predicted, measured, where)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["in four bits", "half frozen", *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if "adapters" in name)],

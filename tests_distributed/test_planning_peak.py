@@ -143,7 +143,7 @@ def _compare(rank, world_size, name, modes):
     return rows
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["llama", "plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3", "gemma3", "gpt2"))]
 )
@@ -209,6 +209,7 @@ def test_one_rank_has_whole_parameters_and_gradients():
         assert abs(predicted - measured) <= 0.01 * measured, (name, mode, predicted, measured, where)
 
 
+@pytest.mark.long
 def test_a_chunked_loss_on_two_ranks():
     for rows in run_ranks(2, _settings, IN_CHUNKS, "none", timeout=240):
         for name, predicted, measured, where in rows:

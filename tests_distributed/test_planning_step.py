@@ -178,6 +178,7 @@ class _EvaluatingInChunks(_Evaluating):
             super().step()
 
 
+@pytest.mark.long
 def test_an_evaluation_in_chunks_takes_no_more_than_a_step_with_a_chunked_loss():
     """8 x 64 tokens and 4,096 logits for each: with an evaluation that makes them all, the peak is another one."""
     ids, peaks = torch.randint(4096, (8, 64)), []
@@ -194,6 +195,7 @@ def test_an_evaluation_in_chunks_takes_no_more_than_a_step_with_a_chunked_loss()
     assert whole - plain > 7 << 20, peaks  # two copies of the logits of 8 MiB, where a chunk's are not
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_evaluation_between_steps_and_parameters_that_are_stored_in_bfloat16(dtype):
     """Gradients and states are then of the parameters' dtype; whole logits of an evaluation take no more than a step's."""
@@ -250,7 +252,7 @@ def test_ddp(names):
         _check(rows)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
 def test_the_optimizer_step_as_the_peak(form):
     """With a batch of next to nothing, AdamW's temporaries are what the step peaks at."""

@@ -41,6 +41,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_stages_train_as_one_process_and_resume_on_another_number_of_them(job: list[str], tmp_path: Path) -> None:
     whole = run_job(1, [*job, "--steps", "9"], tmp_path / "whole")
     kept = [*job, "--checkpoint-dir", str(tmp_path / "kept"), "--keep", "9", "--save-every", "3"]

@@ -122,6 +122,7 @@ def _halves(rank: int, world_size: int, which: str, replicate: int, how: str) ->
     _same(gradients(model), gradients(single))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("which", ["decoder", "llama"])
 def test_parts_of_a_batch_are_equal_to_the_whole_on_one_device(which: str, world_size: int, replicate: int) -> None:
@@ -144,6 +145,7 @@ def _step_counts(rank: int, world_size: int, how: str, asked: Any) -> tuple[int,
     return forward.gathers, backward.gathers, reduced
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("how", ["none", "torch", "full", "selective", "submodule"])
 @pytest.mark.parametrize(("asked", "backward"), [(None, 2), (True, 5), (False, 0), (2, 2)])
 def test_collectives_of_a_step(how: str, asked: Any, backward: int) -> None:
@@ -264,6 +266,7 @@ def _shared(rank: int, world_size: int, what: str, how: str) -> list[str]:
     return [unit.name for unit in plan.units]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("how", ["none", "full"])
 @pytest.mark.parametrize(
     ("what", "units"),

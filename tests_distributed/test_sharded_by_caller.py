@@ -140,6 +140,7 @@ def _trains(rank: int, world_size: int, which: str, mode: str) -> None:
         model(ids.chunk(2)[rank])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("which", ["experts", "frozen tower"])
 def test_what_the_caller_sharded_stays_and_trains_as_on_one_rank(which: str, mode: str) -> None:

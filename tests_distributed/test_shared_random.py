@@ -72,6 +72,7 @@ def _as_one_process(rank: int, world_size: int, mode: str) -> None:
             )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_that_are_seeded_apart_drop_what_one_process_does(mode: str) -> None:
     run_ranks(2, _as_one_process, mode)

@@ -48,6 +48,7 @@ def _gradients(
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("ac", "strategy"), [("none", "fsdp2"), ("full", "fsdp2"), ("selective", UNUSED)])
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "smolvlm"])
 def test_gradients_are_those_of_the_union_on_one_rank(name: str, ac: str, strategy: str | DDP) -> None:

@@ -115,6 +115,7 @@ def test_a_container_that_layers_change_is_replayed_as_forward_found_it(ac: str)
     assert all(map(torch.equal, _gradients(State, ac, ChangingBlock), wanted))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("ac", ["full", "sequential"])
 def test_a_forward_without_a_backward_leaves_nothing(kind: str, ac: str) -> None:

@@ -98,6 +98,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(a, b), (a - b).abs().max()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("ac", ["full", "sequential", "selective"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_that_dynamo_leaves_to_eager_train_right(name: str, ac: str) -> None:
@@ -105,6 +106,7 @@ def test_layers_that_dynamo_leaves_to_eager_train_right(name: str, ac: str) -> N
     assert_same(train(parallelize(Stack(LAYERS[name]), "single", ac, compile="aot_eager")), expected)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("ac", ["full", "sequential"])
 @pytest.mark.parametrize("name", ["sequential", "encoder", "mixed", "looping"])
 def test_so_they_do_under_inductor(name: str, ac: str) -> None:

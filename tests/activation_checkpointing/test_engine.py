@@ -160,6 +160,7 @@ def test_our_default_recomputes_no_more_than_the_parity_rule():
     assert replayed(True) <= replayed(False)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_memory_returns_to_the_level_before_without_a_garbage_collection(policy):
     block = LlamaBlock(32)

@@ -197,6 +197,7 @@ def stack_depths():
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
 
 
+@pytest.mark.few(3)
 @each_policy
 @pytest.mark.parametrize("when", ["forward", "replay"])
 def test_an_exception_leaves_no_mode_and_no_memory(policy, when):

@@ -62,6 +62,7 @@ def step(model, ids):
     return [loss.detach()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "policy", [SelectivePolicy(), SelectivePolicy(every_nth_matmul=None)], ids=["selective", "kept"]
 )

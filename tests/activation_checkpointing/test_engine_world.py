@@ -350,6 +350,7 @@ class Rotated(nn.Module):
         return x + self.mlp((self.attn(x) * self.table(x.shape[1])[:, None]).sin())
 
 
+@pytest.mark.few(42)
 @pytest.mark.parametrize("lengths", [(4, 8), (8, 4), (4, 8, 6)], ids=str)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("kind", ["grows", "exact", "late", "buffer", "empty buffer"])

@@ -130,6 +130,7 @@ def test_frozen_layers_hold_their_inputs_only(case: str) -> None:
             assert held["full"][index] == held["none"][index] == 0
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("budget", ["20%", "60%"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_budget_counts_frozen_layers_that_gradients_flow_through(case: str, budget: str) -> None:

@@ -55,6 +55,7 @@ def test_full_holds_the_input_and_nothing_else(bytes_by_mode: dict[str, float]) 
     assert bytes_by_mode["full"] == UNIT
 
 
+@pytest.mark.long
 def test_selective_holds_what_its_ops_make(bytes_by_mode: dict[str, float]) -> None:
     # All four linears have a bias and are `addmm`, which the default set keeps every time. By hand, in units of (T, D):
     # input 1, qkv 3, attention output 1, its projection 1, the MLP's first linear 4. The MLP's second linear is read by

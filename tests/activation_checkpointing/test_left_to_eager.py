@@ -61,6 +61,7 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
     return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("ac", ["selective", "submodule", "full"])

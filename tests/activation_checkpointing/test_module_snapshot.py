@@ -220,6 +220,7 @@ class Sines(nn.Module):
         return x
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective"])
 def test_a_saved_tensor_costs_the_garbage_collector_three_objects(policy: Any) -> None:
     """A handle, the reference to it, a shape. With more, Python's collector would run in every step of a few layers."""

@@ -131,6 +131,7 @@ def operators(run: Callable[[], Any]) -> Counter[str]:
     return Counter(event.name for event in profile.events() if event.name.startswith("aten::"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
 def test_it_costs_operators_in_the_first_step_and_not_one_later(ac: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(variable: str) -> list[Counter[str]]:

@@ -105,6 +105,7 @@ def _regions(model: nn.Module) -> int:
     return sum(isinstance(module, CheckpointWrapper) for module in model.modules())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("setting", [True, "boundary", OffloadConfig(mode="all", min_bytes=4096)], ids=str)
 def test_offloading_changes_no_weight(tmp_path: Path, setting: Any, lora: bool) -> None:
@@ -130,6 +131,7 @@ def test_offloading_and_checkpointing_together(tmp_path: Path, setting: str) -> 
     assert trainer.activation_offload_context.stats.moved_bytes > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential"])
 def test_every_mode_of_checkpointing_changes_no_weight(tmp_path: Path, ac: str) -> None:
     trainer, after = _train(tmp_path, ac=ac)
@@ -138,6 +140,7 @@ def test_every_mode_of_checkpointing_changes_no_weight(tmp_path: Path, ac: str) 
     assert isinstance(trainer.activation_offload_context, NoOpManager)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
 def test_weight_decay_reaches_the_same_weights(tmp_path: Path, name: str, ac: str) -> None:
@@ -159,6 +162,7 @@ def test_checkpointing_lora_under_bf16_autocast(tmp_path: Path) -> None:
     assert _regions(trainer.model) == decoders.LAYERS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["50%", MemoryBudget(fraction=0.5)], ids=str)
 def test_a_budget_plans_for_a_batch_of_the_training_set(tmp_path: Path, ac: Any) -> None:
     pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
@@ -279,6 +283,7 @@ def _right_tokens(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(right.mean())}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["arguments", "callback"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_a_chunked_loss_trains_and_evaluates_like_whole_logits(tmp_path: Path, lora: bool, how: str) -> None:

@@ -161,6 +161,7 @@ def _step(offloader: Offloader, model: nn.Module, how: str) -> None:
         loss.backward()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["plain", "retained", "no_grad", "exception"])
 def test_32_two_hundred_steps_leak_nothing(how: str) -> None:
     model = stack_of(lambda x, scale: (x * scale).exp(), count=3)

@@ -37,6 +37,7 @@ def _gradients(model: nn.Module) -> dict[str, Any]:
     return gradients(model)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "gpt2"])
 @pytest.mark.parametrize(
     ("ac", "mode"),

@@ -350,6 +350,7 @@ def test_a_dropped_graph_frees_its_host_memory(mode: str) -> None:
     assert offloader.stats.host_reserved_bytes == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_exception_in_forward_leaves_no_trace(mode: str) -> None:
     fail = [True]

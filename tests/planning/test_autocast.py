@@ -36,6 +36,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["bf16", Precision("bf16", output_dtype="float32")])
 @pytest.mark.parametrize("budget", ["45%", "80%"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])

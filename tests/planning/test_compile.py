@@ -117,6 +117,7 @@ def test_dropout_is_right_at_every_budget(backend, budgets):
             assert torch.equal(a, b), (budget, backend)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("backend", "budgets"), [("aot_eager", ("25%", "50%", "75%")), ("inductor", ("25%", "75%"))])
 def test_compiled_layers_keep_what_was_planned(backend, budgets):
     """The partitioner follows the tables; besides, it keeps what costs it nothing: statistics of norms."""

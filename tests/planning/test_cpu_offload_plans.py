@@ -18,6 +18,7 @@ def _plan(path, *more: str) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.long
 def test_the_device_keeps_none_of_the_state_and_the_host_all_of_it(tmp_path):
     here, there = _plan(tmp_path / "here.json"), _plan(tmp_path / "there.json", "--cpu-offload")
     for own, other in zip(here["rows"][:3], there["rows"][:3]):

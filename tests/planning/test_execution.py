@@ -168,6 +168,7 @@ def _budgets(problem, number=10):
         yield problem.choice(point)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_held_bytes_and_gradients_at_ten_budgets(name, dtype):

@@ -136,6 +136,7 @@ def test_gradients_of_split_experts_are_added_together() -> None:
     assert first.backward_peak == rest.backward_peak == 195_720  # 6,144 less, were each added as soon as it is made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_can_be_planned(name: str) -> None:
     planner = _planner(None, name)

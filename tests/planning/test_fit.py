@@ -48,6 +48,7 @@ def _measured(model, candidate, seq_len=64):
 FREE, PINNED = {"micro_batch": [4, 8], "offload": "none"}, {"loss": "model", "ac": "full", "micro_batch": 4}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pins", [FREE, PINNED])
 def test_the_best_runs_and_peaks_as_predicted(pins):
     free = fit(llama(), gpus=1, gpu="cpu", seq_len=64, global_batch=8, ac="none", loss="model", micro_batch=8)
@@ -82,7 +83,7 @@ def test_an_impossible_wish_ends_with_1_and_says_what_needs_least(capsys):
     assert "255 GPUs more (256 in all) with PYTORCH_ALLOC_CONF=expandable_segments:True" in said
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("gpus", "limit", "pins"),
     [
@@ -429,6 +430,7 @@ def test_no_step_of_a_shape_takes_less_than_its_bound():
                 assert max(bounds) == peak and min(bounds) < peak  # its own; another one's
 
 
+@pytest.mark.long
 def test_what_decides_is_what_is_reserved_where_that_is_predicted():
     asked = {"gpus": 1, "gpu": "h100-80gb", "seq_len": 64, "micro_batch": 8, "loss": "model"}
     free = fit(llama(), ac="none", offload="none", **asked).best

@@ -57,6 +57,7 @@ def test_a_microbatch_that_nobody_pinned_is_not_advised():
     assert report.helps and not any("micro-batch" in words for words in report.helps)
 
 
+@pytest.mark.long
 def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_with_them():
     config = transformers.LlamaConfig(
         hidden_size=1024, intermediate_size=2752, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,

@@ -41,7 +41,7 @@ def _search(limit, **pins):
     )[0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "wins", "pins"),
     [

@@ -32,6 +32,7 @@ def _model(**sizes: int) -> Any:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["none", "full", "5MiB"])
 def test_the_peak_is_within_one_per_cent(ac: str) -> None:
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -51,6 +52,7 @@ def test_the_peak_is_within_one_per_cent(ac: str) -> None:
     assert abs(predicted - measured) <= 0.01 * measured
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["none", "full"])
 def test_what_an_operator_on_float8_runs_inside_counts(ac: str) -> None:
     """Where the peak is inside a layer: the emulated product makes both operands anew, 3 to 4 % of these peaks."""

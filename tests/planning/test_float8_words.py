@@ -36,6 +36,7 @@ def _gradients(model: Any) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "word", ["fp8", *(pytest.param(word, marks=pytest.mark.long) for word in ("fp8-rowwise", "fp8-gather"))]
 )
@@ -113,6 +114,7 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         fit(llama(), gpus=1, gpu="cpu", seq_len=64, micro_batch=4, precision="fp8")
 
 
+@pytest.mark.long
 def test_fit_plans_for_float8_and_its_answer_runs_as_predicted() -> None:
     asked = dict(
         gpus=1, gpu="cpu", seq_len=64, micro_batch=4, memory="4800KiB", offload="none", loss="model", ac="plan"

@@ -54,6 +54,7 @@ def _planner(name: str, **setup: Any) -> Planner:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_block_gets_the_optimum_of_a_brute_force_at_32_budgets(name: str) -> None:
     for problem in _planner(name).problems:
@@ -66,6 +67,7 @@ def test_a_block_gets_the_optimum_of_a_brute_force_at_32_budgets(name: str) -> N
                 assert found.gap == 0.0 and abs(found.cost - optimum) <= 1e-9 * problem.forward_seconds, step
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_is_within_half_a_per_cent_of_a_brute_force_at_32_budgets(name: str) -> None:
     """Two layers together, in shares of one forward pass."""
@@ -96,6 +98,7 @@ def test_the_first_choice_holds_what_full_holds(name: str) -> None:
         assert frontier[0].held_bytes == problem.full().held_bytes == problem.trace.input_bytes
 
 
+@pytest.mark.long
 def test_a_budget_that_full_meets_is_planned_for_a_mixture_of_experts() -> None:
     """The router's choice must be kept by a plan; `full` keeps nothing, and stands below it."""
     planner = _planner("mixtral")

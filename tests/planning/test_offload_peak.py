@@ -83,6 +83,7 @@ def _peaks(mode: str, offload: str, inflight: int, *, lazy: bool = False) -> tup
     return plan.peak_bytes, _measured(model, ids)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("inflight", [1, 1 << 30])
 @pytest.mark.parametrize(
     ("mode", "offload"), [("full", "boundary"), ("selective", "boundary"), ("selective", "saved"), ("50%", "saved")]
@@ -92,6 +93,7 @@ def test_a_step_with_an_offload_peaks_as_predicted_to_the_byte(mode: str, offloa
     assert predicted == measured
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("offload", ["boundary", "saved"])
 def test_copies_that_take_their_time_hold_at_most_one_more(offload: str) -> None:
     """The prediction for the CPU is that a copy has ended when the next operator runs."""
@@ -100,6 +102,7 @@ def test_copies_that_take_their_time_hold_at_most_one_more(offload: str) -> None
     assert predicted <= measured <= predicted + largest
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["selective", "50%"])
 def test_a_plan_that_moves_what_it_keeps_peaks_as_predicted_to_the_byte(mode: str) -> None:
     planner, ids = _planner(OffloadConfig("none"), host=True)

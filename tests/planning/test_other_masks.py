@@ -81,6 +81,7 @@ def _gradients(model, batches):
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("budget", ["35%", "70%"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("planned", ["plain", "padded", "packed"])

@@ -56,7 +56,7 @@ def _search(model, precision="bf16", **pins):
     return make_search(model, question)[0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "pins"),
     [
@@ -82,6 +82,7 @@ def test_no_pipeline_takes_less_than_what_the_whole_model_says_of_it(model, pins
     assert looked >= 2
 
 
+@pytest.mark.long
 def test_where_nothing_fits_the_pipeline_that_needs_least_is_found():
     pins = {"pp": 2, "dp_shard": 2, "schedule": ["1f1b", "zbv"], "ac": ["none", "full"]}
     search, peaks, bounds = _search(_dense(), **pins), [], []

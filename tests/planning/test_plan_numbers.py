@@ -117,6 +117,7 @@ def test_the_least_number_of_gpus_is_the_first_that_fits() -> None:
         assert least_gpus(planner, lambda: whole, limit) == least
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("job", "shape", "kind", "said"),
     [
@@ -144,6 +145,7 @@ def test_where_the_head_binds_the_output_and_the_loss_are_named() -> None:
     assert "Most of the peak: head." in said and "drops the output (" in said and "loss='chunked' (" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("memory", [1 << 14, 1 << 15, 1 << 40])
 def test_no_more_host_memory_is_planned_with_than_there_is(memory: int) -> None:
     planner = _planner(device=replace(ROUND, host_link=1e12), host=True, host_memory=memory)

@@ -59,6 +59,7 @@ def test_copies_in_flight_are_on_the_device() -> None:
     assert many.peak(full).total == _planner(OffloadConfig("none")).peak(full).total
 
 
+@pytest.mark.long
 def test_a_budget_that_only_host_memory_meets() -> None:
     model, sample = _model()
     kept, least = (_planner(o).peak(_planner(o).uniform("full")).total for o in (OffloadConfig("none"), SMALL))
@@ -70,6 +71,7 @@ def test_a_budget_that_only_host_memory_meets() -> None:
     assert plan.peak_bytes <= (least + kept) // 2 and sum(layer.host_bytes for layer in plan.layers) > 0
 
 
+@pytest.mark.long
 def test_offload_is_advised_only_where_it_would_help() -> None:
     model, sample = _model()
     with pytest.raises(BudgetError) as small:  # its inputs are smaller than what is worth moving

@@ -119,6 +119,7 @@ def tiny() -> Planner:
     return _planner()
 
 
+@pytest.mark.long
 def test_larger_budgets_never_cost_time_and_are_kept(tiny):
     none = tiny.held(tiny.uniform("none"))
     before = float("inf")
@@ -481,6 +482,7 @@ def test_command(tmp_path, capsys):
     assert Plan.load(plan, resolve_model("llama-tiny").build("meta")).peak_bytes <= body["limit_bytes"]
 
 
+@pytest.mark.long
 def test_command_says_when_nothing_fits(capsys):
     assert cli.main(["plan", *["--model", "llama-tiny", "--seq-len", "64", "--memory", "1MiB", "--json", "-"]]) == 1
     assert "the least that any plan peaks at" in json.loads(capsys.readouterr().out)["problem"]

@@ -37,6 +37,7 @@ def _regions(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_every_printed_call_runs_its_row(precision: str | None) -> None:
     report = _report(Job.of(precision=precision))
@@ -53,6 +54,7 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
             assert expected or precision is not None
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("job", "words"),
     [
@@ -73,6 +75,7 @@ def test_nothing_that_was_planned_for_is_left_out_of_the_call(job: Job, words: s
     assert words in report.call(row)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [8, 1000])
 def test_padding_is_named_where_it_is_much_of_what_a_rank_holds(ranks: int) -> None:
     report = _report(Job.of(world_size=ranks))

@@ -64,6 +64,7 @@ def _most(log: list[tuple[int, int, str]], there: dict[int, int]) -> int:
     return most
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str, mode: str) -> None:
@@ -90,7 +91,7 @@ def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str
             assert all(size >= 0 for size in counted.now.values()), counted.now
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("job", [{"world_size": 2}, {"world_size": 4, "precision": "bf16"}, {"tied": True, "world_size": 4}])
 def test_so_does_a_rank_of_a_pipeline(schedule: str, job: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ def gradients(name: str, model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compile", [False, "aot_eager"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_a_budget_trains_right_with_the_routers_loss(name: str, compile: bool | str) -> None:

@@ -60,6 +60,7 @@ def _planner(job: Job, device: str = "h100-80gb", model: nn.Module | None = None
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_replayed_tensors_peak_where_the_arithmetic_says(name):
     planner = _planner(SETUPS[name])

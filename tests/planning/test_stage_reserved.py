@@ -48,6 +48,7 @@ def _reserved(planner: PipelinePlanner, choices: Any) -> dict[int, int]:
     return {rank: one.reserved for rank, one in found.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("schedule", "counted"), [("1f1b", [0, 1, 3]), ("interleaved_1f1b", [0, 1, 3]), ("gpipe", [0, 1, 3])]
 )

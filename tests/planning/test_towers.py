@@ -93,7 +93,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_command_plans_all_towers(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make, said, layers = WHOLE[name]
