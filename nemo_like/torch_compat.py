@@ -557,11 +557,6 @@ def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
         yield from state()._fsdp_param_groups
 
 
-def is_fsdp_unit(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on `module`, without an import of torch.distributed."""
-    return hasattr(type(module), "_get_fsdp_state")
-
-
 def sharded_versions(module: nn.Module) -> list[int]:
     """The version counters of the shards of an FSDP2 unit: another list where one of them was written.
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nemo_like.torch_compat import is_fsdp_unit
-
 _INNER = "_checkpoint_wrapped_module"
 _set_type: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 
@@ -18,9 +16,9 @@ class Nameless(nn.Module):
     """Mixed into PyTorch's activation wrappers, which clean the names in state dicts but not those in the module tree.
 
     Put it in front of the wrapper class. Then every walk over the whole model meets the bare model's names, each once:
-    by `named_children`, `named_modules`, `modules` or `apply`, and by asking each module for the parameters and buffers
-    of its own, which the wrapper shares with the module inside. The wrapper stands for both. `children`, by which torch
-    switches between training and evaluation, gives the module inside.
+    by `named_children` or `named_modules`, and by asking each module for the parameters and buffers of its own, which
+    the wrapper shares with the module inside. `children`, `modules` and ``named_modules()`` without duplicates, in
+    which code looks for classes and not for names, give the wrapper and the module inside.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -35,9 +33,10 @@ class Nameless(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As `nn.Module.named_modules`, with the wrapper in the place of the module inside.
+        """As `nn.Module.named_modules`, with the wrapper and the module inside under one and the same name.
 
-        A module inside that FSDP2 shards by itself comes, too: FSDP2 looks for its units here.
+        With ``remove_duplicate=False`` the wrapper stands for both, so that each name comes as often as in the bare
+        model.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -45,18 +44,10 @@ class Nameless(nn.Module):
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        inner: Any = self._modules[_INNER]
-        inside = inner.named_modules(memo, prefix, remove_duplicate)
-        if not remove_duplicate or not is_fsdp_unit(inner):
-            next(inside, None)
+        inside = self._modules[_INNER].named_modules(memo, prefix, remove_duplicate)  # type: ignore[union-attr]
+        if not remove_duplicate:
+            next(inside)
         yield from inside
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Nameless:
-        """As `nn.Module.apply`: `fn` once for the wrapper and the module inside, after those below."""
-        for child in self._modules[_INNER].children():  # type: ignore[union-attr]
-            child.apply(fn)
-        fn(self)
-        return self
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The children of the module inside, by their names."""
@@ -106,7 +97,8 @@ class Nameless(nn.Module):
         """The class of the module inside, so that ``isinstance`` finds it: walks by `named_children` meet the wrapper alone.
 
         Trainers leave norms out of weight decay by ``isinstance(child, nn.LayerNorm)``, transformers records hidden
-        states at the modules of a layer's class, accelerate shards modules of a class. ``type(module)`` is the wrapper's.
+        states at the modules of a layer's class, accelerate shards modules of a class. A walk by `modules`, which meets
+        the module inside too, finds a class twice there; ``type(module)`` tells the two apart.
         """
         inner = self.__dict__.get("_modules", {}).get(_INNER)
         return type(self) if inner is None else inner.__class__
