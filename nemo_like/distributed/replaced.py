@@ -30,12 +30,20 @@ def watch_replaced(before: Mapping[str, _Reference], model: nn.Module) -> None:
         reference = before.get(bare_name(name))
         old = None if reference is None else reference()
         if old is not None and old is not parameter:
-            key = id(old)
-            _replaced[key] = weakref.ref(old, lambda _, key=key: _replaced.pop(key, None)), bare_name(name)
+            _remember(old, bare_name(name))
             del old
     if _replaced and not _watching:
         _watching = True
         register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _remember(parameter: nn.Parameter, name: str) -> None:
+    key = id(parameter)
+
+    def forget(_: object) -> None:
+        _replaced.pop(key, None)
+
+    _replaced[key] = weakref.ref(parameter, forget), name
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
