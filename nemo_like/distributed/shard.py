@@ -232,25 +232,28 @@ def _gather_what_was_written(model: nn.Module, held: Sequence[nn.Module]) -> Non
     optimizer's step (pytorch#144289). So they are freed after a forward without gradients, and where a shard was written.
     """
     versions: list[list[int]] = []
+    depth = 0  # a hook of the model may call it inside of a call, as context parallelism does in its first one
 
-    def free(_module: nn.Module, *_: Any) -> None:
+    def free() -> None:
         for unit in held:
             _as_fsdp(unit).reshard()
 
-    def before(module: nn.Module, _args: Any) -> None:
-        nonlocal versions
+    def before(_module: nn.Module, _args: Any) -> None:
+        nonlocal versions, depth
         now = [sharded_versions(unit) for unit in held]
-        if now != versions:
-            free(module)
-        versions = now
+        if now != versions and not depth:
+            free()
+        versions, depth = now, depth + 1
 
-    def after(module: nn.Module, _args: Any, _output: Any) -> None:
-        if not torch.is_grad_enabled():
-            free(module)
+    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not torch.is_grad_enabled() and not depth:
+            free()
 
     if held:
         model.register_forward_pre_hook(before, prepend=True)
-        model.register_forward_hook(after)
+        model.register_forward_hook(after, always_call=True)
 
 
 class _MaterializeFirst:
