@@ -2,7 +2,7 @@
 
     python -m tests.mutations [--only WORD] [--jobs 2]
 
-prints a line for each fault, and ends with 1 where more than three live. `docs/benchmarks/tests.md` has the last result.
+runs these files once as they are, prints a line for each fault, and ends with 1 where more than three live. `docs/benchmarks/tests.md` has the last result.
 """
 
 from __future__ import annotations
@@ -381,6 +381,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     options = parser.parse_args(arguments)
     faults = [fault for fault in FAULTS if options.only in f"{fault.file} {fault.right}"]
+    files = sorted({file for fault in faults for file in fault.seen_by.split()})
+    if _fails(" ".join(files)):
+        raise SystemExit("The tests fail without any fault; run them first.")
     with ThreadPoolExecutor(options.jobs) as pool:
         outcomes = list(pool.map(_try, faults))
     living = [fault.name for fault, killed in zip(faults, outcomes) if not killed]
@@ -389,7 +392,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _try(fault: Fault) -> bool:
-    """Run the tests of `fault` in a copy of the project that has it; return whether they fail."""
+    """Return whether the tests of `fault` fail with it."""
+    start = time.monotonic()
+    killed = _fails(fault.seen_by, fault)
+    print(f"{'seen   ' if killed else 'LIVES  '} {time.monotonic() - start:4.0f} s  {fault.name}", flush=True)
+    return killed
+
+
+def _fails(tests: str, fault: Fault | None = None) -> bool:
+    """Run `tests` in a copy of the project, with `fault`; return whether they fail."""
     with tempfile.TemporaryDirectory(prefix="nemo_like-fault-") as folder:
         copy = Path(folder)
         for name in ("nemo_like", "tests", "tests_distributed"):
@@ -397,22 +408,19 @@ def _try(fault: Fault) -> bool:
         for name in ("docs", ".ci", "README.md"):
             (copy / name).symlink_to(ROOT / name)
         shutil.copy(ROOT / "pyproject.toml", copy)
-        put_in(fault, copy)
+        if fault is not None:
+            put_in(fault, copy)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider"]
-        start = time.monotonic()
         try:
-            tests = subprocess.run(
-                [*command, *fault.seen_by.split()], cwd=copy, env=os.environ | {"PYTHONPATH": folder},
-                capture_output=True, text=True, timeout=SECONDS,
+            done = subprocess.run(
+                [*command, *tests.split()], cwd=copy, env=os.environ | {"PYTHONPATH": folder},
+                capture_output=True, text=True, timeout=SECONDS if fault is not None else None,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            print(f"seen    {SECONDS:4d} s  {fault.name} (a hang)", flush=True)
             return True
-    if tests.returncode not in (0, 1, 2):  # a wrong name of a file, say
-        raise RuntimeError(f"pytest ended with {tests.returncode}:\n{tests.stdout[-2000:]}{tests.stderr[-2000:]}")
-    killed = tests.returncode != 0
-    print(f"{'seen   ' if killed else 'LIVES  '} {time.monotonic() - start:4.0f} s  {fault.name}", flush=True)
-    return killed
+    if done.returncode not in (0, 1, 2):  # a wrong name of a file, say
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode != 0
 
 
 def put_in(fault: Fault, root: Path) -> None:
