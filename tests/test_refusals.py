@@ -239,6 +239,13 @@ _ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "num_items in words": (
         lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items="4"), "num_items is '4'; it must be a number"
     ),
+    "num_items in a tensor": (
+        lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items=torch.tensor(0)), "num_items is 0; it must be"
+    ),
+    "shift": (lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, shift="x"), "shift is 'x'; it must be True or"),
+    "shift of log-probabilities": (
+        lambda _: chunked_log_probs(_HIDDEN, _head(), _LABELS, shift=1), "shift is 1; it must be True or False"
+    ),
     "several num_items": (
         lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items=torch.ones(2)), "a tensor of one number"
     ),

@@ -14,8 +14,8 @@ from nemo_like.losses.label_rows import CrossEntropyRows
 from nemo_like.losses.rows import RowLoss, Shape
 from nemo_like.losses.runner import Job, LossesInBackward, LossInForward
 from nemo_like.options import ChunkedLoss
-from nemo_like.options.words import a_or_an
-from nemo_like.torch_compat import call_in_fsdp_unit
+from nemo_like.options.words import a_or_an, check_bool
+from nemo_like.torch_compat import call_in_fsdp_unit, is_fake
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -82,6 +82,7 @@ def chunked_cross_entropy(
         raise ValueError(f"num_items divides the loss of reduction='mean', and reduction is {reduction!r}; drop one.")
     check_num_items(num_items)
     check_ignore_index(ignore_index)
+    check_bool("shift", shift)
     check_fraction("label_smoothing", label_smoothing)
     options = chosen(options, chunk_tokens)
     hidden, labels = checked_inputs(hidden, labels)
@@ -131,6 +132,7 @@ def chunked_log_probs(
         ValueError, TypeError: as `chunked_cross_entropy`.
     """
     check_ignore_index(ignore_index)
+    check_bool("shift", shift)
     options = chosen(options, chunk_tokens)
     hidden, labels = checked_inputs(hidden, labels)
     if shift:
@@ -245,9 +247,13 @@ def shifted(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def check_num_items(num_items: Any) -> None:
-    """Raise unless the loss can be divided by `num_items`; what a tensor has is not looked at, which would wait for it."""
-    if num_items is None or (isinstance(num_items, Tensor) and num_items.numel() == 1):
+    """Raise unless the loss can be divided by `num_items`; of a tensor on an accelerator, this would wait for the device."""
+    if num_items is None:
         return
+    if isinstance(num_items, Tensor) and num_items.numel() == 1:
+        if num_items.device.type != "cpu" or is_fake(num_items) or torch.compiler.is_compiling():
+            return
+        num_items = num_items.item()
     if isinstance(num_items, bool) or not isinstance(num_items, int | float):
         raise TypeError(f"num_items is {num_items!r}; it must be a number, or a tensor of one number.")
     if not 0 < num_items < math.inf:
