@@ -251,7 +251,7 @@ def check_num_items(num_items: Any) -> None:
     if num_items is None:
         return
     if isinstance(num_items, Tensor) and num_items.numel() == 1:
-        if num_items.device.type != "cpu" or is_fake(num_items) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or num_items.device.type != "cpu" or is_fake(num_items):
             return
         num_items = num_items.item()
     if isinstance(num_items, bool) or not isinstance(num_items, int | float):
