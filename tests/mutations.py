@@ -137,9 +137,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/mover.py",
-        "        if reader.last_round != span.round:",
-        "        if True:",
-        "tests/offload/test_saved_tensors.py",
+        "            self.backend.wait(span.stream, span.ready)\n",
+        "            pass\n",
+        "tests/offload/test_journal.py tests/offload/test_random.py tests/offload/test_saved_tensors.py",
     ),
     Fault(
         "losses/cross_entropy.py",
@@ -190,7 +190,7 @@ FAULTS: tuple[Fault, ...] = (
         "distributed/units.py",
         "return -(-param.shape[0] // ranks) * ranks",
         "return param.shape[0] // ranks * ranks",
-        "tests_distributed/test_units.py tests/planning/test_whole_shards.py",
+        "tests_distributed/test_shard_dim.py",
     ),
     Fault(
         "distributed/accumulate.py",
@@ -244,7 +244,7 @@ FAULTS: tuple[Fault, ...] = (
         "distributed/expert_parallel/expert_mesh.py",
         'axis_size(self.dense, "dp_shard") * axis_size(self.dense, "cp")\n',
         'axis_size(self.dense, "dp_shard")\n',
-        "tests_distributed/test_expert_parallel.py",
+        "tests_distributed/test_expert_training.py",
     ),
     Fault(
         "distributed/pipeline/batches.py",
@@ -272,14 +272,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/solver.py",
-        "    for state in states:\n        if not kept or state[1] < kept[-1][1]:",
-        "    for state in states:\n        if not kept or state[1] <= kept[-1][1]:",
+        "            states = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]",
+        "            states = [(b, c - op.cost, keep | 1 << i) for b, c, keep in states]",
         "tests/planning/test_solver.py",
     ),
     Fault(
         "planning/solver.py",
-        "            if op.bytes > left:\n",
-        "            if op.bytes >= left:\n",
+        "items.sort(key=lambda op: (-(op.cost / op.bytes)",
+        "items.sort(key=lambda op: ((op.cost / op.bytes)",
         "tests/planning/test_solver.py",
     ),
     Fault(
@@ -304,13 +304,13 @@ FAULTS: tuple[Fault, ...] = (
         "planning/sharding.py",
         "return 0 if self.gathered == self.shard_gathered else self.gathered",
         "return self.gathered",
-        "tests/planning/test_program.py tests/planning/test_reserved.py",
+        "tests_distributed/test_planning_tensor.py",
     ),
     Fault(
         "planning/program/step.py",
         "            units.copy_out(ROOT, self.s.root, forward=False)\n",
         "            pass\n",
-        "tests/planning/test_program.py",
+        "tests_distributed/test_planning_step.py tests_distributed/test_dry_run_cells.py",
     ),
     Fault(
         "planning/fit/layouts.py",

@@ -120,7 +120,6 @@ def _with_context_parallel(rank: int, world_size: int) -> None:
             assert_close(gradients(model), wanted)
 
 
-@pytest.mark.long
 def test_beside_context_parallel() -> None:
     run_ranks(4, _with_context_parallel, timeout=90)
 

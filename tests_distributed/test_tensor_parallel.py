@@ -118,7 +118,7 @@ def _two_dimensional(rank: int, world_size: int, name: str, sequence_parallel: b
         assert_same_step(model, mean / world_size, reference, expected.detach(), f"{name}, {mode}")
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "plain"])
 def test_fsdp_times_tp_equals_one_rank_in_every_mode(name: str, sequence_parallel: bool) -> None:

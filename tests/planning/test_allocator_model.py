@@ -129,6 +129,13 @@ def test_a_limit_of_splitting():
     assert allocator.reserved == 234 * MIB
 
 
+def test_a_small_block_is_split_down_to_the_smallest_size():
+    allocator = CachingAllocator()
+    twice, _ = allocator.allocate(1024), allocator.allocate(512)  # the second keeps the first from its segment's rest
+    allocator.free(twice)
+    assert [allocator.allocate(512).size for _ in range(2)] == [512, 512]
+
+
 def test_a_block_above_the_limit_serves_what_is_less_than_a_large_segment_smaller():
     allocator = CachingAllocator(AllocatorConfig(max_split_size=64 * MIB))
     allocator.free(allocator.allocate(100 * MIB))
