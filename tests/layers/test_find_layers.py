@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers, is_frozen, layer_groups, select_layers
+from nemo_like.layers.structure import weighted_parts
 from nemo_like.module_tree import bare_name, glob_to_regex
 
 DIM = 8
@@ -413,3 +414,8 @@ def test_found_layers_never_overlap_and_keep_their_names(tree: nn.Module) -> Non
     assert all(model.get_submodule(layer.fqn) is layer.module for layer in found)
     covered = {id(part) for layer in found for part in layer.module.modules()}
     assert all(id(part) in covered for part in model.modules() if isinstance(part, Block))
+
+
+def test_a_parametrised_weight_counts_once() -> None:
+    plain, parametrised = nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    assert weighted_parts(nn.Sequential(plain, parametrised)) == 2
