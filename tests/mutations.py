@@ -364,7 +364,7 @@ FAULTS: tuple[Fault, ...] = (
         "flags.py",
         'count = said["grad_accum"] if said["pp"] == 1 else 1',
         "count = 1",
-        "tests/planning/test_planner.py tests/planning/test_towers.py",
+        "tests/test_job.py",
     ),
     Fault(
         "integrations/activation_offloading.py",

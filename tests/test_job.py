@@ -207,3 +207,11 @@ def test_a_flag_means_the_same_with_and_without_stages(name: str) -> None:
         kind, _, field = FLAGS[name].field.partition(".")
         got = getattr(getattr(job, kind), field)
         assert got == {"no": False}.get(values[name], values[name])  # type: ignore[call-overload]
+
+
+def test_accumulation_counts_in_the_step_or_in_the_pipeline() -> None:
+    from nemo_like.flags import job_of
+
+    one, staged = job_of({"grad_accum": 4}), job_of({"grad_accum": 4, "pp": 2, "world_size": 2})
+    assert (one.step.microbatches, one.pp.microbatches) == (4, None)
+    assert (staged.step.microbatches, staged.pp.microbatches) == (1, 4)
