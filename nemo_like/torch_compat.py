@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 # --- Documented for users, though the module is underscored: aliases. ---------------------------------------------
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # isort: skip
+from torch.utils import _python_dispatch  # isort: skip
 from torch.utils._python_dispatch import TorchDispatchMode  # isort: skip
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten  # isort: skip
 
@@ -65,6 +66,11 @@ def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
 def wrapped_module(wrapper: nn.Module) -> nn.Module:
     """The module inside one of PyTorch's activation wrappers, ours among them."""
     return wrapper._checkpoint_wrapped_module  # type: ignore[return-value]
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Within it, no dispatch mode that was entered before sees or holds anything; one that is entered inside does."""
+    return _python_dispatch._disable_current_modes()
 
 
 def profiler_is_on() -> bool:

@@ -321,7 +321,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "planning/fit/search.py",
         "if least > shape.most_allocated(way):",
-        "if least > 0.5 * shape.most_allocated(way):",
+        "if least < shape.most_allocated(way):",
         "tests/planning/test_pipeline_bounds.py tests/planning/test_fit.py",
     ),
     Fault(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.torch_compat import TorchDispatchMode, storage_use_count, use_count
+from nemo_like.torch_compat import TorchDispatchMode, storage_use_count, use_count, without_dispatch_modes
 
 _ADD = torch.ops.aten.add.Tensor
 _PUT = torch.ops.aten.index_put.default
@@ -102,9 +102,10 @@ class _CountHolders(TorchDispatchMode):
 def _counts_of_the_last_holder() -> tuple[int, int, int] | None:
     """How often a tensor, its storage and its Python object are referenced in a sum of gradients that nobody else looks at.
 
-    Measured once, as the dispatch itself takes references, and how many is torch's own affair.
+    Measured once, as the dispatch itself takes references, and how many is torch's own affair. A mode of the first caller,
+    which may keep what it sees, has no part in it.
     """
-    with _CountHolders() as counting:
+    with without_dispatch_modes(), _CountHolders() as counting:
         x = torch.ones(2, requires_grad=True) * 2
         torch.autograd.grad((x.exp() + x.sin()).sum(), x)
     return counting.counts

@@ -416,6 +416,9 @@ def test_found_layers_never_overlap_and_keep_their_names(tree: nn.Module) -> Non
     assert all(id(part) in covered for part in model.modules() if isinstance(part, Block))
 
 
-def test_a_parametrised_weight_counts_once() -> None:
-    plain, parametrised = nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    assert weighted_parts(nn.Sequential(plain, parametrised)) == 2
+def test_a_parametrised_module_counts_once() -> None:
+    cell = nn.RNNCell(4, 4)
+    assert weighted_parts(cell) == 1
+    for name in ("weight_ih", "weight_hh"):
+        nn.utils.parametrizations.weight_norm(cell, name)
+    assert weighted_parts(cell) == 1

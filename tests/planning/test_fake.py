@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like.planning import gradient_sums
 from nemo_like.planning.block_trace import record
 from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.meter import LiveBytes
-from nemo_like.torch_compat import is_fake
+from nemo_like.torch_compat import TorchDispatchMode, is_fake
 from tests_distributed.allocated import allocator_events
 
 
@@ -187,3 +188,22 @@ def test_parameters_of_a_fake_run_have_the_forms_of_the_modules() -> None:
             model[0], {"weight": state["0.weight"], "bias": state["0.bias"]}, torch.ones(2, 3, dtype=torch.bfloat16)
         ).sum().backward()
     assert state["0.weight"].grad.shape == (5, 3)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps all that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.kept.append(out := func(*args, **(kwargs or {})))
+        return out
+
+
+def test_who_holds_a_sum_is_counted_alike_inside_of_any_mode() -> None:
+    count = gradient_sums._counts_of_the_last_holder.__wrapped__
+    with _Keeping():
+        inside = count()
+    assert inside == count() is not None
