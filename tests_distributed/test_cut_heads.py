@@ -138,7 +138,7 @@ def _wrong(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> lis
     return wrong
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_whole_sequences(name: str) -> None:
     assert run_ranks(2, _wrong, name, ("none", "full")) == [[], []]

@@ -138,7 +138,6 @@ def test_the_scale_suite_sets_up_without_memory():
     assert set(SUITES) == {"memory", "overhead", "offload", "planning", "check", "scale", "verify", "loss", "published"}
 
 
-@pytest.mark.long
 def test_the_verify_suite_shows_a_first_step_that_costs_more_and_a_third_that_does_not():
     from nemo_like.bench.suite_verify import run
 
