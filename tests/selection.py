@@ -1,7 +1,7 @@
 """Which cases a run has: the hook that both `conftest.py` files share.
 
 - ``@pytest.mark.few(3)``: the first three cases of a parametrized test are in the default run, the others are ``long``.
-- ``NEMO_LIKE_PART=2/10`` in the environment: every tenth test that is selected, from the second on (`.ci/nightly`).
+- ``NEMO_LIKE_PART=2/10`` in the environment: of the long tests every tenth, from the second on (`.ci/nightly`).
 """
 
 from __future__ import annotations

@@ -41,17 +41,12 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.recipes.finetune_options import parse_finetune_options
 from nemo_like.recipes.job_options import parse_options
-from tests.models.decoders import PlainDecoder, batch, build
-
-
-class _WithLoss(PlainDecoder):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids).sum()
+from tests.models.decoders import DecoderWithLoss, PlainDecoder, batch, build
 
 
 def test_a_plan_for_fewer_layers_is_refused() -> None:
-    plan = plan_for(_WithLoss(layers=2), ac="50%", sample_input=(batch(2),))
-    model: nn.Module = _WithLoss(layers=4)
+    plan = plan_for(DecoderWithLoss(layers=2), ac="50%", sample_input=(batch(2),))
+    model: nn.Module = DecoderWithLoss(layers=4)
     with pytest.raises(ValueError, match=r"plan has 2 layers.*blocks\.2, blocks\.3"):
         parallelize(model, "single", plan)
     parallelize(model, "single", plan, layers=["blocks.0", "blocks.1"])  # said, it is what was asked for
@@ -63,7 +58,7 @@ def test_a_plan_for_fewer_layers_is_refused() -> None:
 )
 def test_what_is_no_budget_is_refused(budget: object, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=rf"{said}.*'40GiB'"):
-        plan_for(_WithLoss(layers=2), ac=budget, sample_input=(batch(2),))
+        plan_for(DecoderWithLoss(layers=2), ac=budget, sample_input=(batch(2),))
 
 
 def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
@@ -147,11 +142,11 @@ def test_a_list_of_layers_is_named_by_its_type() -> None:
 
 
 def takes_an_argument(layers: int) -> nn.Module:
-    return _WithLoss(layers=layers)
+    return DecoderWithLoss(layers=layers)
 
 
 def plain_decoder() -> nn.Module:
-    return _WithLoss(layers=2)
+    return DecoderWithLoss(layers=2)
 
 
 _HERE = "tests.test_refusals"
@@ -268,18 +263,18 @@ _ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: Plan.load(_file(folder, "plan.json", "[1]")), r"^Plan file .*plan\.json is damaged or not a plan"
     ),
     "imbalance of fit": (
-        lambda _: fit(_WithLoss(layers=2), gpus=2, gpu="cpu", imbalance=0.5), r"imbalance is 0\.5; it must be a number"
+        lambda _: fit(DecoderWithLoss(layers=2), gpus=2, gpu="cpu", imbalance=0.5), r"imbalance is 0\.5; it must be a number"
     ),
     "imbalance without experts": (
         lambda _: fit(build("llama"), gpus=2, gpu="cpu", seq_len=16, imbalance=2.0),
         r"imbalance is 2\.0, and LlamaForCausalLM has no experts",
     ),
     "lengths": (
-        lambda _: fit(_WithLoss(layers=2), gpus=1, gpu="cpu", seq_len=64, max_seq_len=32),
+        lambda _: fit(DecoderWithLoss(layers=2), gpus=1, gpu="cpu", seq_len=64, max_seq_len=32),
         "seq_len is 64, and max_seq_len says that sequences have up to 32 tokens. Leave seq_len out, or give a larger",
     ),
     "lengths of a histogram": (
-        lambda _: fit(_WithLoss(layers=2), gpus=1, gpu="cpu", seq_len=64, lengths={8: 1}),
+        lambda _: fit(DecoderWithLoss(layers=2), gpus=1, gpu="cpu", seq_len=64, lengths={8: 1}),
         "seq_len is 64, and lengths says that sequences have up to 8 tokens",
     ),
 }  # fmt: skip

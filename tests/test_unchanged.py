@@ -28,7 +28,7 @@ from nemo_like import (
 from nemo_like.distributed import set_gradient_sync
 from nemo_like.offload import OffloadWrapper, offload_activations
 from nemo_like.options import FSDP2, OffloadConfig, Precision, TensorParallel
-from tests.models.decoders import PlainDecoder, batch, build
+from tests.models.decoders import DecoderWithLoss, PlainDecoder, batch, build
 
 IDS = batch(2)
 BAD_SAMPLE = {"no_such": IDS}
@@ -62,13 +62,6 @@ class Linears(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class WithLoss(PlainDecoder):
-    """Returns its loss."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids).sum()
 
 
 def _own_checkpointing() -> nn.Module:
@@ -296,7 +289,7 @@ OTHER_CALLS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 @pytest.mark.parametrize(("call", "message"), OTHER_CALLS.values(), ids=OTHER_CALLS)
 def test_a_wrong_argument_is_named_and_the_model_is_as_it_was(call: Callable[[nn.Module], Any], message: str) -> None:
-    _refuse(call, WithLoss(layers=2), {}, message)
+    _refuse(call, DecoderWithLoss(layers=2), {}, message)
 
 
 @pytest.mark.parametrize(

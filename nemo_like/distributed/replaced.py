@@ -50,8 +50,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any)
     if not _replaced:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    known = [_replaced[id(parameter)] for parameter in parameters if id(parameter) in _replaced]
-    names = [name for reference, name in known if reference() is not None]
+    names = [_replaced[id(parameter)][1] for parameter in parameters if id(parameter) in _replaced]
     if names:
         raise RuntimeError(
             f"This {type(optimizer).__name__} has {len(names)} parameter(s) that parallelize() has replaced, "

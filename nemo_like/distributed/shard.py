@@ -73,14 +73,18 @@ def shard_layers(
     inner_policy = dataclasses.replace(policy, output_dtype=None)
     last_layer = plan.layers[-1] if plan.layers else None
     placement = _placement(dp_mesh, options.reshard_after_forward)
+    held: list[nn.Module] = []
     for unit in plan.units:
         mine = set(unit.params)
+        reshard = _reshard(unit, last_layer, options.reshard_after_forward)
+        if not reshard:
+            held.append(unit.modules[0])
         shard_unit(
             unit.modules,
             dp_mesh,
             options,
             policy=policy if unit.kind == "root" else inner_policy,
-            reshard=_reshard(unit, last_layer, options.reshard_after_forward),
+            reshard=reshard,
             placement=placement,
             ignored_params={p for module in unit.modules for p in module.parameters() if p not in mine},
         )
@@ -90,9 +94,7 @@ def shard_layers(
         setattr(model, CPU_OFFLOAD_MARK, True)
     if reduce_unused:
         _reduce_unused(model)
-    _gather_what_was_written(
-        model, [unit.modules[0] for unit in plan.units if not _reshard(unit, last_layer, options.reshard_after_forward)]
-    )
+    _gather_what_was_written(model, held)
     if any(parameter.is_meta for parameter in model.parameters()):
         model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
     return plan

@@ -68,6 +68,13 @@ class PlainDecoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class DecoderWithLoss(PlainDecoder):
+    """A `PlainDecoder` that returns its loss."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).sum()
+
+
 def build(name: str, seed: int = 0, use_cache: bool = False) -> nn.Module:
     """The decoder `name` of `NAMES`, weights drawn from `seed`, float32, in training mode.
 

@@ -166,7 +166,8 @@ class ForwardMode(_Mode):
                 entry.recompute()
                 warn_once(
                     f"Region {self.region_name!r}: the plan skips {func}, and this call draws random numbers (dropout in "
-                    "attention): it is computed again. A plan made with this model in training mode knows that."
+                    "attention): it is computed again. A plan made with this model in training mode knows that.",
+                    key=f"skipped call of {func} draws",  # once, not for each layer
                 )
             elif self.keeps_rng:  # replay won't draw these numbers, and later calls must get the same ones
                 entry.rng_after = rng_state(kwargs.get("generator"))
