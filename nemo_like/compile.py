@@ -14,7 +14,7 @@ from nemo_like.activation_checkpointing.wrapper import (
 )
 from nemo_like.layers import find_layers
 from nemo_like.log import warn_once
-from nemo_like.module_tree import bare
+from nemo_like.module_tree import bare, every_module
 from nemo_like.offload import OffloadWrapper
 from nemo_like.options import parse_compile
 from nemo_like.torch_compat import wrapped_module
@@ -58,7 +58,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
 
 def _inside_of_regions(layer: nn.Module) -> list[nn.Module]:
     """What regions of a layer recompute; the layer itself where it has none."""
-    regions = [module for module in layer.modules() if isinstance(module, CheckpointWrapper)]
+    regions = [module for module in every_module(layer) if isinstance(module, CheckpointWrapper)]
     return [unwrap_checkpoint_wrapper(region) for region in regions] or [_outermost(layer)]
 
 
@@ -75,5 +75,5 @@ def _writes_shared_states_in_a_traced_region(layer: nn.Module) -> bool:
     A value that leaves such a region through a dictionary, and not as an output, is cut from the graph: seen with
     torch 2.13 as silently wrong gradients of Gemma 3n (``tests/test_compile.py``).
     """
-    traced = any(isinstance(module, CheckpointWrapper) for module in _outermost(layer).modules())
+    traced = any(isinstance(module, CheckpointWrapper) for module in every_module(_outermost(layer)))
     return traced and shares_states_explicitly([bare(layer)])

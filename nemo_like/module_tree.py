@@ -84,6 +84,24 @@ def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Mod
         stack.extend((join(name, key), child) for key, child in reversed(list(bare_children(current))))
 
 
+def every_module(module: nn.Module) -> dict[nn.Module, str]:
+    """Return each registered module with its name in the bare model, in registration order.
+
+    Wrappers and the modules inside them are both here, under one name; `nn.Module.modules` leaves out what is inside of
+    our wrappers, which answer for its class.
+    """
+    names: dict[nn.Module, str] = {}
+    stack = [("", module)]
+    while stack:
+        name, current = stack.pop()
+        if current not in names:
+            names[current] = name
+            children = [(key, child) for key, child in current._modules.items() if child is not None]
+            inner = inner_name(current)
+            stack.extend((name if key == inner else join(name, key), child) for key, child in reversed(children))
+    return names
+
+
 def join(prefix: str, name: str) -> str:
     """``"a.b"`` from ``"a"`` and ``"b"``; ``"b"`` where the prefix is empty."""
     return f"{prefix}.{name}" if prefix else name

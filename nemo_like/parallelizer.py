@@ -36,7 +36,7 @@ from nemo_like.distributed.expert_parallel import (
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
-from nemo_like.distributed.replaced import parameters_of, watch_replaced
+from nemo_like.distributed.replaced import parameters_of, refuse_to_train, watch_replaced
 from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
@@ -427,6 +427,7 @@ def _replicate(model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch
         return model
     if precision.reduce_dtype not in (None, torch.float32):
         warn_once(f"reduce_dtype={precision.reduce_dtype} was asked for; 'ddp' reduces gradients in their own dtype.")
+    refuse_to_train(model, model.parameters())
     # One flat group: a mesh of several data-parallel axes has none, and 'ddp' means all ranks.
     group = mesh.get_group() if mesh.ndim == 1 else None
     return DistributedDataParallel(

@@ -384,8 +384,22 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def _of_fsdp(hook: Any) -> bool:
-    """Whether `hook` gathers or frees the parameters of an FSDP2 unit."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+    """Whether `hook` gathers or frees the parameters of an FSDP2 unit, or explains that nobody has gathered them."""
+    return hook is explain_sharded_weights or str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+def explain_sharded_weights(module: nn.Module, _args: Any, _output: Any) -> None:
+    """Explain, as a forward hook that is always called, torch's error for weights that FSDP2 has not gathered."""
+    error = sys.exc_info()[1]
+    if not isinstance(error, RuntimeError) or "got mixed torch.Tensor and DTensor" not in str(error):
+        return
+    if not getattr(error, "__notes__", ()):
+        error.add_note(
+            f"{type(module).__name__} was called while its weights, or those of a part, were sharded: FSDP2 gathers them "
+            "for the forward of the whole model, and a layer's for that of the layer. For another method, call "
+            "torch.distributed.fsdp.register_fsdp_forward_method(model, 'encode') after parallelize. Where a layer uses "
+            "weights of another, name what holds both: parallelize(..., layers=[...])."
+        )
 
 
 def has_hooks_but_fsdp(module: nn.Module) -> bool:
@@ -570,6 +584,45 @@ def sharded_versions(module: nn.Module) -> list[int]:
     """
     shards = [param.sharded_param for group in fsdp_param_groups(module) for param in group.fsdp_params]
     return [tensor._version for shard in shards for tensor in (shard, shard._local_tensor)]
+
+
+def before_each_collective(module: nn.Module, tell: Callable[[str, Sequence[str]], None]) -> None:
+    """Call ``tell(event, weights)`` before the FSDP2 unit at `module` gathers or reduces.
+
+    ``event`` is ``"forward"``, ``"backward"`` or ``"reduction"``; ``weights`` are the names of those whose gradients are
+    about to be reduced, and empty for a gather. Hooks of modules would not do: a unit gathers in backward, too, and a
+    compiled layer would have them in its graph.
+    """
+
+    def told_before(group: Any, method: str, event: str) -> None:
+        own = getattr(group, method)
+
+        def told(*args: Any) -> Any:
+            tell(event, _with_gradient(group) if method == "post_backward" else ())
+            return own(*args)
+
+        setattr(group, method, told)
+
+    for group in fsdp_param_groups(module):
+        told_before(group, "pre_forward", "forward")
+        told_before(group, "pre_backward", "backward")
+        told_before(group, "post_backward", "reduction")
+
+
+def read_dtypes_again(module: nn.Module) -> None:
+    """Have the FSDP2 unit at `module`, of which nothing trained in the first forward, know the dtypes of what trains now."""
+    for group in fsdp_param_groups(module):
+        if group._orig_dtype is None and any(param.sharded_param.requires_grad for param in group.fsdp_params):
+            group._init_mp_dtypes()
+
+
+def _with_gradient(group: Any) -> list[str]:
+    """The parameters of an FSDP2 group that the next reduction has gradients of; none where it takes all or none."""
+    if not group.reduce_grads or group.reduce_scatter_unused_params:
+        return []
+    gathered = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    used = [p for p in gathered if p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None]
+    return [param._param_fqn or "" for param in used]
 
 
 def free_last_gather(module: nn.Module) -> None:

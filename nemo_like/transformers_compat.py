@@ -63,6 +63,10 @@ PARALLEL_STYLES = ("transformers.distributed.tensor_parallel", "ALL_PARALLEL_STY
 """Where tensor-parallel styles are registered."""
 
 
+RUNS_DROPPED_LAYERS = "is_fsdp_managed_module"
+"""A function in the files of models that run under FSDP what LayerDrop has drawn to skip."""
+
+
 def absent(what: str) -> RuntimeError:
     """The error for what was looked for in transformers and is not there."""
     version = getattr(sys.modules.get("transformers"), "__version__", "(not imported)")
@@ -165,4 +169,16 @@ def given_cache(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, 
     for name, value in kwargs.items():
         if is_cache(value, name):
             return name
+    return None
+
+
+def layers_dropped_in_vain(model: Any) -> float | None:
+    """Return the ``layerdrop`` of the first part of `model` that would run each layer under FSDP; None: there is none."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is None or not hasattr(sys.modules.get(type(module).__module__), RUNS_DROPPED_LAYERS):
+            continue
+        shares = [value for name, value in vars(config).items() if name.endswith("layerdrop") and value]
+        if shares:
+            return max(shares)
     return None

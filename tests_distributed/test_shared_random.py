@@ -6,6 +6,7 @@ import logging
 import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -134,6 +135,8 @@ class Drawing(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.up, self.down = how, nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        kinds = {"own": torch.Generator, "own Python": random.Random, "own NumPy": numpy.random.default_rng}
+        self.own: Any = kinds[how]() if how in kinds else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.down(self.up(x).relu())
@@ -141,9 +144,11 @@ class Drawing(nn.Module):
             torch.rand(1 + torch.distributed.get_rank())
         elif self.how == "Python":
             x = x * random.random()
+        elif self.how == "own":
+            x = x * (torch.rand(x.shape, generator=self.own) < 0.8)
+        elif self.how.startswith("own "):
+            x = x * float(self.own.random())
         elif self.how == "NumPy":
-            import numpy
-
             x = x * float(numpy.random.rand())
         return torch.nn.functional.dropout(x, 0.2) if self.how == "torch" else x
 
@@ -154,21 +159,19 @@ def _drawing(how: str) -> Any:
 
 
 def _seed_apart(rank: int) -> None:
-    import numpy
-
     torch.manual_seed(rank)
     random.seed(rank)
     numpy.random.seed(rank)
 
 
 def _other_generators(rank: int, world_size: int, how: str) -> tuple[list[float], list[tuple[float, float]], list[str]]:
-    import numpy
-
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("nemo_like").addHandler(handler)
     model = _drawing(how)
+    for layer in model.layers if how == "own" else ():
+        layer.own.manual_seed(rank)
     losses, drawn = [], []
     for _ in range(2):
         _seed_apart(rank)
@@ -177,12 +180,13 @@ def _other_generators(rank: int, world_size: int, how: str) -> tuple[list[float]
     return losses, drawn, [text for text in said if "random numbers" in text]
 
 
-@pytest.mark.parametrize("how", ["torch", "Python", "NumPy", "nothing"])
+@pytest.mark.parametrize("how", ["torch", "Python", "NumPy", "own", "own Python", "own NumPy", "nothing"])
 def test_generators_that_the_model_draws_from_are_shared(how: str) -> None:
     (losses, drawn, said), (others, drawn_there, nothing) = run_ranks(2, _other_generators, how)
     assert losses == others
-    for (python, numpy), (python_there, numpy_there) in zip(drawn, drawn_there):  # after the first call, and the second
-        assert (python == python_there, numpy == numpy_there) == (how == "Python", how == "NumPy"), "no other is changed"
+    for (python, of_numpy), (python_there, of_numpy_there) in zip(drawn, drawn_there):  # after either call
+        alike = python == python_there, of_numpy == of_numpy_there
+        assert alike == (how == "Python", how == "NumPy"), "no other is changed"
     assert len(said) == 1 and nothing == [], "on rank zero, once"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.module_tree import every_module
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.transformers_compat import SHARED_STATES, USE_CACHE, parameter_names
 
@@ -76,7 +77,7 @@ def call_without_cache(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, TorchCheckpointWrapper) or not any(
-            isinstance(inner, TorchCheckpointWrapper) for inner in module.modules()
+            isinstance(inner, TorchCheckpointWrapper) for inner in every_module(module)
         ):
             continue
         names = parameter_names(module.forward)

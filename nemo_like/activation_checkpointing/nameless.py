@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 _INNER = "_checkpoint_wrapped_module"
 _set_type: Callable[[object, type], None] = object.__dict__["__class__"].__set__
@@ -17,8 +18,8 @@ class Nameless(nn.Module):
 
     Put it in front of the wrapper class. Then every walk over the whole model meets the bare model's names, each once:
     by `named_children` or `named_modules`, and by asking each module for the parameters and buffers of its own, which
-    the wrapper shares with the module inside. `children`, `modules` and ``named_modules()`` without duplicates, in
-    which code looks for classes and not for names, give the wrapper and the module inside.
+    the wrapper shares with the module inside. So does a walk by `modules` or `apply`, which looks for classes: the wrapper
+    answers for the class inside (`nemo_like.module_tree.every_module` has both). `children` gives the module inside.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -33,10 +34,9 @@ class Nameless(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As `nn.Module.named_modules`, with the wrapper and the module inside under one and the same name.
+        """As `nn.Module.named_modules`, where the wrapper stands for itself and the module inside.
 
-        With ``remove_duplicate=False`` the wrapper stands for both, so that each name comes as often as in the bare
-        model.
+        A module inside that is a unit of FSDP2 comes, too: torch looks for its units in this walk.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -44,10 +44,21 @@ class Nameless(nn.Module):
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        inside = self._modules[_INNER].named_modules(memo, prefix, remove_duplicate)  # type: ignore[union-attr]
-        if not remove_duplicate:
-            next(inside)
-        yield from inside
+        inner: Any = self._modules[_INNER]
+        if inner in memo:
+            return
+        walk = inner.named_modules(memo, prefix, remove_duplicate)
+        first = next(walk)
+        if issubclass(type(inner), FSDPModule) and remove_duplicate:
+            yield first
+        yield from walk
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Nameless:
+        """As `nn.Module.apply`, where the wrapper stands for itself and the module inside."""
+        for _, child in self.named_children():
+            child.apply(fn)
+        fn(self)
+        return self
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The children of the module inside, by their names."""
@@ -97,8 +108,7 @@ class Nameless(nn.Module):
         """The class of the module inside, so that ``isinstance`` finds it: walks by `named_children` meet the wrapper alone.
 
         Trainers leave norms out of weight decay by ``isinstance(child, nn.LayerNorm)``, transformers records hidden
-        states at the modules of a layer's class, accelerate shards modules of a class. A walk by `modules`, which meets
-        the module inside too, finds a class twice there; ``type(module)`` tells the two apart.
+        states at the modules of a layer's class, accelerate shards modules of a class.
         """
         inner = self.__dict__.get("_modules", {}).get(_INNER)
         return type(self) if inner is None else inner.__class__

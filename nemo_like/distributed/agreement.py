@@ -75,7 +75,7 @@ def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
         asked["strategy"] = repr(word)
     asked["device"] = repr(_device_type(options.get("device")))  # each rank has a number of its own
     layout = {name: _describe_tensor(tensor) for name, tensor in _named_tensors(model)}
-    if not _all_have((sorted(asked.items()), list(layout.items())), groups):
+    if not all_have((sorted(asked.items()), list(layout.items())), groups):
         raise ValueError(_difference(gather_objects((launch.rank(), asked, layout), groups)))
 
 
@@ -91,7 +91,7 @@ def check_same_batch(given: Mapping[str, Any], groups: Mapping[str, dist.Process
         ValueError: on every rank, naming the arguments and the ranks.
     """
     mine = {name: _describe(value, {}, contents=True) for name, value in given.items() if value is not None}
-    if not groups or _all_have(sorted(mine.items()), groups.values()):
+    if not groups or all_have(sorted(mine.items()), groups.values()):
         return
     found = _differences(gather_objects((launch.rank(), mine), groups.values()), lambda item: item[1])
     raise ValueError(
@@ -137,8 +137,8 @@ def number_of(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
 
 
-def _all_have(value: Any, groups: Iterable[dist.ProcessGroup | None]) -> bool:
-    """Whether `value`, made of builtins, is the same on all ranks along `groups`."""
+def all_have(value: Any, groups: Iterable[dist.ProcessGroup | None]) -> bool:
+    """Return whether `value`, made of builtins, is the same on all ranks along `groups`. A collective."""
     number = torch.tensor([number_of(value)])
     return bool((gather(number, groups) == number).all())
 
@@ -204,12 +204,13 @@ def _differences(everyone: list[Any], part: Callable[[Any], dict[str, str]]) -> 
         for item in everyone:
             ranks_of.setdefault(part(item).get(name, "absent"), []).append(item[0])
         if len(ranks_of) > 1:
-            said = [f"{_cut(value)} on {_ranks(ranks)}" for value, ranks in ranks_of.items()]
+            said = [f"{_cut(value)} on {ranks_in_words(ranks)}" for value, ranks in ranks_of.items()]
             sentences.append(f"{name} is {', '.join(said[:-1])} and {said[-1]}")
     return sentences
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_in_words(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1"."""
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 

@@ -1,9 +1,14 @@
-"""The parameters that sharding took out of a model: an optimizer that has them would train nothing, without a word."""
+"""Parameters that would train wrongly without a word.
+
+Those that sharding took out of a model, in an optimizer that was built before; and those that were frozen when the model was
+made ready, and whose gradients no rank reduces.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,6 +40,23 @@ def watch_replaced(before: Mapping[str, _Reference], model: nn.Module) -> None:
     if _replaced and not _watching:
         _watching = True
         register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def refuse_to_train(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Have the forward of `model` raise once one of `parameters`, frozen now and not reduced over ranks, is to train."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad and parameter.is_floating_point()]
+
+    def check(module: nn.Module, _args: Any) -> None:
+        if torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), frozen)):
+            name = next(n for n, p in module.named_parameters() if p.requires_grad and any(p is one for one in frozen))
+            raise RuntimeError(
+                f"{bare_name(name)} was frozen when parallelize() was called, and requires a gradient now, which would not "
+                "be averaged over ranks. Freeze it after parallelize() instead, or use strategy='fsdp2' "
+                "(FSDP2(frozen_sharding='per_layer') for a frozen tower), which shards it."
+            )
+
+    if frozen:
+        model.register_forward_pre_hook(check)
 
 
 def _remember(parameter: nn.Parameter, name: str) -> None:

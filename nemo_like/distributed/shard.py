@@ -15,11 +15,14 @@ from torch.distributed.tensor import Shard
 
 from nemo_like.distributed import launch
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
+from nemo_like.distributed.replaced import refuse_to_train
+from nemo_like.distributed.same_layers import compare_layers
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
 from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
 from nemo_like.log import say_once
+from nemo_like.module_tree import every_module
 from nemo_like.options import FSDP2
-from nemo_like.torch_compat import sharded_versions
+from nemo_like.torch_compat import explain_sharded_weights, sharded_versions
 
 
 def shard_layers(
@@ -64,7 +67,8 @@ def shard_layers(
         TypeError, ValueError: anything wrong with the arguments, naming it. The model is untouched then.
     """
     options = FSDP2() if options is None else options
-    plan = check_sharding(model, layers, mesh, options=options, ignored_params=ignored_params, apart=apart, tail=tail)
+    ignored = set(ignored_params)
+    plan = check_sharding(model, layers, mesh, options=options, ignored_params=ignored, apart=apart, tail=tail)
     dp_mesh = data_parallel_mesh(mesh)
     if reduce_unused is None:
         reduce_unused = bool(plan.towers)
@@ -94,6 +98,10 @@ def shard_layers(
         setattr(model, CPU_OFFLOAD_MARK, True)
     if reduce_unused:
         _reduce_unused(model)
+    compare_layers(model, plan.units, dp_mesh)
+    refuse_to_train(model, [p for p in plan.replicated if p not in ignored])
+    for module in _around_layers(model, plan):
+        module.register_forward_hook(explain_sharded_weights, always_call=True)
     _gather_what_was_written(model, held)
     if any(parameter.is_meta for parameter in model.parameters()):
         model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
@@ -256,6 +264,13 @@ def _gather_what_was_written(model: nn.Module, held: Sequence[nn.Module]) -> Non
     if held:
         model.register_forward_pre_hook(before, prepend=True)
         model.register_forward_hook(after, always_call=True)
+
+
+def _around_layers(model: nn.Module, plan: UnitPlan) -> list[nn.Module]:
+    """The model, and each module outside of its layers that has weights of its own."""
+    inside = {module for unit in plan.layers for top in unit.modules for module in every_module(top)}
+    holders = [module for module in every_module(model) if module not in inside and module._parameters]
+    return list(dict.fromkeys([model, *holders]))
 
 
 class _MaterializeFirst:

@@ -14,6 +14,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from nemo_like.activation_checkpointing.engine.generators import put_state, state_of
+from nemo_like.activation_checkpointing.engine.module_parts import walk_of
 from nemo_like.distributed.agreement import gather, mesh_groups, number_of, wire_device
 from nemo_like.log import warn_once
 from nemo_like.tensors import tensors_in
@@ -55,7 +58,10 @@ class SharedRandom:
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if any(map(is_fake, tensors_in((args, kwargs)))):
             return
-        mode = self._mode(model)
+        if not self._modules:
+            self._modules = list(model.modules())
+            self._generators |= _held_by(model)
+        mode = self._mode()
         drawn = self._drawn.get(mode)
         with unseen():
             compared = self._now(self._generators if drawn is None else drawn)
@@ -70,7 +76,7 @@ class SharedRandom:
             self._began[mode] = self._now(self._torch if drawn is not None else self._generators)
 
     def _after(self, model: nn.Module, _args: Any, _output: Any) -> None:
-        mode = self._mode(model)
+        mode = self._mode()
         began, known = self._began.pop(mode, None), self._drawn.get(mode)
         if began is None:
             return
@@ -91,8 +97,7 @@ class SharedRandom:
                 self._check(model, {name: began[name] for name in new}, "drew different")
                 known.update(new)
 
-    def _mode(self, model: nn.Module) -> bytes:
-        self._modules = self._modules or list(model.modules())
+    def _mode(self) -> bytes:
         return bytes(map(attrgetter("training"), self._modules))
 
     def _check(self, model: nn.Module, states: Mapping[str, Any], problem: str) -> None:
@@ -127,15 +132,27 @@ class SharedRandom:
         return [name for name, other in zip(states, (rows != rows[0]).any(0).tolist()) if other]
 
 
-def _generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+def _generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """How to read and set the state of each generator that a model may draw from: values to compare and to send."""
-    found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "torch": (lambda: _bytes(torch.get_rng_state()), lambda state: torch.set_rng_state(_tensor(state)))
     }
     if device_type != "cpu":
         device = torch.get_device_module(device_type)
         found[device_type] = lambda: _bytes(device.get_rng_state()), lambda state: device.set_rng_state(_tensor(state))
     return found | {"Python": (random.getstate, random.setstate), "NumPy": (_numpy_state, _set_numpy_state)}
+
+
+def _held_by(model: nn.Module) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """The same for generators that modules hold, or that are globals of their code."""
+    held = {id(generator): generator for generator in walk_of(model)[0].generators()}
+    return {f"generator {number} of the model": _access(held[key]) for number, key in enumerate(held)}
+
+
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    if not isinstance(generator, torch.Generator):
+        return partial(state_of, generator), partial(put_state, generator)
+    return lambda: _bytes(generator.get_state()), lambda state: generator.set_state(_tensor(state))
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nemo_like.distributed.slots import bare_name
+from nemo_like.module_tree import every_module
 from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import CheckpointWrapper, wrapped_module
 
@@ -78,9 +78,9 @@ def plan_units(
     apart: Iterable[nn.Parameter] = (),
 ) -> UnitPlan:
     """Give every parameter of `model` to one unit. Changes nothing; see `shard_layers` for arguments and errors."""
-    names = {module: bare_name(name) for name, module in model.named_modules()}
+    names = every_module(model)
     theirs = sharded_by_caller(model)
-    inside = {module for unit in theirs for module in unit.modules()}
+    inside = {module for unit in theirs for module in every_module(unit)}
     groups = {m: group for m, group in _layer_groups(model, layers, names).items() if not _within(m, inside)}
     towers = _frozen_towers(groups)
     ignored = set(ignored_params)
@@ -157,7 +157,7 @@ def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
     """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
+    for module, name in every_module(model).items():
         if not isinstance(module, FSDPModule) or module in inside:
             continue
         if not name:
@@ -165,9 +165,8 @@ def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
                 f"This {type(model).__name__} is sharded already: shard_layers must be called once, on a model that "
                 "nobody has called fully_shard on. Only parts of it may be sharded before."
             )
-        unit: nn.Module = module  # type: ignore[assignment]
-        found.append(unit)
-        inside.update(unit.modules())
+        found.append(module)
+        inside.update(every_module(module))
     return found
 
 
@@ -197,7 +196,7 @@ def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module
     if not groups:
         raise ValueError("There are no layers to shard; pass the model's repeated blocks.")
     for module in groups:
-        for inner in module.modules():
+        for inner in every_module(module):
             if inner is not module and inner in groups:
                 raise ValueError(f"Layer {names[inner]!r} lies inside layer {names[module]!r}; pass one of them.")
     return groups
@@ -242,7 +241,7 @@ def _tail(
     for module in tail:
         if module not in names:
             raise ValueError(f"tail has {a_or_an(module)} that is not in the model.")
-        if any(module in layer.modules() or layer in module.modules() for layer in layers):
+        if any(module in every_module(layer) or layer in every_module(module) for layer in layers):
             raise ValueError(f"tail module {names[module]!r} overlaps a layer.")
     return tuple(tail)
 
@@ -259,7 +258,7 @@ def _find_tail(model: nn.Module, layers: list[nn.Module], names: dict[nn.Module,
         vocabularies = {m.num_embeddings for m in names if isinstance(m, nn.Embedding)}
         found = [m for m in names if isinstance(m, nn.Linear) and order[m] > last and m.out_features in vocabularies]
         head = found[0] if len(found) == 1 else None
-    inside = {m for layer in layers for m in layer.modules()}
+    inside = {m for layer in layers for m in every_module(layer)}
     if not isinstance(head, nn.Module) or head not in names or head in inside or not _has_params(head):
         return ()
     stacks = {names[layer].rpartition(".")[0] for layer in layers}
@@ -312,7 +311,7 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
         params = [p for p in unit.params if p.requires_grad and p.dtype == dtype]
         chosen = set(params)
         holders = [
-            m for top in unit.modules for m in top.modules() if any(p in chosen for p in m.parameters(recurse=False))
+            m for top in unit.modules for m in every_module(top) if any(p in chosen for p in m.parameters(recurse=False))
         ]
         for holder in holders:
             inner = {wrapped_module(m) for m in unit.modules if isinstance(m, CheckpointWrapper)}
@@ -323,6 +322,6 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
                     f"its parameters are in {main}; FSDP reduces the gradients of a unit in one dtype. Store it in "
                     "one dtype (model.to(torch.float32)) and choose the compute dtype in the mixed-precision policy."
                 )
-        modules = tuple(m for m in holders if not any(m is not o and m in o.modules() for o in holders))
+        modules = tuple(m for m in holders if not any(m is not o and m in every_module(o) for o in holders))
         unit.params = [p for p in unit.params if p not in chosen]
         yield Unit("+".join(names[m] for m in modules), "dtype", modules, params)

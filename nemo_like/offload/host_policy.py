@@ -10,6 +10,7 @@ from torch import nn
 from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.module_tree import every_module
 from nemo_like.torch_compat import ActivationWrapper, is_compiled
 
 
@@ -47,7 +48,7 @@ def keep_on_host(layers: Iterable[nn.Module], transfer: Transfer) -> list[tuple[
         each region that was changed, with what it had before, for `keep_as_before`.
     """
     changed: list[tuple[CheckpointWrapper, Policy, Any]] = []
-    for region in dict.fromkeys(module for layer in layers for module in layer.modules()):
+    for region in dict.fromkeys(module for layer in layers for module in every_module(layer)):
         # A compiled region keeps its tensors through autograd, where hooks around it take them.
         if isinstance(region, CheckpointWrapper) and not region.policy.keeps_nothing and not is_compiled(region):
             changed.append((region, region.policy, region.transfer))
@@ -71,4 +72,4 @@ def moves_everything(layer: nn.Module, mode: str) -> bool:
     """
     if mode != "saved" or is_compiled(layer):
         return mode != "boundary"
-    return not isinstance(layer, ActivationWrapper) and any(isinstance(m, ActivationWrapper) for m in layer.modules())
+    return not isinstance(layer, ActivationWrapper) and any(isinstance(m, ActivationWrapper) for m in every_module(layer))

@@ -13,7 +13,7 @@ from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.surfaces import names_in
-from nemo_like.module_tree import check_model
+from nemo_like.module_tree import check_model, every_module
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.host_policy import HostPolicy, keep_on_host, moves_everything
 from nemo_like.offload.offloader import Offloader
@@ -159,12 +159,12 @@ def _validate(layers: Sequence[nn.Module], config: OffloadConfig, called: set[nn
                 f"layers[{index}], {a_or_an(layer)}, is nothing that the model itself calls: pass its layers, "
                 "and where they are wrapped, the wrappers."
             )
-        if any(isinstance(module, TorchOffloadWrapper) for module in layer.modules()):
+        if any(isinstance(module, TorchOffloadWrapper) for module in every_module(layer)):
             raise ValueError(
                 f"layers[{index}], {a_or_an(layer)}, has offloading already: its tensors would be moved twice. "
                 "Apply offloading once."
             )
-    regions = [m for layer in layers for m in layer.modules() if isinstance(m, ActivationWrapper)]
+    regions = [m for layer in layers for m in every_module(layer) if isinstance(m, ActivationWrapper)]
     if config.mode == "saved" and not regions:
         raise ValueError(
             "offload='saved' moves what activation checkpointing keeps, and no layer is checkpointed. Use "
@@ -174,14 +174,14 @@ def _validate(layers: Sequence[nn.Module], config: OffloadConfig, called: set[nn
 
 def _called_by_model(model: nn.Module) -> Iterator[nn.Module]:
     """Every module that something else than a wrapper calls."""
-    for parent in model.modules():
+    for parent in every_module(model):
         if not isinstance(parent, ActivationWrapper):
             yield from parent.children()
 
 
 def offloader_of(model: nn.Module) -> Offloader | None:
     """The offloader that `apply_offloading` put on `model` (for its ``stats``), or None."""
-    for module in model.modules():
+    for module in every_module(model):
         if isinstance(module, OffloadWrapper):
             return module.offloader
     return None

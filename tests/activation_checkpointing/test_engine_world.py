@@ -564,3 +564,40 @@ def test_one_tensor_under_two_names(ac: str, kind: str) -> None:
         return found
 
     assert all(torch.equal(a, b) for a, b in zip(run(ac), run("none"), strict=True))
+
+
+_LOSSES: list[torch.Tensor] = []
+_BY_STEP: dict[int, torch.Tensor] = {}
+
+
+def _note(value: torch.Tensor) -> None:
+    _BY_STEP[len(_BY_STEP)] = value
+
+
+class Telling(nn.Module):
+    """Writes what it computes into a global list, a global dictionary by way of a function, and a list of its class's."""
+
+    seen: list[torch.Tensor] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.up(self.norm(x)).tanh()
+        _LOSSES.append(y.square().mean())
+        _note(y.mean())
+        self.seen.append(y)
+        return y.sin()  # saves y, so that recomputation comes as far as here
+
+
+@pytest.mark.parametrize("ac", [*MODES, "none"])
+def test_containers_outside_of_the_modules_are_written_once(ac: str) -> None:
+    torch.manual_seed(0)
+    model = apply_activation_checkpointing(nn.Sequential(nn.Sequential(*[Telling() for _ in range(3)])), ac)
+    for shared in (_LOSSES, _BY_STEP, Telling.seen):
+        shared.clear()
+    out = model(torch.ones(2, 8))
+    (out.mean() + sum(_LOSSES) + sum(_BY_STEP.values())).backward()
+    assert (len(_LOSSES), list(_BY_STEP), len(Telling.seen)) == (3, [0, 1, 2], 3)
+    assert all(loss.grad_fn is not None for loss in _LOSSES)

@@ -322,3 +322,15 @@ def test_a_wrapped_sequence_is_copied_and_saved_and_only_it_is_a_collection() ->
         assert list(again.state_dict()) == [] and len(list(wrapped.parameters())) == 2
     norm = CheckpointWrapper(nn.LayerNorm(4))
     assert bool(norm) and not isinstance(norm, Collection) and not hasattr(norm, "__len__")
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_each_module_is_met_once_by_class(how: str) -> None:
+    bare, model = _model("scaled"), _wrapped("scaled", how)
+    for kind in (ScaledBlock, nn.Linear, nn.Sequential, nn.LayerNorm):
+        wanted = [name for name, module in bare.named_modules() if isinstance(module, kind)]
+        assert [name for name, module in model.named_modules() if isinstance(module, kind)] == wanted
+        assert len([module for module in model.modules() if isinstance(module, kind)]) == len(wanted)
+        applied: list[nn.Module] = []
+        model.apply(applied.append)
+        assert len([module for module in applied if isinstance(module, kind)]) == len(wanted)

@@ -142,12 +142,13 @@ def names_of_globals(function: Any) -> tuple[str, ...]:
     names = _names.get(code)
     if names is None:
         known = function.__globals__
-        names = _names[code] = tuple(name for name in _all_names(code) if is_generator(known.get(name)))
+        names = _names[code] = tuple(name for name in all_names(code) if is_generator(known.get(name)))
     return names
 
 
-def _all_names(code: CodeType) -> set[str]:
-    inner = (_all_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+def all_names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in `code`, functions inside of it included."""
+    inner = (all_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
 
 

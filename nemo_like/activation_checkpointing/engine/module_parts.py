@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, call, eq, is_, itemgetter
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.deep_state import DeepState, has_state, is_plain
-from nemo_like.activation_checkpointing.engine.generators import is_generator, names_of_globals
+from nemo_like.activation_checkpointing.engine.generators import all_names, is_generator, names_of_globals
 from nemo_like.activation_checkpointing.engine.halves import Halves
 from nemo_like.activation_checkpointing.engine.outside import Outside
 
@@ -206,10 +207,12 @@ class Walk:
         self.halves = {True: Halves(), False: Halves()}
         """The same."""
         self._global_generators: list[tuple[dict[str, Any], str]] = []
+        self._shared: dict[type, _SharedNames] = {}
         self._configs: list[tuple[dict[str, Any], str, Any]] = []
         configs: dict[int, Part] = {}
         for module in _modules(root):
             self._global_generators += _named_by(type(module))
+            self._shared[type(module)] = _containers_of(type(module))
             own = module.__dict__
             self._parts.append(Part(own, type(module).__name__, is_module=True))
             for name, value in own.items():
@@ -249,6 +252,10 @@ class Walk:
     def take_deep(self) -> DeepState | None:
         """What the attributes lead to that are no plain values."""
         return DeepState(self._deep) if self._deep else None
+
+    def shared_containers(self) -> list[Any]:
+        """Lists, dictionaries and sets outside of the modules that their methods can change."""
+        return [known[name] for names in self._shared.values() for known, name in names if name in known]
 
     def generators(self) -> list[Any]:
         """Those of random numbers, among the attributes and the globals that methods name."""
@@ -294,6 +301,38 @@ def _named_by(kind: type) -> _GlobalNames:
         methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
         _named[kind] = tuple((method.__globals__, name) for method in methods for name in names_of_globals(method))
     return _named[kind]
+
+
+_SharedNames = tuple[tuple[Mapping[str, Any], str], ...]
+_CHANGEABLE = frozenset({list, dict, set, deque, defaultdict, Counter, OrderedDict})
+_WITHOUT = ("torch", "nemo_like")
+"""Packages whose modules change nothing outside of themselves in forward."""
+_containers: weakref.WeakKeyDictionary[type, _SharedNames] = weakref.WeakKeyDictionary()
+
+
+def _containers_of(kind: type) -> _SharedNames:
+    """Return the plain containers that are attributes of a class of modules, or globals that its methods refer to.
+
+    Each is a mapping and a name in it. Functions of the same file that the methods refer to count as their part.
+    """
+    if kind not in _containers:
+        bases = () if kind.__module__.partition(".")[0] in _WITHOUT else kind.__mro__[: kind.__mro__.index(nn.Module)]
+        found: list[tuple[Mapping[str, Any], str]] = [
+            (vars(base), name) for base in bases for name, value in vars(base).items() if type(value) in _CHANGEABLE
+        ]
+        waiting = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
+        seen = set(waiting)
+        while waiting:
+            function = waiting.pop()
+            for name in all_names(function.__code__):
+                value = function.__globals__.get(name)
+                if type(value) in _CHANGEABLE and not name.startswith("__"):
+                    found.append((function.__globals__, name))
+                elif isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__:
+                    waiting += {value} - seen
+                    seen.add(value)
+        _containers[kind] = tuple({(id(known), name): (known, name) for known, name in found}.values())
+    return _containers[kind]
 
 
 def _is_configuration(name: str, value: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.module_tree import every_module
 from nemo_like.torch_compat import is_fake, sparse_parts
 
 _SMALL = 1 << 16
@@ -39,7 +40,7 @@ def _buffers_of(module: nn.Module) -> tuple[_Known, ...]:
     """The buffers, and the tensors that are plain attributes (a router's load)."""
     return tuple(
         _Known(owner, name)
-        for child in module.modules()
+        for child in every_module(module)
         for owner in (child._buffers, child.__dict__)
         for name, value in owner.items()
         if owner is child._buffers or type(value) is Tensor
