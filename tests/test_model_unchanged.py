@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import itertools
 import random
@@ -122,6 +123,10 @@ def _stages(model: nn.Module) -> None:
     plan_for(
         model, ac="60%", sample_input=_batch(), world_size=2, pp=PipelineParallel(2, microbatches=2), gpu="h100-80gb"
     )
+
+
+def _segments(model: nn.Module) -> None:
+    parallelize(model, "single", "sequential", sample_input=_batch(), device="cpu")
 
 
 def _state(value: Any, seen: dict[int, Any]) -> Any:
@@ -320,3 +325,60 @@ class _ReversibleLayer(_Layer):
 def test_a_layer_that_uses_its_own_parameters_in_backward_is_planned() -> None:
     plan = plan_for(Model([_ReversibleLayer(), _ReversibleLayer()]), ac="100%", sample_input=_batch(), gpu="h100-80gb")
     assert plan.peak_bytes
+
+
+_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
+_COLLECTED: contextvars.ContextVar[list[int]] = contextvars.ContextVar("collected")
+_CALLS, _SEEN = 0, [0]
+
+
+def _counting() -> tuple[nn.Module, Callable[[], Any]]:
+    """A model that counts its calls outside of itself, and what it counted so far."""
+    local, number = [0], 0
+
+    class Counting(_Layer):
+        calls, seen, table, numbers = 0, [0], torch.zeros(1), itertools.count()
+
+        def forward(self, x: Tensor, given: Any = None) -> Tensor:
+            global _CALLS
+            nonlocal number
+            _VARIABLE.set(_VARIABLE.get() + 1)
+            _COLLECTED.get().append(1)
+            Counting.calls += 1
+            Counting.late = 1
+            self.seen.append(next(self.numbers))
+            self.table.add_(1)
+            local.append(1)
+            number += 1
+            _CALLS += 1
+            _SEEN.append(1)
+            return super().forward(x)
+
+    def counted() -> Any:
+        return (
+            _VARIABLE.get(), [*_COLLECTED.get()], Counting.calls, hasattr(Counting, "late"), [*Counting.seen],
+            Counting.table.item(), repr(Counting.numbers), [*local], number, _CALLS, [*_SEEN],
+        )  # fmt: skip
+
+    return Model([Counting(), Counting()]), counted
+
+
+@pytest.mark.parametrize("plans", [_budget, _profiled, _applied, _stages, _segments], ids=lambda plans: plans.__name__)
+def test_a_plan_leaves_what_is_outside_of_the_model_as_it_is(plans: Callable[[nn.Module], None]) -> None:
+    _COLLECTED.set([])
+    model, counted = _counting()
+    before = counted()
+    plans(model)
+    assert counted() == before
+
+
+def test_a_variable_that_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("without_default")
+
+    class Setting(_Layer):
+        def forward(self, x: Tensor, given: Any = None) -> Tensor:
+            variable.set(1)
+            return super().forward(x)
+
+    contextvars.copy_context().run(_budget, Model([Setting(), Setting()]))
+    assert "The context variable 'without_default' was not set; a model's forward set it" in caplog.text

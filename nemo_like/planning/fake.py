@@ -18,6 +18,7 @@ from torch import nn
 from nemo_like.activation_checkpointing import ops
 from nemo_like.model_copy import SMALL, random_numbers_put_back
 from nemo_like.op_lookup import packet_name
+from nemo_like.outside_state import OutsideState
 from nemo_like.planning.cuda_ops import CudaOps
 from nemo_like.planning.expert_twin import planned_table
 from nemo_like.planning.remembered import RememberedTables
@@ -40,7 +41,8 @@ class FakeRun(TorchDispatchMode):
 
     With `cuda`, a compute capability, the tensors are on the CPU all the same, but the operators are those that such a GPU
     would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`), and
-    random numbers of Python, NumPy and torch that are drawn inside are drawn again outside.
+    random numbers of Python, NumPy and torch that are drawn inside are drawn again outside. Nor does what the model's code
+    changes outside of the model stay (see `OutsideState`).
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class FakeRun(TorchDispatchMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.tables = RememberedTables(model)
+        self._outside = OutsideState(model)
         self.autocast = autocast
         self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -60,6 +63,7 @@ class FakeRun(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._random.append(random_numbers_put_back())
         self._random[-1].__enter__()
+        self._outside.__enter__()
         self.tables.__enter__()
         if self.cuda is not None:
             self.cuda.__enter__()
@@ -70,6 +74,7 @@ class FakeRun(TorchDispatchMode):
         if self.cuda is not None:
             self.cuda.__exit__(*error)
         self.tables.__exit__(*error)
+        self._outside.__exit__(*error)
         self._random.pop().__exit__(*error)
 
     def __torch_dispatch__(
