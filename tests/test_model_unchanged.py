@@ -274,7 +274,90 @@ class _RandomDepth(Model):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
+class _SparseBuffer(_Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mix", torch.eye(2).to_sparse_csr(), persistent=False)
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return super().forward((self.mix @ x.flatten(1)).view_as(x))
+
+
+class _SparseInside(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return super().forward((torch.eye(2).to_sparse() @ x.flatten(1)).view_as(x))
+
+
+class _Jagged(Model):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.nested.nested_tensor_from_jagged(self.embed(input_ids).flatten(0, 1), torch.tensor([0, 5, 12]))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden.values()), labels.flatten())
+
+
+class _MadeLate(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(WIDTH, WIDTH)
+        return super().forward(self.late(x))
+
+
+class _Yielding(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Any:
+        out = super().forward(x)
+        return (part for part in (out, x))
+
+
+class _Yielded(Model):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = sum(layer(hidden))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class _Appending(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        given.append(super().forward(x))
+        return given[-1] + (given.pop(0) if len(given) > 1 else 0)
+
+
+class _Entering(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        given["last"] = super().forward(x)
+        return given["last"]
+
+
+class _Handing(_Giving):
+    """Hands on one container of this kind."""
+
+    def __init__(self, layer: type[nn.Module], kind: type) -> None:
+        super().__init__(lambda _: kind())
+        self.layers = nn.ModuleList([layer(), layer()])
+
+
+class _Lazy(_Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.LazyLinear(4 * WIDTH)
+
+
 UNPLANNED = {
+    "a sparse buffer": (lambda: Model([_SparseBuffer(), _SparseBuffer()]), r"No plan is made of sparse.*'selective'"),
+    "a sparse tensor": (lambda: Model([_SparseInside(), _SparseInside()]), r"No plan is made of sparse.*'selective'"),
+    "nested tensors": (lambda: _Jagged([_Layer(), _Layer()]), r"No plan is made of nested.*padded ones.*'selective'"),
+    "a late module": (
+        lambda: Model([_MadeLate(), _MadeLate()]), r"Model makes 'layers\.0\.late' in its first forward.*Call the model once"
+    ),
+    "a generator": (
+        lambda: _Yielded([_Yielding(), _Yielding()]), r"layers\.0 of _Yielded returns a generator.*Return a list or a tuple"
+    ),
+    "a list": (lambda: _Handing(_Appending, list), r"layers\.0 of _Handing puts tensors into a list or.*'selective'"),
+    "a dictionary": (lambda: _Handing(_Entering, dict), r"layers\.0 of _Handing puts tensors into a list or a dictionary"),
+    "lazy parameters": (
+        lambda: Model([_Lazy(), _Lazy()]), r"model has 'layers\.0\.up\.weight', whose shape is not known.*Call it once"
+    ),
     "an object with a graph": (
         lambda: _Giving(lambda x: _Counted(x * 2)),
         r"calls layers\.0 with a _Counted .* as an argument",

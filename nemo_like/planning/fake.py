@@ -82,6 +82,7 @@ class FakeRun(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         inputs = tensors_in((args, kwargs))
+        check_layouts(inputs)
         if func is _ROUTE:
             return self._route(*args, **kwargs)
         written = ops.written_tensors(func, args, kwargs)
@@ -175,6 +176,8 @@ class FakeRun(TorchDispatchMode):
     def sample(self, value: Any, dtype: torch.dtype | None = None) -> Any:
         """`value` (tensors in any nesting) for a fake run: small integers copied to the CPU, all else made fake."""
 
+        check_layouts(tensors_in(value))
+
         def one(tensor: torch.Tensor) -> torch.Tensor:
             if not (_integer(tensor) and _small(tensor)):
                 return self.like(tensor.detach(), dtype)
@@ -197,6 +200,19 @@ class FakeRun(TorchDispatchMode):
     def _parameter(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Any:
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         return fake_parameter(self.fake, tensor, kind)
+
+
+def check_layouts(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError where one of `tensors` is sparse or nested: no plan is made of those."""
+    for tensor in tensors:
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            continue
+        kind = "nested tensors" if tensor.is_nested else "sparse tensors, such as gradients of nn.Embedding(sparse=True)"
+        instead = "padded ones" if tensor.is_nested else "dense ones (sparse=False)"
+        raise ValueError(
+            f"No plan is made of {kind}: values decide on their bytes. Use {instead}, or a mode instead of a budget, such "
+            "as 'selective'."
+        )
 
 
 def _rms_norm(
