@@ -76,7 +76,7 @@ def test_the_method_that_switches_checkpointing_off_is_the_models_own() -> None:
 
 
 def test_one_rank_checks_a_number_of_ranks_as_many_do() -> None:
-    with pytest.raises(ValueError, match="reshard_after_forward is 3; as a number of .* the shard axis of 1 ranks"):
+    with pytest.raises(ValueError, match=r"reshard_after_forward is 3; as a number of .* the shard axis of 1 ranks"):
         parallelize(build("plain"), FSDP2(reshard_after_forward=3), device="cpu")
 
 
