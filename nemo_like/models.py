@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from nemo_like.extras import require
 from nemo_like.options import did_you_mean
 from nemo_like.options.words import a_or_an
+from nemo_like.tensors import map_tensors, tensors_in
 
 
 def _llama(
@@ -120,16 +121,42 @@ class ModelSource:
     """How the caller named it."""
     config: Any
     """Its transformers config, or None for a ``module:function``."""
-    factory: Callable[[], nn.Module]
-    """Builds it on the current default device."""
+    factory: Callable[[], Any]
+    """Builds it on the current default device; a ``module:function`` may return a pair of it and a sample input."""
+    sample: Any = None
+    """What ``module:function`` returned as the sample input; None: it returned the model alone, or was not called yet."""
 
     def build(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """The model in training mode, with random weights, on `device`, with parameters of `dtype` (default: float32)."""
-        with torch.device(device):
-            model = self._made()
-        return (model if dtype is None else model.to(dtype)).train()
+        return self.built(device, dtype)[0]
 
-    def _made(self) -> nn.Module:
+    def built(
+        self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> tuple[nn.Module, ModelSource]:
+        """`build`, and this source with what the model of a ``module:function`` says: its sample input, and its config
+        where it is one of transformers."""
+        with torch.device(device):
+            made = self._made()
+        model, sample = made if isinstance(made, tuple) else (made, None)
+        model = (model if dtype is None else model.to(dtype)).train()
+        config = getattr(model, "config", None) if hasattr(model, "main_input_name") else None
+        return model, replace(self, sample=sample, config=config if self.config is None else self.config)
+
+    def sample_of(self, sequences: int) -> Any:
+        """The sample input with so many sequences: the first sizes that are equal to its first tensor's are the batch."""
+        given = tensors_in(self.sample)
+        batch = given[0].shape[0] if given and given[0].dim() else 1
+
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.dim() or tensor.shape[0] != batch:
+                return tensor
+            if tensor.is_meta:
+                return tensor.new_empty((sequences, *tensor.shape[1:]))
+            return tensor[torch.arange(sequences) % batch]
+
+        return map_tensors(one, self.sample)
+
+    def _made(self) -> Any:
         if self.config is None:
             return self.factory()  # the caller's own code raises its own errors
         try:
@@ -255,7 +282,7 @@ def _auto_class(transformers: Any, config: Any) -> Any:
     return transformers.AutoModel
 
 
-def _import_factory(spec: str) -> Callable[[], nn.Module]:
+def _import_factory(spec: str) -> Callable[[], Any]:
     module_name, _, attribute = spec.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
@@ -274,10 +301,14 @@ def _import_factory(spec: str) -> Callable[[], nn.Module]:
     except ValueError:
         pass  # a builtin, whose arguments nobody knows
 
-    def build() -> nn.Module:
-        model = factory()
+    def build() -> Any:
+        made = factory()
+        model = made[0] if isinstance(made, tuple) and len(made) == 2 else made
         if not isinstance(model, nn.Module):
-            raise TypeError(f"Model {spec!r} returned {a_or_an(model)}; it must return a torch.nn.Module.")
-        return model
+            raise TypeError(
+                f"Model {spec!r} returned {a_or_an(model)}; it must return a torch.nn.Module, or one with a sample input: "
+                "(model, sample)."
+            )
+        return made
 
     return build

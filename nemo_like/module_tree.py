@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from nemo_like.options.words import a_or_an
 
@@ -22,7 +23,12 @@ _MODULE_WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 
 def check_model(model: Any, name: str = "model") -> None:
-    """Raise TypeError where `model`, the argument `name`, is not a module that can be taken apart and changed."""
+    """Raise where `model`, the argument `name`, cannot be taken apart and changed.
+
+    Raises:
+        TypeError: it is no module, or has a TorchScript one.
+        ValueError: a parameter or a buffer of it has no shape yet.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name} is {a_or_an(model)}; it must be a torch.nn.Module.")
     scripted = [model] if isinstance(model, torch.jit.ScriptModule) else model.modules()
@@ -31,6 +37,12 @@ def check_model(model: Any, name: str = "model") -> None:
             f"{name} {'is' if scripted == [model] else 'has'} a TorchScript module (torch.jit.script or torch.jit.trace), "
             "which cannot be taken apart. Give the nn.Module that it was made from; torch.compile takes the place of "
             "TorchScript."
+        )
+    unset = (key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor))
+    if (key := next(unset, None)) is not None:
+        raise ValueError(
+            f"{name} has {key!r}, whose shape is not known before the first forward (of nn.LazyLinear and the like). Call "
+            "it once with a batch first, or give the layer its sizes."
         )
 
 

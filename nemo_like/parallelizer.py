@@ -38,7 +38,7 @@ from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.distributed.replaced import parameters_of, refuse_to_train, watch_replaced
 from nemo_like.distributed.same_weights import start_from_the_same_weights
-from nemo_like.distributed.shard import check_sharding, shard_layers
+from nemo_like.distributed.shard import ask_for_weights, check_reshard, check_sharding, shard_layers
 from nemo_like.distributed.state_dict import refuse_to_save_shards
 from nemo_like.distributed.tensor_parallel import (
     apply_tensor_parallel,
@@ -52,7 +52,7 @@ from nemo_like.layers import Layer, find_layers
 from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
 from nemo_like.module_tree import bare, check_model
-from nemo_like.options import DDP, ChunkedLoss, Single
+from nemo_like.options import DDP, FSDP2, ChunkedLoss, Single
 from nemo_like.options.words import parse_dtype
 from nemo_like.precision import autocast_forward, check_autocast
 from nemo_like.resolve import layers_for, resolve
@@ -185,6 +185,11 @@ def parallelize(
         given |= {} if ac == Job.ac else {"ac": ac}
     check_agreement(model, {**given, "mesh": mesh})
     job = Job.of(**given)
+    if job.param_dtype is torch.float16:
+        warn_once(
+            "precision is fp16, whose gradients lose what is smaller than 6e-8: scale the loss with torch.amp.GradScaler, "
+            "or use precision='bf16'."
+        )
     if _comes_in_split(model):
         return _checkpoint_as_it_came(model, job, mesh, sample_input)
     _refuse_parallelized(model)
@@ -404,6 +409,8 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, job: Job) -> N
             f"{name} is already sharded with fully_shard; only strategy='fsdp2' on several ranks supports partly sharded "
             "models. Use that, or leave that part whole."
         )
+    if isinstance(job.strategy, FSDP2):
+        check_reshard(job.strategy.reshard_after_forward, 1)
     check_autocast(model, job.param_dtype)
     if mesh is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -419,7 +426,9 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, job: Job) -> N
 
 def _replicate(model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch.device) -> nn.Module:
     """Put the whole model on this rank's device, under autocast; with a mesh, inside DistributedDataParallel."""
-    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        ask_for_weights(model)
+    else:
         model.to(place)
     precision, options = job.precision, job.ddp
     autocast_forward(model, place.type, precision.dtypes["param_dtype"], precision.dtypes["output_dtype"])

@@ -36,8 +36,8 @@ def layers_for(model: nn.Module, job: Job) -> tuple[tuple[Layer, ...], tuple[Lay
     Raises:
         ValueError: no layers, an unknown scope or one that selects nothing, a model that is checkpointed.
     """
-    refuse_checkpointed(model)
     ac = job.ac
+    refuse_checkpointed(model, replays=not (isinstance(ac, CheckpointConfig) and (not ac.enabled or ac.mode == "none")))
     if isinstance(ac, CheckpointConfig) and not ac.enabled and ac not in (CheckpointConfig(), parse_ac("none")):
         warn_once(
             "A CheckpointConfig with settings was given, but its field enabled is False, the default: nothing is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import itertools
 import random
@@ -122,6 +123,10 @@ def _stages(model: nn.Module) -> None:
     plan_for(
         model, ac="60%", sample_input=_batch(), world_size=2, pp=PipelineParallel(2, microbatches=2), gpu="h100-80gb"
     )
+
+
+def _segments(model: nn.Module) -> None:
+    parallelize(model, "single", "sequential", sample_input=_batch(), device="cpu")
 
 
 def _state(value: Any, seen: dict[int, Any]) -> Any:
@@ -269,7 +274,90 @@ class _RandomDepth(Model):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
+class _SparseBuffer(_Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mix", torch.eye(2).to_sparse_csr(), persistent=False)
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return super().forward((self.mix @ x.flatten(1)).view_as(x))
+
+
+class _SparseInside(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return super().forward((torch.eye(2).to_sparse() @ x.flatten(1)).view_as(x))
+
+
+class _Jagged(Model):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.nested.nested_tensor_from_jagged(self.embed(input_ids).flatten(0, 1), torch.tensor([0, 5, 12]))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden.values()), labels.flatten())
+
+
+class _MadeLate(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(WIDTH, WIDTH)
+        return super().forward(self.late(x))
+
+
+class _Yielding(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Any:
+        out = super().forward(x)
+        return (part for part in (out, x))
+
+
+class _Yielded(Model):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = sum(layer(hidden))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class _Appending(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        given.append(super().forward(x))
+        return given[-1] + (given.pop(0) if len(given) > 1 else 0)
+
+
+class _Entering(_Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        given["last"] = super().forward(x)
+        return given["last"]
+
+
+class _Handing(_Giving):
+    """Hands on one container of this kind."""
+
+    def __init__(self, layer: type[nn.Module], kind: type) -> None:
+        super().__init__(lambda _: kind())
+        self.layers = nn.ModuleList([layer(), layer()])
+
+
+class _Lazy(_Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.LazyLinear(4 * WIDTH)
+
+
 UNPLANNED = {
+    "a sparse buffer": (lambda: Model([_SparseBuffer(), _SparseBuffer()]), r"No plan is made of sparse.*'selective'"),
+    "a sparse tensor": (lambda: Model([_SparseInside(), _SparseInside()]), r"No plan is made of sparse.*'selective'"),
+    "nested tensors": (lambda: _Jagged([_Layer(), _Layer()]), r"No plan is made of nested.*padded ones.*'selective'"),
+    "a late module": (
+        lambda: Model([_MadeLate(), _MadeLate()]), r"Model makes 'layers\.0\.late' in its first forward.*Call the model once"
+    ),
+    "a generator": (
+        lambda: _Yielded([_Yielding(), _Yielding()]), r"layers\.0 of _Yielded returns a generator.*Return a list or a tuple"
+    ),
+    "a list": (lambda: _Handing(_Appending, list), r"layers\.0 of _Handing puts tensors into a list or.*'selective'"),
+    "a dictionary": (lambda: _Handing(_Entering, dict), r"layers\.0 of _Handing puts tensors into a list or a dictionary"),
+    "lazy parameters": (
+        lambda: Model([_Lazy(), _Lazy()]), r"model has 'layers\.0\.up\.weight', whose shape is not known.*Call it once"
+    ),
     "an object with a graph": (
         lambda: _Giving(lambda x: _Counted(x * 2)),
         r"calls layers\.0 with a _Counted .* as an argument",
@@ -320,3 +408,60 @@ class _ReversibleLayer(_Layer):
 def test_a_layer_that_uses_its_own_parameters_in_backward_is_planned() -> None:
     plan = plan_for(Model([_ReversibleLayer(), _ReversibleLayer()]), ac="100%", sample_input=_batch(), gpu="h100-80gb")
     assert plan.peak_bytes
+
+
+_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
+_COLLECTED: contextvars.ContextVar[list[int]] = contextvars.ContextVar("collected")
+_CALLS, _SEEN = 0, [0]
+
+
+def _counting() -> tuple[nn.Module, Callable[[], Any]]:
+    """A model that counts its calls outside of itself, and what it counted so far."""
+    local, number = [0], 0
+
+    class Counting(_Layer):
+        calls, seen, table, numbers = 0, [0], torch.zeros(1), itertools.count()
+
+        def forward(self, x: Tensor, given: Any = None) -> Tensor:
+            global _CALLS
+            nonlocal number
+            _VARIABLE.set(_VARIABLE.get() + 1)
+            _COLLECTED.get().append(1)
+            Counting.calls += 1
+            Counting.late = 1
+            self.seen.append(next(self.numbers))
+            self.table.add_(1)
+            local.append(1)
+            number += 1
+            _CALLS += 1
+            _SEEN.append(1)
+            return super().forward(x)
+
+    def counted() -> Any:
+        return (
+            _VARIABLE.get(), [*_COLLECTED.get()], Counting.calls, hasattr(Counting, "late"), [*Counting.seen],
+            Counting.table.item(), repr(Counting.numbers), [*local], number, _CALLS, [*_SEEN],
+        )  # fmt: skip
+
+    return Model([Counting(), Counting()]), counted
+
+
+@pytest.mark.parametrize("plans", [_budget, _profiled, _applied, _stages, _segments], ids=lambda plans: plans.__name__)
+def test_a_plan_leaves_what_is_outside_of_the_model_as_it_is(plans: Callable[[nn.Module], None]) -> None:
+    _COLLECTED.set([])
+    model, counted = _counting()
+    before = counted()
+    plans(model)
+    assert counted() == before
+
+
+def test_a_variable_that_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("without_default")
+
+    class Setting(_Layer):
+        def forward(self, x: Tensor, given: Any = None) -> Tensor:
+            variable.set(1)
+            return super().forward(x)
+
+    contextvars.copy_context().run(_budget, Model([Setting(), Setting()]))
+    assert "The context variable 'without_default' was not set; a model's forward set it" in caplog.text

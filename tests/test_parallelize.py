@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from nemo_like import CheckpointConfig, CheckpointWrapper, apply_activation_chec
 from nemo_like.activation_checkpointing import SelectivePolicy, unwrap_checkpoint_wrapper
 from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from nemo_like.log import forget_announcements
-from nemo_like.options import Precision
+from nemo_like.options import FSDP2, Precision
 from tests.models.decoders import NAMES, PlainDecoder, batch, build, loss_of
 
 
@@ -61,7 +62,35 @@ def test_the_models_own_checkpointing_is_refused() -> None:
     model = build("llama")
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
-        parallelize(model, "single")
+        parallelize(model, "single", "full")
+    assert parallelize(model, "single", "none") is model, "nothing would be replayed twice"
+
+
+def test_the_method_that_switches_checkpointing_off_is_the_models_own() -> None:
+    """As diffusers calls it."""
+    model: Any = build("plain")
+    model.gradient_checkpointing = True
+    model.disable_gradient_checkpointing = lambda: None
+    with pytest.raises(ValueError, match=r"Call model\.disable_gradient_checkpointing\(\) first"):
+        parallelize(model, "single", "full")
+
+
+def test_one_rank_checks_a_number_of_ranks_as_many_do() -> None:
+    with pytest.raises(ValueError, match=r"reshard_after_forward is 3; as a number of .* the shard axis of 1 ranks"):
+        parallelize(build("plain"), FSDP2(reshard_after_forward=3), device="cpu")
+
+
+def test_fp16_says_that_losses_are_to_be_scaled(caplog: pytest.LogCaptureFixture) -> None:
+    parallelize(build("plain"), "single", precision="fp16", device="cpu")
+    assert "precision is fp16" in caplog.text and "torch.amp.GradScaler" in caplog.text
+
+
+def test_weights_that_are_not_there_are_asked_for_on_one_rank() -> None:
+    with torch.device("meta"):
+        model = build("plain")
+    parallelize(model, "single", "full", device="cpu")
+    with pytest.raises(RuntimeError, match=r"on the meta device.*call nemo_like\.distributed\.materialize\(model\) before"):
+        model(torch.zeros(1, 8, dtype=torch.long))
 
 
 def test_one_rank_takes_the_single_path_without_a_process_group_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -174,8 +174,17 @@ def _check_placement(tree: _Tree, spec: CheckpointSpec) -> None:
         )
 
 
-def refuse_checkpointed(model: nn.Module) -> None:
-    """Raise ValueError where something in `model` is checkpointed already, by us, PyTorch's wrapper or the model."""
+def _switch_off(model: nn.Module) -> str:
+    """The method by which `model` switches its own checkpointing off; transformers' where it has none that is known."""
+    known = ("gradient_checkpointing_disable", "disable_gradient_checkpointing")
+    return next((name for name in known if hasattr(model, name)), known[0])
+
+
+def refuse_checkpointed(model: nn.Module, *, replays: bool = True) -> None:
+    """Raise ValueError where something in `model` is checkpointed already, by us, PyTorch's wrapper or the model.
+
+    With ``replays=False`` nothing will be checkpointed, and the model's own checkpointing may be on.
+    """
     check_model(model)
     for name, module in model.named_modules():
         if isinstance(module, TorchCheckpointWrapper):
@@ -183,10 +192,12 @@ def refuse_checkpointed(model: nn.Module) -> None:
                 f"{name or 'The model'} is checkpointed already: a second wrapper would replay it twice. "
                 "Apply checkpointing once, to a freshly built model."
             )
+        if not replays:
+            continue
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
                 f"{name or 'The model'} has its own gradient checkpointing on, and would be replayed twice. "
-                "Call model.gradient_checkpointing_disable() first (in a Trainer: gradient_checkpointing=False)."
+                f"Call model.{_switch_off(model)}() first (in a Trainer: gradient_checkpointing=False)."
             )
         if getattr(module, "grad_checkpointing", False) is True:  # timm's word
             raise ValueError(

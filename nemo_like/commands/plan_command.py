@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     with _progress(f"Planning {args.model} ..."):
         source = resolve_model(args.model)
-        model = _frozen(source.build("meta", parse_dtype("--dtype", args.dtype)), args, job)
+        model, source = source.built("meta", parse_dtype("--dtype", args.dtype))
+        model = _frozen(model, args, job)
 
         limit = parse_bytes(args.memory, "--memory") if args.memory else None
         if job.pp.size > 1:

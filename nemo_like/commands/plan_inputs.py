@@ -1,4 +1,4 @@
-"""What `nemo-like plan` gives to the model: its options, and what the model's config says."""
+"""What the commands give to the model: their options, what the model's config says, or its own sample input."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from torch import nn
 from nemo_like.console import refuse_unread
 from nemo_like.models import ModelSource, check_positions
 from nemo_like.options import parse_shape
+from nemo_like.options.words import check_whole
 from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quiet_fakes
 from nemo_like.planning.plan_search import MOST_SEQUENCES, MOST_TOKENS, Reach, full_peak, largest_batch, least_gpus
 from nemo_like.planning.planner import Planner
+from nemo_like.tensors import describe, map_tensors, split_sample
 
+VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
 _Planner = TypeVar("_Planner")
 
 
@@ -32,6 +35,10 @@ def planner_with_inputs(
     media = _media(args)
     if args.input_shape:
         return make(_shaped(args)), ModelInput({}, f"an input of {args.input_shape}")
+    if source.sample is not None:
+        _refuse_media(args)
+        given_sample = own_sample(source, args)
+        return make(given_sample), ModelInput({}, describe(*split_sample(given_sample)))
     text = _text(source, args)
     words = f"{args.batch_size} x {args.seq_len} tokens"
     if source.config is None:
@@ -61,8 +68,8 @@ def reach(
 ) -> Callable[[int], Reach]:
     """How far the device goes with the step of `planner`: for the search of `make_report`.
 
-    ``make(sample, job)`` makes a planner. For ``--input-shape`` no other batch is looked for: which of its sizes is the
-    batch is not known.
+    ``make(sample, job)`` makes a planner. For ``--input-shape`` and a sample input of the model's own, no other batch is
+    looked for: which of its sizes is the batch is not known.
     """
     job = planner.job
 
@@ -73,10 +80,11 @@ def reach(
         alone = Media(images=0, audio_seconds=0.0) if planner.not_run else _media(args)
         return dict(model_input(model, _text(source, other), alone).tensors)
 
+    own = _shaped(args) if args.input_shape else None if source.sample is None else own_sample(source, args)
     most = max(args.batch_size, min(MOST_SEQUENCES, MOST_TOKENS // args.seq_len))
 
     def batches(limit: int) -> Reach:
-        if args.input_shape:
+        if own is not None:
             return Reach(None, None)
         try:
             batch = largest_batch(lambda size: make(sample(size)), args.batch_size, full_peak(planner), limit, most)
@@ -90,12 +98,39 @@ def reach(
             return replace(batch, least_gpus=1)
         if job.ep.size > 1:
             return batch  # other numbers of ranks would hold other experts
-        given = _shaped(args) if args.input_shape else sample(args.batch_size)
+        given = sample(args.batch_size) if own is None else own
         sharded = planner if job.fsdp is not None else make(given, job.on(dp_shard=2))
         least = least_gpus(sharded, lambda: make(given, job.on(dp_shard=1, dp_replicate=1)), limit)
         return replace(batch, least_gpus=least)
 
     return found
+
+
+def own_sample(source: ModelSource, args: argparse.Namespace) -> Any:
+    """The sample input that ``module:function`` returned, with ``--batch-size`` sequences where that was said."""
+    refuse_unread(args, ["seq_len", "vocab_size"], f"{source.name} returns its own sample input.")
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size is {args.batch_size}; it must be >= 1.")
+    return source.sample if args.batch_size == 1 else source.sample_of(args.batch_size)
+
+
+def sample_for(
+    source: ModelSource, args: argparse.Namespace, device: str = "cpu", dtype: torch.dtype | None = None
+) -> Any:
+    """One training input for a built `source` on `device`: its own, random numbers of ``--input-shape``, or token ids.
+
+    Raises:
+        ValueError: a size below 1, a shape that is not a list of sizes, or a model that does not say what it takes.
+    """
+    for name, value in (("--batch-size", args.batch_size), ("--seq-len", args.seq_len)):
+        check_whole(name, value, 1)
+    if getattr(args, "input_shape", None) is not None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(parse_shape("--input-shape", args.input_shape), generator=generator).to(device, dtype)
+    if source.sample is not None:
+        return map_tensors(lambda t: t.to(device, dtype if t.is_floating_point() else None), own_sample(source, args))
+    text = map_tensors(lambda ids: ids.to(device), _text(source, args))
+    return text["input_ids"] if source.config is None else text
 
 
 def _shaped(args: argparse.Namespace) -> torch.Tensor:
@@ -130,8 +165,9 @@ def _text(source: ModelSource, args: argparse.Namespace) -> dict[str, torch.Tens
         return source.sample_input(args.batch_size, args.seq_len)
     elif source.config is None:
         raise ValueError(
-            f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape."
+            f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape; or "
+            "have the function return (model, sample)."
         )
     check_positions(source.config, "--seq-len", args.seq_len)
-    ids = torch.zeros(args.batch_size, args.seq_len, dtype=torch.long)
+    ids = torch.randint(args.vocab_size or 1, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids.clone()}  # of a tower by itself, only their shape is read

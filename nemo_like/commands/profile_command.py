@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
+from nemo_like.commands.plan_inputs import VOCAB_SIZE, sample_for
 from nemo_like.console import check_picture, refuse_unread
 from nemo_like.distributed.launch import checked_device
-from nemo_like.models import ModelSource, resolve_model
-from nemo_like.options import parse_bytes, parse_dtype, parse_shape
+from nemo_like.models import resolve_model
+from nemo_like.options import parse_bytes, parse_dtype
 from nemo_like.options.words import check_whole
 from nemo_like.profiling import MemoryProfiler, recommend
 from nemo_like.tensors import describe, split_sample
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a preset, a config.json or its folder, or module:function")
     parser.add_argument("--batch-size", type=int, default=1, help="samples (default: 1)")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per sample (default: 256)")
+    parser.add_argument("--vocab-size", type=int, help=VOCAB_SIZE)
     parser.add_argument("--input-shape", help="without tokens: the shape of the float input, such as 8,3,32,32")
     parser.add_argument("--layers", nargs="+", help="names (globs) of the layers, instead of those found")
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device (default: cpu)")
@@ -47,15 +48,15 @@ def run(args: argparse.Namespace) -> int:
         if value is not None:
             check_whole(name, value, 1)
     if args.input_shape is not None:
-        refuse_unread(args, ["batch_size", "seq_len"], "--input-shape is the whole input.")
+        refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
     if args.json:
         refuse_unread(args, ["limit", "budget"], "--json prints the whole profile, and nothing else.")
     check_picture("--plot", args.plot)
     checked_device(args.device)
     source = resolve_model(args.model)
-    sample = sample_for(source, args.batch_size, args.seq_len, args.input_shape, args.device, dtype)
     torch.manual_seed(0)
-    model = source.build(device=args.device, dtype=dtype)
+    model, source = source.built(device=args.device, dtype=dtype)
+    sample = sample_for(source, args, args.device, dtype)
     disable_cache(model)  # training does not use a key-value cache; it would count as activations
     profiler = MemoryProfiler(model, args.device, layers=args.layers)
     try:
@@ -78,24 +79,3 @@ def run(args: argparse.Namespace) -> int:
             f"{report.predict_peak_bytes(names) / 1e6:.3f} MB.\n"
         )
     return 0
-
-
-def sample_for(
-    source: ModelSource,
-    batch_size: int,
-    seq_len: int,
-    input_shape: str | None,
-    device: str,
-    dtype: torch.dtype | None,
-) -> Any:
-    """One training input for `source`: tokens and labels, or random numbers of `input_shape`.
-
-    Raises:
-        ValueError: a size below 1, or a shape that is not a list of sizes.
-    """
-    for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
-        check_whole(name, value, 1)
-    if input_shape is None:
-        return source.sample_input(batch_size, seq_len, device)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(parse_shape("--input-shape", input_shape), generator=generator).to(device, dtype)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from nemo_like.activation_checkpointing.op_trace import table_of, trace_regions
+from nemo_like.commands.plan_inputs import VOCAB_SIZE, sample_for
 from nemo_like.console import refuse_unread
 from nemo_like.distributed.launch import checked_device
 from nemo_like.models import resolve_model
 from nemo_like.options import normalise, parse_dtype
-from nemo_like.options.words import check_whole
 from nemo_like.parallelizer import parallelize
+from nemo_like.tensors import split_sample
 
 HELP = "print what a policy keeps and computes again, operator by operator, beside keeping all and keeping nothing"
 EXAMPLES = (
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ac", default="selective", help="the mode, or a budget such as 50%% (default: selective)")
     parser.add_argument("--batch-size", type=int, default=1, help="samples of the traced forward")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per sample")
+    parser.add_argument("--vocab-size", type=int, help=VOCAB_SIZE)
     parser.add_argument("--device", default="cpu", help="where the forward runs (default: cpu)")
     parser.add_argument("--dtype", default=None, help="dtype of the parameters (default: float32)")
     parser.add_argument("--all-ops", action="store_true", help="also operators that are neither tracked nor have FLOPs")
@@ -42,35 +44,31 @@ def run(args: argparse.Namespace) -> int:
     """Run one forward of the model with its layers checkpointed, and print each distinct region once."""
     if args.json:
         refuse_unread(args, ["all_ops"], "--json prints all of them.")
-    regions = trace_model(
-        args.model, args.ac, args.batch_size, args.seq_len, device=args.device, dtype=parse_dtype("--dtype", args.dtype)
-    )
+    regions = trace_model(args, dtype=parse_dtype("--dtype", args.dtype))
     sys.stdout.write(json.dumps(regions, indent=2) + "\n" if args.json else to_text(regions, args.all_ops))
     return 0
 
 
-def trace_model(
-    model: str, ac: str, batch_size: int, seq_len: int, *, device: str = "cpu", dtype: torch.dtype | None = None
-) -> list[dict[str, Any]]:
+def trace_model(args: argparse.Namespace, dtype: torch.dtype | None = None) -> list[dict[str, Any]]:
     """The traces of a model's regions as plain values, equal ones once, with their ``count`` and names.
 
     Raises:
         ValueError: the mode makes no regions; a bad model, mode or size.
     """
-    for name, value in (("--batch-size", batch_size), ("--seq-len", seq_len)):
-        check_whole(name, value, 1)
+    ac, device = args.ac, args.device
     if normalise(ac) == "sequential":
         raise ValueError(
             "--ac is 'sequential', whose regions are several layers' calls each: there is no table of one layer to print. "
             "Trace ac='full', which computes the same operators again, layer by layer."
         )
     checked_device(device)
-    source = resolve_model(model)
-    built = source.build(device=device, dtype=dtype).train()
-    sample = source.sample_input(batch_size, seq_len, device)
+    source = resolve_model(args.model)
+    built, source = source.built(device=device, dtype=dtype)
+    sample = sample_for(source, args, device, dtype)
     built = parallelize(built, strategy="single", ac=ac, sample_input=sample)
     with trace_regions() as trace:
-        built(**sample)
+        positions, keywords = split_sample(sample)
+        built(*positions, **keywords)
     if not trace.regions:
         raise ValueError(f"ac is {ac!r}: no layer of {source.name} is checkpointed, so there is nothing to trace.")
     distinct: dict[str, dict[str, Any]] = {}

@@ -104,8 +104,13 @@ def shard_layers(
         module.register_forward_hook(explain_sharded_weights, always_call=True)
     _gather_what_was_written(model, held)
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
+        ask_for_weights(model)
     return plan
+
+
+def ask_for_weights(model: nn.Module) -> None:
+    """Have the first forward of `model` say that parameters are on the meta device, where some still are."""
+    model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
 
 
 def shard_unit(
@@ -169,13 +174,14 @@ def check_sharding(
     validate_mesh(mesh)
     options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)
-    _check_reshard(options.reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
+    check_reshard(options.reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
     return plan_units(
         model, layers, tail=tail, frozen_sharding=options.frozen_sharding, ignored_params=ignored_params, apart=apart
     )
 
 
-def _check_reshard(value: bool | int | None, shard_size: int) -> None:
+def check_reshard(value: bool | int | None, shard_size: int) -> None:
+    """Raise ValueError where `value`, a number of ranks, does not divide `shard_size` of them."""
     if value is None or isinstance(value, bool):
         return
     if not 1 < value < shard_size or shard_size % value:

@@ -16,8 +16,10 @@ from nemo_like.layers.structure import (
     class_of,
     has_declared_base,
     has_mixer_outside,
+    has_names,
     is_callable,
     is_container,
+    is_nested,
     is_sequence,
     is_strict_block,
     parameter_count,
@@ -94,41 +96,44 @@ class _Finder:
         self.model = model
         self.no_split = _no_split_names(model)
         self.least_plain = _PLAIN_SHARE * parameter_count(model)
+        self.by_name = False
+        """Whether members of a `ModuleDict` by words can be layers."""
         self.found: list[tuple[str, nn.Module]] = []
         self.seen: set[int] = set()
+        self.layers: set[int] = set()
 
     def find(self) -> list[tuple[str, nn.Module]]:
-        self._visit(self.model, "", is_layer=False)
+        self._visit(self.model, "")
+        if not self.found:
+            self.by_name = True
+            self.seen.clear()
+            self._visit(self.model, "")
         return self.found
 
-    def _visit(self, module: nn.Module, fqn: str, *, is_layer: bool) -> None:
+    def _visit(self, module: nn.Module, fqn: str) -> None:
         if id(bare(module)) in self.seen:
             return
         self.seen.add(id(bare(module)))
-        if is_layer:
+        if id(module) in self.layers:
             self.found.append((fqn, module))
             self.seen.update(id(inner) for inner in bare(module).modules())  # no layer under another name either
             return
-        layers = self._layers_among_children(module)
+        self.layers |= {id(layer) for layer in self._layers_among_children(module)}
         for name, child in bare_children(module):
-            self._visit(child, join(fqn, name), is_layer=name in layers)
+            self._visit(child, join(fqn, name))
 
-    def _layers_among_children(self, parent: nn.Module) -> set[str]:
-        """Names of the children of `parent` that are layers: declared or repeated, and no stages."""
-        candidates = {child.name: child for series in child_series(parent) for child in self._run(parent, series)}
-        for name, child in bare_children(parent):
+    def _layers_among_children(self, parent: nn.Module) -> list[nn.Module]:
+        """The children of `parent`, or of the lists in it, that are layers: declared or repeated, and no stages."""
+        series = [] if has_names(parent) and not self.by_name else child_series(parent)
+        candidates = {id(child.module): child.module for each in series for child in self._run(parent, each)}
+        for _, child in bare_children(parent):
             if has_declared_base(child):
-                candidates.setdefault(name, Child(name, child))
-        by_class: dict[type, list[Child]] = {}
+                candidates.setdefault(id(child), child)
+        by_class: dict[type, list[nn.Module]] = {}
         for candidate in candidates.values():
-            if is_callable(candidate.module):
-                by_class.setdefault(class_of(candidate.module), []).append(candidate)
-        return {
-            child.name
-            for siblings in by_class.values()
-            if not self._are_stages([sibling.module for sibling in siblings])
-            for child in siblings
-        }
+            if is_callable(candidate):
+                by_class.setdefault(class_of(candidate), []).append(candidate)
+        return [child for siblings in by_class.values() if not self._are_stages(siblings) for child in siblings]
 
     def _run(self, parent: nn.Module, series: list[Child]) -> list[Child]:
         """The layers among siblings: declared ones; else strict blocks; else plain blocks that hold enough."""
@@ -160,10 +165,10 @@ class _Finder:
         """Declared or strict single-class runs in lists anywhere inside `module`, outermost first."""
         blocks: list[nn.Module] = []
         if is_sequence(module):
-            series = [Child(name, child) for name, child in bare_children(module)]
+            series = [child for each in child_series(module) for child in each]
             inner = [child.module for child in series if self._is_declared(child.module)]
             inner = inner or [child.module for child in blocks_in_series(module, series, strict=True)]
-            blocks = inner if len({class_of(child) for child in inner}) == 1 else []
+            blocks = inner if is_nested(module) or len({class_of(child) for child in inner}) == 1 else []
         for _, child in bare_children(module):
             if not any(child is block for block in blocks):
                 blocks += self._inner_blocks(child)
@@ -182,18 +187,20 @@ def _no_split_names(model: nn.Module) -> frozenset[str]:
 
 def _nothing_found(model: nn.Module) -> str:
     """The message of the error: every list in the model, what it holds, and how to name it."""
-    lists = []
+    lists, weights = [], dict[str, int]()
     for fqn, module in bare_modules(model):
         members = [class_of(child).__name__ for _, child in bare_children(module)]
         if is_sequence(module) and members:
             lists.append((fqn, f"{len(members)} x {', '.join(dict.fromkeys(members))}"))
+            callable_members = all(is_callable(child) for _, child in bare_children(module))
+            weights[fqn] = parameter_count(module) if callable_members else -1
     start = f"No repeated layers were found in this {type(model).__name__}"
     if lists:
         shown = "\n".join(f"  {fqn or '(the model itself)'}: {what}" for fqn, what in lists[:20])
         return (
             f"{start}: a layer is a member of a list, with at least two parts that hold weights. Candidates:\n{shown}"
             + ("\n  ...\n" if len(lists) > 20 else "\n")
-            + f"Name the layers yourself, for example layers=[{join(lists[0][0], '*')!r}]."
+            + f"Name the layers yourself, for example layers=[{join(max(weights, key=weights.__getitem__), '*')!r}]."
         )
     children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
     return (

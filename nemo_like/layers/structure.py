@@ -29,9 +29,17 @@ class Child:
     module: nn.Module
 
 
+def unadapted(module: nn.Module) -> nn.Module:
+    """The module inside every wrapper and adapter: adapters have what they adapt as ``base_layer``."""
+    inner = bare(module)
+    while (adapted := inner._modules.get("base_layer")) is not None:
+        inner = bare(adapted)
+    return inner
+
+
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of the bare module; FSDP2's generated ``FSDP<Name>`` class counts as ``<Name>``."""
-    cls = type(bare(module))
+    """The class of the bare, unadapted module; FSDP2's generated ``FSDP<Name>`` class counts as ``<Name>``."""
+    cls = type(unadapted(module))
     bases = cls.__bases__
     return bases[1] if len(bases) == 2 and bases[0].__name__ == "FSDPModule" else cls
 
@@ -61,6 +69,18 @@ def is_sequence(module: nn.Module) -> bool:
     return is_container(module) or isinstance(bare(module), nn.Sequential)
 
 
+def is_nested(module: nn.Module) -> bool:
+    """Whether `module` is a container of containers."""
+    children = [child for _, child in bare_children(module)]
+    return is_container(module) and bool(children) and all(map(is_container, children))
+
+
+def has_names(module: nn.Module) -> bool:
+    """Whether `module` is a `ModuleDict` by words, such as tasks: one of which is asked for, rather than all in order."""
+    inner = bare(module)
+    return isinstance(inner, nn.ModuleDict) and not all(_NUMBERED.fullmatch(name) for name in inner)
+
+
 def parameter_count(*modules: nn.Module) -> int:
     """Elements of the distinct parameters of `modules` together; works on the meta device."""
     distinct = {id(parameter): parameter.numel() for module in modules for parameter in module.parameters()}
@@ -68,8 +88,8 @@ def parameter_count(*modules: nn.Module) -> int:
 
 
 def weighted_parts(module: nn.Module) -> int:
-    """How many modules in `module` own a matrix or a larger weight; a parametrised module counts once."""
-    inner = bare(module)
+    """How many modules in `module` own a matrix or a larger weight; a parametrised or adapted module counts once."""
+    inner = unadapted(module)
     if "parametrizations" in inner._modules:
         return 1
     own = any(parameter is not None and parameter.dim() >= 2 for parameter in inner._parameters.values())
@@ -78,7 +98,7 @@ def weighted_parts(module: nn.Module) -> int:
 
 def is_plain_block(module: nn.Module) -> bool:
     """May be a repeated block: made of parts, with a weight among them. No list, embedding, `Linear` or `Conv2d`."""
-    return _may_be_block(module, least=1) and any(weighted_parts(child) for _, child in bare_children(module))
+    return _may_be_block(module, least=1) and any(weighted_parts(c) for _, c in bare_children(unadapted(module)))
 
 
 def is_strict_block(module: nn.Module) -> bool:
@@ -91,8 +111,8 @@ def _may_be_block(module: nn.Module, *, least: int) -> bool:
 
 
 def _holds(module: nn.Module, words: re.Pattern[str]) -> bool:
-    for name, child in bare_children(module):
-        if words.search(name) or words.search(type(bare(child)).__name__) or _holds(child, words):
+    for name, child in bare_children(unadapted(module)):
+        if words.search(name) or words.search(class_of(child).__name__) or _holds(child, words):
             return True
     return False
 
@@ -102,7 +122,7 @@ def has_mixer_outside(module: nn.Module, blocks: list[nn.Module]) -> bool:
     for name, child in bare_children(module):
         if any(child is block for block in blocks):
             continue
-        if _MIXER_WORDS.search(name) or _MIXER_WORDS.search(type(bare(child)).__name__):
+        if _MIXER_WORDS.search(name) or _MIXER_WORDS.search(class_of(child).__name__):
             return True
         if has_mixer_outside(child, blocks):
             return True
@@ -112,12 +132,15 @@ def has_mixer_outside(module: nn.Module, blocks: list[nn.Module]) -> bool:
 def child_series(module: nn.Module) -> Iterator[list[Child]]:
     """The series of siblings in `module` that might be repeated blocks.
 
-    The members of a container or `nn.Sequential` are one series; otherwise children whose names differ only in a
-    trailing number (``block1``, ``block2``) are one.
+    The members of a container or `nn.Sequential` are one series, and in a container of containers the members of those
+    (a list of ``[attention, feed-forward]``). Otherwise children whose names differ only in a trailing number (``block1``,
+    ``block2``) are one.
     """
     children = [Child(name, child) for name, child in bare_children(module)]
     if is_sequence(module):
-        if children:
+        if is_nested(module):
+            yield [Child(name, inner) for child in children for name, inner in bare_children(child.module)]
+        elif children:
             yield children
         return
     stems: dict[str, list[Child]] = {}

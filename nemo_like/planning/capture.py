@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -46,15 +47,25 @@ def trace_model(
     Raises:
         ValueError: no layer was called, or a layer's behaviour cannot be traced without real values.
     """
-    watcher = _Watcher(model, layers)
+    watcher, parts = _Watcher(model, layers), _parts(model)
     with cache_off(model), FakeRun(autocast, cuda, model) as run:
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)
         with watcher.installed(state), run.casting():
             run_forward(model, state, args, kwargs)
+        if late := sorted(_parts(model) - parts):
+            raise ValueError(
+                f"{type(model).__name__} makes {late[0]!r} in its first forward: a plan is made of parts that are there. "
+                "Call the model once before it is planned, or make the part in __init__."
+            )
         traced = watcher.finish(run, state, args, kwargs, dtype)
     return traced
+
+
+def _parts(model: nn.Module) -> set[str]:
+    """Names of its modules and parameters."""
+    return {name for name, _ in (*model.named_modules(), *model.named_parameters())}
 
 
 def run_forward(
@@ -111,9 +122,12 @@ class _Watcher:
                 return self.kinds[kind].output_with(_another, args, kwargs)
             position = len(self.calls)
             self.calls.append(TracedCall(layer.fqn, module, -1))
-            saved = map_tensors(_leaf, (args, kwargs))
+            saved, given = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
             with recording(module) as records:
                 output = forward(*args, **kwargs)
+            self._refuse_iterator(layer.fqn, output)
+            if not run_all:  # layers that share keys and values write them into what all are handed
+                self._refuse_changed(layer.fqn, given, tensors_in((args, kwargs)))
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
                 passed = handed_on(output, args, kwargs)
@@ -145,6 +159,24 @@ class _Watcher:
                     "gradient goes: no plan can be made. Give the layer this tensor as an argument, or use a mode instead "
                     "of a budget, such as 'selective'."
                 )
+
+    def _refuse_iterator(self, fqn: str, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Iterator):
+                raise ValueError(
+                    f"{fqn} of {type(self.model).__name__} returns {a_or_an(leaf)}, which can be read once: no plan can be "
+                    "made. Return a list or a tuple, or leave the layer out with layers=."
+                )
+
+    def _refuse_changed(self, fqn: str, before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> None:
+        """A list or a dictionary that layers change: a layer that stands in for another one does not change it."""
+        same = len(before) == len(now) and all(map(is_, before, now))
+        if not same and any(tensor.requires_grad for tensor in (*before, *now)):
+            raise ValueError(
+                f"{fqn} of {type(self.model).__name__} puts tensors into a list or a dictionary that it is called with, or "
+                "takes them out: no plan can be made. Return a new one, or use a mode instead of a budget, such as "
+                "'selective'."
+            )
 
     def finish(
         self, run: FakeRun, state: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any],

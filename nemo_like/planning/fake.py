@@ -18,6 +18,7 @@ from torch import nn
 from nemo_like.activation_checkpointing import ops
 from nemo_like.model_copy import SMALL, random_numbers_put_back
 from nemo_like.op_lookup import packet_name
+from nemo_like.outside_state import OutsideState
 from nemo_like.planning.cuda_ops import CudaOps
 from nemo_like.planning.expert_twin import planned_table
 from nemo_like.planning.remembered import RememberedTables
@@ -40,7 +41,8 @@ class FakeRun(TorchDispatchMode):
 
     With `cuda`, a compute capability, the tensors are on the CPU all the same, but the operators are those that such a GPU
     would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`), and
-    random numbers of Python, NumPy and torch that are drawn inside are drawn again outside.
+    random numbers of Python, NumPy and torch that are drawn inside are drawn again outside. Nor does what the model's code
+    changes outside of the model stay (see `OutsideState`).
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class FakeRun(TorchDispatchMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.tables = RememberedTables(model)
+        self._outside = OutsideState(model)
         self.autocast = autocast
         self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -60,6 +63,7 @@ class FakeRun(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._random.append(random_numbers_put_back())
         self._random[-1].__enter__()
+        self._outside.__enter__()
         self.tables.__enter__()
         if self.cuda is not None:
             self.cuda.__enter__()
@@ -70,6 +74,7 @@ class FakeRun(TorchDispatchMode):
         if self.cuda is not None:
             self.cuda.__exit__(*error)
         self.tables.__exit__(*error)
+        self._outside.__exit__(*error)
         self._random.pop().__exit__(*error)
 
     def __torch_dispatch__(
@@ -77,6 +82,7 @@ class FakeRun(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         inputs = tensors_in((args, kwargs))
+        check_layouts(inputs)
         if func is _ROUTE:
             return self._route(*args, **kwargs)
         written = ops.written_tensors(func, args, kwargs)
@@ -170,6 +176,8 @@ class FakeRun(TorchDispatchMode):
     def sample(self, value: Any, dtype: torch.dtype | None = None) -> Any:
         """`value` (tensors in any nesting) for a fake run: small integers copied to the CPU, all else made fake."""
 
+        check_layouts(tensors_in(value))
+
         def one(tensor: torch.Tensor) -> torch.Tensor:
             if not (_integer(tensor) and _small(tensor)):
                 return self.like(tensor.detach(), dtype)
@@ -192,6 +200,19 @@ class FakeRun(TorchDispatchMode):
     def _parameter(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Any:
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         return fake_parameter(self.fake, tensor, kind)
+
+
+def check_layouts(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError where one of `tensors` is sparse or nested: no plan is made of those."""
+    for tensor in tensors:
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            continue
+        kind = "nested tensors" if tensor.is_nested else "sparse tensors, such as gradients of nn.Embedding(sparse=True)"
+        instead = "padded ones" if tensor.is_nested else "dense ones (sparse=False)"
+        raise ValueError(
+            f"No plan is made of {kind}: values decide on their bytes. Use {instead}, or a mode instead of a budget, such "
+            "as 'selective'."
+        )
 
 
 def _rms_norm(

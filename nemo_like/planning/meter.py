@@ -13,6 +13,7 @@ import torch
 
 from nemo_like.model_copy import call_with
 from nemo_like.planning.block_trace import TraceMismatchError
+from nemo_like.planning.fake import check_layouts
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.scratch import scratch_bytes
 from nemo_like.tensors import map_tensors, tensors_in
@@ -68,11 +69,7 @@ class LiveBytes(TorchDispatchMode):
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the storage of `tensor` from now on, unless it is known already."""
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                "No plan is made of sparse tensors, such as gradients of nn.Embedding(sparse=True): values decide "
-                "on their bytes. Use sparse=False, or a mode instead of a budget, such as 'selective'."
-            )
+        check_layouts([tensor])
         storage = tensor.untyped_storage()
         if tensor.is_meta or storage in self._seen:
             return

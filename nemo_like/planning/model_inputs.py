@@ -204,7 +204,7 @@ class _Beside:
 
     def _features(self, method: str, form: dict[str, torch.Tensor]) -> int:
         """How many tokens the tower makes of it."""
-        with quiet_fakes(), FakeRun() as run, torch.no_grad():
+        with quiet_fakes(), FakeRun(model=self.model) as run, torch.no_grad():
             caller = _Caller(model_copy(self.model), method)
             found = call_with(caller, run.state(caller), (), run.sample(form))
         found = getattr(found, "pooler_output", found)

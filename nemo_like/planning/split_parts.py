@@ -125,7 +125,7 @@ class SplitParts:
     def _run(self, microbatch: Mapping[str, Any]) -> list[tuple[TensorForm, ...]]:
         forms = []
         given: tuple[Tensor, ...] = ()
-        with FakeRun(self._autocast) as run:
+        with FakeRun(self._autocast, model=nn.ModuleList(self._twins)) as run:
             batch = run.sample(dict(microbatch), self._dtype)
             for twin in self._twins:
                 with cache_off(twin), run.casting():

@@ -422,3 +422,86 @@ def test_a_parametrised_module_counts_once() -> None:
     for name in ("weight_ih", "weight_hh"):
         nn.utils.parametrizations.weight_norm(cell, name)
     assert weighted_parts(cell) == 1
+
+
+# -------------------------------------------------------------------------------------- adapters, heads and lists of lists
+
+
+class Adapter(nn.Module):
+    """A linear with LoRA, as peft wraps it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = linear
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(DIM, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, DIM, bias=False)})
+        self.lora_magnitude_vector = nn.ModuleDict()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def adapted(module: nn.Module) -> nn.Module:
+    """`module`, with adapters around all of its linears."""
+    for name, child in module.named_children():
+        setattr(module, name, Adapter(child) if isinstance(child, nn.Linear) else adapted(child))
+    return module
+
+
+def test_adapted_linears_are_no_layers() -> None:
+    merger = nn.ModuleDict({"norm": nn.LayerNorm(DIM), "mlp": nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))})
+    heads = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+    model = Holder(merger=Holder(**merger), fc1=nn.Linear(DIM, DIM), fc2=nn.Linear(DIM, DIM), blocks=blocks(2), heads=heads)
+    bare_names = fqns(model)
+    assert fqns(adapted(model)) == bare_names == ["blocks.0", "blocks.1"]
+
+
+def test_adapted_and_other_linears_of_a_list_are_no_layers() -> None:
+    with pytest.raises(LayersNotFoundError, match="fcs: 2 x Linear"):
+        find_layers(adapted(Holder(fcs=nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2)))))
+
+
+def test_heads_by_name_beside_blocks_are_no_layers() -> None:
+    heads = nn.ModuleDict({"sentiment": Block(), "topic": Block()})
+    assert fqns(Holder(encoder=Holder(blocks=blocks(2)), heads=heads)) == ["encoder.blocks.0", "encoder.blocks.1"]
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class BareFeedForward(FeedForward):
+    """Without a norm or a mixer: x-transformers keeps the norms in a list beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net[0]
+
+
+def pairs(kind: type[nn.Module], count: int = 2) -> nn.ModuleList:
+    return nn.ModuleList(nn.ModuleList([Block(), kind()]) for _ in range(count))
+
+
+def test_members_of_inner_lists_are_layers() -> None:
+    """As vit-pytorch writes them, alone and as two encoders; with norms in a list of their own, as x-transformers does."""
+    names = ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+    assert fqns(Holder(to_patch_embedding=FeedForward().net, layers=pairs(FeedForward))) == names
+    encoders = Holder(encoders=nn.ModuleList(Holder(layers=pairs(FeedForward)) for _ in range(2)))
+    for encoder in encoders.encoders:
+        encoder.embed = nn.Identity()
+    assert fqns(encoders) == [f"encoders.{at}.{name}" for at in range(2) for name in names]
+    beside = [nn.ModuleList([nn.ModuleList([nn.LayerNorm(DIM)]), BareFeedForward(), nn.Identity()]) for _ in range(2)]
+    assert fqns(Holder(layers=nn.ModuleList(beside))) == ["layers.0.1", "layers.1.1"]
+    by_name = [nn.ModuleDict({"attention": Block(), "mlp": BareFeedForward()}) for _ in range(2)]
+    assert fqns(Holder(layers=nn.ModuleList(by_name))) == [f"layers.{at}.{w}" for at in (0, 1) for w in ("attention", "mlp")]
+
+
+def test_the_advice_names_the_list_that_holds_most() -> None:
+    wide = nn.ModuleList(nn.Linear(DIM, 4 * DIM) for _ in range(2))
+    with pytest.raises(LayersNotFoundError, match=r"layers=\['inner\.fcs\.\*'\]"):
+        find_layers(Holder(to_patch_embedding=nn.Sequential(nn.Linear(DIM, DIM)), inner=Holder(fcs=wide)))

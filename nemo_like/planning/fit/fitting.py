@@ -219,7 +219,11 @@ def _searched(
 ) -> list[FitReport]:
     """A report for each of the questions, which are of one model; those of one precision trace it once."""
     name = model if isinstance(model, str) else type(model).__name__
-    built = resolve_model(model).build("meta", dtype) if isinstance(model, str) else model
+    built = model
+    if isinstance(model, str):
+        built, source = resolve_model(model).built("meta", dtype)
+        sample = source.sample_of if sample is None and source.sample is not None else sample
+    assert isinstance(built, nn.Module)
     traces: dict[Precision, Traces] = {}
     return [
         _answer(name, built, each, sample, count, traces.setdefault(each.job.precision, Traces())) for each in questions
@@ -339,7 +343,8 @@ def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
     if config is None:
         raise ValueError(
             f"{type(model).__name__} has no config, so its input is unknown. Give sample=, a function of the number of "
-            "sequences that returns what the model is called with."
+            "sequences that returns what the model is called with; on the command line, have module:function return "
+            "(model, sample)."
         )
     check_positions(config, "The search", seq_len)
 
