@@ -38,7 +38,7 @@ class SharedRandom:
     def __init__(self, mesh: DeviceMesh) -> None:
         """mesh: the one-dimensional tensor-parallel mesh."""
         self._mesh = mesh
-        self._generators = _generators(mesh.device_type)
+        self._generators = generators(mesh.device_type)
         self._torch = [name for name in self._generators if name not in ("Python", "NumPy")]
         self._modules: list[nn.Module] = []
         self._drawn: dict[bytes, set[str]] = {}
@@ -127,7 +127,7 @@ class SharedRandom:
         return [name for name, other in zip(states, (rows != rows[0]).any(0).tolist()) if other]
 
 
-def _generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+def generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
     """How to read and set the state of each generator that a model may draw from: values to compare and to send."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
         "torch": (lambda: _bytes(torch.get_rng_state()), lambda state: torch.set_rng_state(_tensor(state)))
