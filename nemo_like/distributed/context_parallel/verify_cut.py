@@ -192,8 +192,8 @@ def refuse_others(
                 "argument position_ids."
             )
         warn_once(
-            f"cp compares this {type(models[0]).__name__} with whole sequences in evaluation mode: in training it draws random "
-            "numbers, other ones for a part. What looks along the sequence in training alone is not seen.",
+            f"cp compares this {type(models[0]).__name__} with whole sequences in evaluation mode: in training it draws "
+            "random numbers, other ones for a part. What looks along the sequence in training alone is not seen.",
             key="cp compared in evaluation mode",
         )
 

@@ -30,7 +30,6 @@ from nemo_like.losses.targets import IGNORED
 from nemo_like.module_tree import base_model
 from nemo_like.transformers_compat import LOGITS_TO_KEEP, PREPARE_DECODER, SHIFT_RIGHT, given_cache, parameter_names
 
-
 _CHECKED = (1, 8)
 """The calls of each mode, training and evaluation, that are compared: the first, and a later one with other data."""
 
