@@ -43,6 +43,8 @@ PREPARE_DECODER = "prepare_decoder_input_ids_from_labels"
 
 BUCKET = "_relative_position_bucket"
 """A method of T5 and its kin, which numbers distances."""
+ROPE_TYPE = "rope_type"
+"""An attribute of rotary embeddings: the kind, or a table of the kinds of layer types."""
 GATE = "_apply_gate"
 """A method of experts that a family overrides."""
 NO_SPLIT = "_no_split_modules"
@@ -112,6 +114,13 @@ def mask_interface() -> Any:
 def causal_mask_function() -> Any:
     """The function of places that stands for a plain causal mask."""
     return _inside("masking_utils", "causal_mask_function")
+
+
+def rope_follows_length(module: Any) -> bool:
+    """Whether `module` makes rotary embeddings whose frequencies follow the longest position of a call."""
+    kinds = getattr(module, ROPE_TYPE, "")
+    kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 # --- Key/value caches -------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from nemo_like import ContextParallel, parallelize
 from nemo_like.distributed import build_mesh, set_gradient_sync, shard_sequence, unshard_sequence
-from tests_distributed.cut_models import LENGTH, LOSS, batch, build, differences, gradients, step
+from tests_distributed.cut_models import LENGTH, LOSS, NanoGPT, batch, build, differences, gradients, step
 from tests_distributed.spawn import run_ranks
 
 
@@ -241,3 +242,119 @@ def _verified(rank: int, world_size: int) -> list[str]:
 
 def test_verification_compares_with_whole_sequences() -> None:
     assert run_ranks(2, _verified, env={"NEMO_LIKE_VERIFY": "1"}) == [[], []]
+
+
+class _Model(NanoGPT):
+    """Counts its calls; `more` is what it does with its hidden states."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(32))
+
+    def more(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        self.calls += 1
+        x = self.embed(idx)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(self.more(x)))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class _MeanInTraining(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.5, self.training)
+        return x + x.mean(1, keepdim=True) if self.training else x
+
+
+class _FarAway(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        return x + F.pad(x, (0, 0, 40, 0))[:, : x.shape[1]]
+
+
+class _ReadsABuffer(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        x = x + self.mean
+        self.mean = self.mean * 0.9
+        self.mean += x.detach().mean((0, 1))
+        return x
+
+
+class _FromTheEighthCall(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True) if self.calls >= 8 else x
+
+
+class _Scheduled(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        return x * (1 + self.calls)
+
+
+class _DrawsAlike(_Model):
+    """As layers that are skipped at random do, with a probability of zero."""
+
+    def more(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0 else F.dropout(x, 0.5, self.training)
+
+
+def _compared_in_training(rank: int, world_size: int) -> list[str]:
+    ids = torch.randint(1, 48, (1, 128), generator=torch.Generator().manual_seed(3))
+    inputs, found = {"idx": ids, "targets": ids.roll(-1, 1)}, []
+    for kind, calls in (
+        (_MeanInTraining, 1), (_FarAway, 1), (_ReadsABuffer, 1), (_FromTheEighthCall, 8), (_DrawsAlike, 1), (_Scheduled, 2),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        whole = kind()
+        model = parallelize(copy.deepcopy(whole), ac="none", cp=2)
+        call = 0
+        try:
+            while call < calls:
+                call += 1
+                loss = model(**inputs)[1]
+            found.append(f"{kind.__name__} runs")
+        except ValueError as error:
+            assert "other outputs than whole sequences" in str(error)
+            found.append(f"{kind.__name__} is refused in call {call}")
+    single = [whole(**inputs)[1] for _ in range(calls)][-1]
+    return found + _close(loss.item(), single.item())
+
+
+def test_training_is_compared() -> None:
+    """Without dropout, on as many tokens as a part has, twice where a buffer changes, and again in the eighth call."""
+    expected = [
+        "_MeanInTraining is refused in call 1", "_FarAway is refused in call 1", "_ReadsABuffer is refused in call 1",
+        "_FromTheEighthCall is refused in call 8", "_DrawsAlike runs", "_Scheduled runs",
+    ]  # fmt: skip
+    assert run_ranks(2, _compared_in_training) == [expected, expected]
+
+
+def _own_embeddings(rank: int, world_size: int) -> list[str]:
+    whole, inputs = build("llama"), batch("llama")
+    grads = []
+    for model in (copy.deepcopy(whole), parallelize(copy.deepcopy(whole), ac="none", cp=2)):
+        for labelled in (True, False):
+            embeds = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            if labelled:
+                model(inputs_embeds=embeds, labels=inputs["labels"]).loss.backward()
+            else:
+                logits = model(inputs_embeds=embeds).logits
+                if logits.shape[1] == LENGTH:
+                    logits.square().sum().backward()
+                else:
+                    (logits.square() * shard_sequence(torch.ones(2, LENGTH, 1), build_mesh(cp=2))).sum().mul(2).backward()
+            assert embeds.grad is not None
+            grads.append(embeds.grad)
+    names = ("labels", "logits")
+    expected, found = (dict(zip(names, part)) for part in (grads[:2], grads[2:]))
+    return differences(found, expected)
+
+
+def test_the_callers_embeddings_get_whole_gradients() -> None:
+    assert run_ranks(2, _own_embeddings) == [[], []]

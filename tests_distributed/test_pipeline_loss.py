@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -210,6 +211,45 @@ def _later(rank: int, world_size: int) -> None:
 
 def test_a_loss_that_a_later_batch_shows_to_be_another() -> None:
     run_ranks(2, _later, timeout=120)
+
+
+class Penalised(Decoder):
+    """Its loss has a term that gives the hidden states no gradient."""
+
+    def forward(self, input_ids: Tensor, **batch: Tensor) -> Tensor:
+        return super().forward(input_ids, **batch) + 0.01 * self.head.weight.square().sum()
+
+
+class InDict(Decoder):
+    def forward(self, input_ids: Tensor, **batch: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        return {"loss": super().forward(input_ids, **batch), "extra": None}
+
+
+def _padded_ids(logits: Tensor, batch: Batch) -> Tensor:
+    ids = batch["input_ids_again"]
+    losses, shown = _ce(logits, ids, reduction="none").view_as(ids), (ids != 0).float()
+    return (losses * shown).sum() / shown.sum()
+
+
+def _terms_and_masks(rank: int, world_size: int) -> list[str]:
+    full, padded = _batch(False), _batch(False)
+    for row in range(1, ROWS):
+        padded["input_ids_again"][row, LENGTH - row :] = 0
+    wrong = []
+    for kind, loss in ((Penalised, RIGHT["mean over labels"]), (Penalised, _padded_ids), (Decoder, _padded_ids)):
+        torch.manual_seed(0)
+        whole = without_dropout(kind(loss).train())
+        pipeline = _pipeline(copy.deepcopy(whole), full)
+        for name, batch in (("full", full), ("padded", padded), ("counts", _batch(True))):
+            wrong += _differences(pipeline, whole, batch, f"{kind.__name__}, {name}")
+    torch.manual_seed(0)
+    whole = without_dropout(InDict(RIGHT["mean over labels"]).train())
+    loss, found = whole(**full)["loss"], _pipeline(copy.deepcopy(whole), full).step(**full)
+    return wrong + ([] if abs(found - loss) <= 2e-6 * abs(loss) else [f"in a dict: {found} for {loss}"])
+
+
+def test_terms_without_hidden_states_and_masks_that_a_later_batch_shows() -> None:
+    assert run_ranks(2, _terms_and_masks) == [[], []]
 
 
 _SMALL = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4}

@@ -41,7 +41,7 @@ class SharedRandom:
     def __init__(self, mesh: DeviceMesh) -> None:
         """mesh: the one-dimensional tensor-parallel mesh."""
         self._mesh = mesh
-        self._generators = _generators(mesh.device_type)
+        self._generators = generators(mesh.device_type)
         self._torch = [name for name in self._generators if name not in ("Python", "NumPy")]
         self._modules: list[nn.Module] = []
         self._drawn: dict[bytes, set[str]] = {}
@@ -132,7 +132,7 @@ class SharedRandom:
         return [name for name, other in zip(states, (rows != rows[0]).any(0).tolist()) if other]
 
 
-def _generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """How to read and set the state of each generator that a model may draw from: values to compare and to send."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "torch": (lambda: _bytes(torch.get_rng_state()), lambda state: torch.set_rng_state(_tensor(state)))

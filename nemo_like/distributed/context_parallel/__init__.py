@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.context_parallel import attention
 from nemo_like.distributed.context_parallel.cached import count_from_the_whole, counts_positions
+from nemo_like.distributed.context_parallel.longest import LongestPosition, reads_the_longest
 from nemo_like.distributed.context_parallel.methods import method_of
 from nemo_like.distributed.context_parallel.parts import MARK, Parts
 from nemo_like.distributed.context_parallel.plain import (
@@ -144,6 +145,10 @@ def install(
                     table = OwnPositions(module, parts)
                     undo.append(module.register_forward_pre_hook(table.before, with_kwargs=True).remove)
                     undo.append(module.register_forward_hook(table.after, always_call=True).remove)
+                if reads_the_longest(module):
+                    longest = LongestPosition(module)
+                    undo.append(module.register_forward_pre_hook(longest.before, with_kwargs=True).remove)
+                    undo.append(module.register_forward_hook(longest.after, always_call=True).remove)
                 if counts_positions(module):
                     undo.append(module.register_forward_pre_hook(count_from_the_whole, with_kwargs=True).remove)
             elif type(module) is nn.Embedding:

@@ -103,6 +103,8 @@ class StackCall:
     """(B, S) numbers of packed documents; None: one document per row."""
     last: bool = True
     """No other stack reads its hidden states."""
+    longest: Tensor | int = 0
+    """The longest position of the whole sequence."""
 
     @property
     def padded(self) -> bool:

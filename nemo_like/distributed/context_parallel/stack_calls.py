@@ -153,9 +153,12 @@ class StackHooks:
         main = main_input(cut)
         assert main is not None  # `_call` looked
         padded = layout.padded_length(call.length, parts.ranks)
-        if "position_ids" in names and given.get("position_ids") is None:
+        whole = given.get("position_ids")
+        call.longest = whole.max() if isinstance(whole, Tensor) else call.length - 1
+        if "position_ids" in names and whole is None:
             self._refuse_positions_of_a_mask(given.get("attention_mask"))
             counted = positions_of_ids(self._stack.module, given.get("input_ids"))
+            call.longest = call.longest if counted is None else counted.max()
             own = parts.positions(padded, main.device)[None]
             cut["position_ids"] = own if counted is None else parts.cut(_continued(counted, parts.ranks), 1)
         stack = self._stack.module

@@ -2,8 +2,9 @@
 
 Nothing in a model's structure says for certain where positions come from, that no other function than attention looks along
 the sequence, or what its loss is made of. So the first tokens of a model's first batch are run twice, and the hidden states,
-the outputs and the loss compared. ``NEMO_LIKE_VERIFY=1`` compares the whole first batch (which takes the memory of whole
-sequences), ``0`` none.
+the outputs and the loss compared: in training without dropout, and as many tokens as a rank's part has. A model that draws
+other random numbers in training, too, is compared in evaluation mode. ``NEMO_LIKE_VERIFY=1`` compares the whole first batch
+(which takes the memory of whole sequences), ``0`` none.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +27,10 @@ from nemo_like.distributed.context_parallel.block_masks import is_block_mask
 from nemo_like.distributed.context_parallel.parts import WHOLE, Parts
 from nemo_like.distributed.context_parallel.sequence_ops import find_group
 from nemo_like.distributed.context_parallel.stack_calls import main_input, tensors_of
+from nemo_like.distributed.shared_random import generators
+from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
+from nemo_like.losses.stand_in import StandIn
 
 VARIABLE = "NEMO_LIKE_VERIFY"
 _TOKENS_PER_RANK = 16
@@ -39,9 +44,12 @@ _MEDIA = re.compile(r"pixel|image|video|audio|speech|feature|grid|media|vision|v
 _PLACEHOLDER = re.compile(r"^(image|video|audio|speech|media|vision)\w*_token_(id|index)$")
 
 
-def wanted() -> int | None:
-    """How many times the ranks' number of tokens to compare; 0: all; None: nothing is compared."""
-    return {"0": None, "1": 0}.get(os.environ.get(VARIABLE, ""), _TOKENS_PER_RANK)
+def wanted(length: int, ranks: int) -> int | None:
+    """How many times the ranks' number of tokens of a sequence of `length` to compare; 0: all; None: nothing is compared.
+
+    As many as a part has fit where a part fits.
+    """
+    return {"0": None, "1": 0}.get(os.environ.get(VARIABLE, ""), max(_TOKENS_PER_RANK, length // ranks**2))
 
 
 def verify_cut(
@@ -64,26 +72,45 @@ def verify_cut(
     inputs = first_tokens(given, sequence_length(main), tokens, parts.ranks, placeholders(model))
     main = main_input(inputs)
     assert main is not None
-    with as_it_was(model), chunked_in_evaluation(model):
-        whole, expected = _run(model, parts, inputs, "whole")
-        look(inputs, whole, sequence_length(main))
-        _, found = _run(model, parts, inputs, "parts")
-    shown = inputs.get("attention_mask")
-    bits = fewer_bits(model, expected)
-    pairs = zip(found, expected, strict=True) if len(found) == len(expected) else ()
-    off = max((excess(parts, *pair, bits, shown) for pair in pairs), default=float("inf"))
-    worst = torch.tensor([off], device=main.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=find_group(parts.group))
-    refuse_others(model, parts, worst.item())
+    shown, length = inputs.get("attention_mask"), sequence_length(main)
+
+    def compare() -> tuple[float, bool]:
+        whole = _run(model, parts, inputs, "whole")
+        look(inputs, whole.output, length)
+        part = _run(model, parts, inputs, "parts", whole.changed)
+        bits, same = fewer_bits(model, whole.answers), len(part.answers) == len(whole.answers)
+        pairs = zip(part.answers, whole.answers, strict=True) if same else ()
+        return max((excess(parts, *pair, bits, shown) for pair in pairs), default=float("inf")), part.drew
+
+    refuse_others([model], parts, compare, [find_group(parts.group)], main.device)
 
 
-def _run(model: nn.Module, parts: Parts, inputs: Mapping[str, Any], word: str) -> tuple[Any, list[Tensor]]:
-    """What `model` gives, and what of it is compared."""
+class _Run(NamedTuple):
+    """Of a model, once, or twice where the first call changes a buffer, which the second one may read."""
+
+    output: Any
+    answers: list[Tensor]
+    """What is compared."""
+    changed: bool
+    """Whether a buffer was changed."""
+    drew: bool
+    """Whether random numbers were drawn."""
+
+
+def _run(
+    model: nn.Module, parts: Parts, inputs: Mapping[str, Any], word: str, again: bool | None = None
+) -> _Run:  # fmt: skip
+    """again: whether to call it twice; None: where a buffer is changed."""
     parts.verifying = word
     token = WHOLE.set(word == "whole")
     try:
-        output = model(**inputs)
-        return output, [*parts.seen, *answers(output)]
+        with as_it_was(model) as traces, chunked_in_evaluation(model):
+            output = model(**inputs)
+            found = answers(output)
+            changed = traces.changed()
+            if changed if again is None else again:
+                found += answers(model(**inputs))
+            return _Run(output, [*parts.seen, *found], changed, traces.drew())
     finally:
         parts.verifying, parts.seen = None, []
         WHOLE.reset(token)
@@ -133,14 +160,53 @@ def fewer_bits(model: nn.Module, compared: list[Tensor]) -> bool:
     )
 
 
-def refuse_others(model: nn.Module, parts: Parts, worst: float) -> None:
-    """Raise ValueError where `excess` came to more than one."""
-    if worst > 1:
-        raise ValueError(
-            f"cp={parts.ranks} gives this {type(model).__name__} other outputs than whole sequences do (off by {worst:.0f} "
-            "times what rounding is allowed): something in it looks along the sequence, counts positions, or makes its loss "
-            "of a part, without the functions that cp replaces. Use cp=1, or take positions as an argument position_ids."
+def refuse_others(
+    models: Sequence[nn.Module],
+    parts: Parts,
+    compare: Callable[[], tuple[float, bool]],
+    groups: Sequence[Any],
+    device: torch.device,
+) -> None:
+    """Raise ValueError, on every rank of `groups`, where `compare` comes to more than one.
+
+    It calls `models` and gives `excess`, and whether random numbers were drawn. They run as they train, without dropout.
+    What differs where numbers are drawn all the same, other ones for a part, is compared in evaluation mode again.
+    """
+    training = any(module.training for model in models for module in model.modules())
+    for mode in [True, False] if training else [False]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_without_dropout())
+            for model in models:
+                stack.enter_context(contextlib.nullcontext() if mode else evaluating(model))
+            worst = torch.tensor(compare(), dtype=torch.float64, device=device)
+        for group in groups:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        off, drawn = worst.tolist()
+        if off <= 1:
+            return
+        if not mode or not drawn:
+            raise ValueError(
+                f"cp={parts.ranks} gives this {type(models[0]).__name__} other outputs than whole sequences do (off by "
+                f"{off:.0f} times what rounding is allowed): something in it looks along the sequence, counts positions, or "
+                "makes its loss of a part, without the functions that cp replaces. Use cp=1, or take positions as an "
+                "argument position_ids."
+            )
+        warn_once(
+            f"cp compares this {type(models[0]).__name__} with whole sequences in evaluation mode: in training it draws "
+            "random numbers, other ones for a part. What looks along the sequence in training alone is not seen.",
+            key="cp compared in evaluation mode",
         )
+
+
+@contextlib.contextmanager
+def _without_dropout() -> Iterator[None]:
+    """Within it, dropout by torch's function drops nothing."""
+    before = F.dropout
+    F.dropout = lambda input, *args, **kwargs: input
+    try:
+        yield
+    finally:
+        F.dropout = before
 
 
 def sequence_length(main: Tensor) -> int:
@@ -209,37 +275,68 @@ def _first(value: Any, length: int, few: int) -> Any:
 
 
 def answers(output: Any) -> list[Tensor]:
-    """What of the output of a model is compared: the loss, and its other tensors."""
-    return [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    """What of the output of a model is compared: the loss, and its other tensors, but for logits that are not computed."""
+    return [one for one in tensors_of(output) if not isinstance(one, StandIn) and one.is_floating_point()]
+
+
+class _Traces(NamedTuple):
+    """What calls have left so far."""
+
+    changed: Callable[[], bool]
+    """Whether they changed a buffer."""
+    drew: Callable[[], bool]
+    """Whether they drew random numbers."""
 
 
 @contextlib.contextmanager
-def as_it_was(*models: nn.Module) -> Iterator[None]:
-    """Within it, `models` are called for a comparison: in evaluation mode, without gradients, and uncompiled, or layers
-    would be compiled for other lengths. Random numbers, buffers and plain attributes are put back after."""
+def as_it_was(*models: nn.Module) -> Iterator[_Traces]:
+    """Within it, `models` are called for a comparison: without gradients, and uncompiled, or layers would be compiled for
+    other lengths. Random numbers, buffers and plain attributes are put back after."""
+    device = next((parameter.device.type for model in models for parameter in model.parameters()), "cpu")
+    states = generators(device)
+    before = {name: read() for name, (read, _) in states.items()}
+    buffers = _versions(models)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for model in models:
-            stack.enter_context(evaluating(model))
-        yield
+            stack.enter_context(put_back(model))
+        try:
+            yield _Traces(
+                lambda: _versions(models) != buffers,
+                lambda: any(read() != before[name] for name, (read, _) in states.items()),
+            )
+        finally:
+            for name, (_, write) in states.items():
+                write(before[name])
+
+
+def _versions(models: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    buffers = (buffer for model in models for buffer in model.buffers())
+    return [(id(buffer), buffer._version if _may_change(buffer) else 0) for buffer in buffers]
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within it, `model` is in evaluation mode; its buffers and plain attributes are put back after."""
+    with put_back(model):
+        model.eval()
+        yield
+
+
+@contextlib.contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """The buffers and plain attributes of `model` are put back after it."""
     plain = [(own, {k: v for k, v in own.items() if isinstance(v, _PLAIN)}) for own in map(vars, model.modules())]
     slots = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if _may_change(buffer)]
-    model.eval()
     try:
         yield
     finally:
         for own, values in plain:
             own.update(values)  # `training`, too
-        for own_buffers, before in slots:
-            own_buffers.update(before)
+        for own_buffers, found in slots:
+            own_buffers.update(found)
         with torch.no_grad():
             for buffer, version, copy in buffers:
                 if buffer._version != version:

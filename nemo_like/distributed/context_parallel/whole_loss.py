@@ -22,13 +22,16 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel.parts import Parts
 from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_parts
 from nemo_like.distributed.context_parallel.stack_calls import exchange, main_input, tensors_of
-from nemo_like.distributed.context_parallel.verify_cut import verify_cut, wanted
+from nemo_like.distributed.context_parallel.verify_cut import sequence_length, verify_cut, wanted
 from nemo_like.layers.structure import class_of
 from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.targets import IGNORED
 from nemo_like.module_tree import base_model
 from nemo_like.transformers_compat import LOGITS_TO_KEEP, PREPARE_DECODER, SHIFT_RIGHT, given_cache, parameter_names
+
+_CHECKED = (1, 8)
+"""The calls of each mode, training and evaluation, that are compared: the first, and a later one with other data."""
 
 
 class RootHooks:
@@ -46,7 +49,8 @@ class RootHooks:
         self._watched = WatchedLosses()
         self.shifts: bool | None = None
         """Whether the model's own loss shifts its labels by one; None: no call has shown it yet."""
-        self._checked = parts.planning
+        self._calls = {True: 0, False: 0}
+        """In training and in evaluation, until no more are compared."""
         self._names = parameter_names(base_model(call).forward)
         config = getattr(base_model(model), "config", None)
         self._decodes = "decoder_input_ids" in self._names and bool(getattr(config, "is_encoder_decoder", False))
@@ -70,11 +74,15 @@ class RootHooks:
                 f"cp cuts the sequence: call the model without return_dict=False and {LOGITS_TO_KEEP}; its outputs are this "
                 "rank's part."
             )
-        self._check_first_call(given)
+        self._check_call(given)
         names_given, others = self._labels(given)
         self.parts.whole_head = not self._is_stack and (others or self._other_loss or (self._pools and not names_given))
+        rest, own = args[len(names) :], self._with_whole_gradients(given)
+        if rest and (own or (names_given and not self.parts.whole_head)):
+            raise NotImplementedError(f"cp cannot tell what the {len(rest)} last positional arguments are; name them.")
+        given |= own
         if self.parts.whole_head or not names_given:
-            return None
+            return ((), given) if own else None
         # Where the caller has shifted them, the model's loss reads those alone.
         name = "shift_labels" if "shift_labels" in names_given else names_given[0]
         labels: Tensor = given[name]
@@ -83,9 +91,6 @@ class RootHooks:
         given |= {other: self.parts.cut(given[other], 1, IGNORED) for other in names_given} | {name: loss.labels}
         self._open[-1] = loss
         loss.__enter__()
-        rest = args[len(names) :]
-        if rest:
-            raise NotImplementedError(f"cp cannot tell what the {len(rest)} last positional arguments are; name them.")
         return (), given
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
@@ -99,6 +104,20 @@ class RootHooks:
             return None
         loss.__exit__()
         return None if output is None else loss.put_sum(output)
+
+    def _with_whole_gradients(self, given: dict[str, Any]) -> dict[str, Tensor]:
+        """The arguments that the caller takes gradients of (embeddings of its own): each rank gets the whole one, not
+        that of its part, which counts as often as there are ranks."""
+        if not torch.is_grad_enabled() or self.parts.planning or not self._whole:
+            return {}
+        made = {}
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                made[name] = value.view_as(value)
+                made[name].register_hook(
+                    lambda grad: sum_parts(grad, self.parts.ranks, self.parts.group) / self.parts.ranks
+                )
+        return made
 
     def _labels(self, given: dict[str, Any]) -> tuple[list[str], bool]:
         """The names of labels of tokens, and whether there are others (of rows; real numbers; places in the sequence)."""
@@ -122,14 +141,14 @@ class RootHooks:
                 "cp=1, or train without it."
             )
 
-    def _check_first_call(self, given: dict[str, Any]) -> None:
-        """Once: what would give a wrong loss silently."""
-        main = main_input(given)
-        if self._checked or main is None:
+    def _check_call(self, given: dict[str, Any]) -> None:
+        """In the calls of `_CHECKED`: what would give a wrong loss silently."""
+        main, mode = main_input(given), self._model.training
+        if self.parts.planning or self.parts.verifying or main is None or self._calls[mode] >= max(_CHECKED):
             return
-        self._checked = True
-        tokens = wanted()
-        if tokens is not None and self._whole:  # a pipeline compares all its stages
+        self._calls[mode] += 1
+        tokens = wanted(sequence_length(main), self.parts.ranks)
+        if self._calls[mode] in _CHECKED and tokens is not None and self._whole:  # a pipeline compares all its stages
             verify_cut(self._model, self.parts, given, tokens, self._look)
 
     def _look(self, given: dict[str, Any], output: Any, length: int) -> None:

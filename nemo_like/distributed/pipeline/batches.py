@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,8 +131,23 @@ def targets_of(call: LossCall, batch: Mapping[str, Any]) -> list[Counted]:
     return [one for one in every if one.name in LABELS] or every
 
 
-def masks_and_classes(batch: Mapping[str, Any]) -> list[Counted]:
-    """What may count in a mean that no function of torch takes: entries of masks, and those of classes that exist."""
+def marks(batch: Mapping[str, Any]) -> set[tuple[str, int]]:
+    """Numbers of `batch` by the name of their tensor that may say "does not count": the least, and what rows repeat at
+    their ends."""
+    found = set()
+    for name, value in _by_row(batch).items():
+        if value.dtype == torch.bool or value.is_floating_point() or value.is_complex() or not value.numel():
+            continue
+        numbers = [value.min()[None]]
+        if value.dim() == 2 and value.shape[1] > 1:
+            numbers += [value[:, 0][value[:, 0] == value[:, 1]], value[:, -1][value[:, -1] == value[:, -2]]]
+        found |= {(name, number) for number in torch.cat(numbers).unique().tolist() if number >= 0}
+    return found
+
+
+def masks_and_classes(batch: Mapping[str, Any], marked: Collection[tuple[str, int]] = ()) -> list[Counted]:
+    """What may count in a mean that no function of torch takes: entries of masks, and those of classes that exist, also
+    without the numbers that are `marked`."""
     found = []
     for name, window, entries in _entries(batch):
         if entries.is_complex() or not entries.numel():
@@ -142,6 +157,7 @@ def masks_and_classes(batch: Mapping[str, Any]) -> list[Counted]:
             found.append(Counted(name, window, sums=True))
         if number:
             found.append(Counted(name, window))
+            found += [Counted(name, window, mark) for other, mark in sorted(marked) if other == name]
     return found
 
 

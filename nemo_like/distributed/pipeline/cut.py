@@ -223,7 +223,7 @@ def loss_of(output: Any) -> Tensor:
     Raises:
         ValueError: there is none.
     """
-    loss = getattr(output, "loss", None)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     if isinstance(output, Tensor) and output.numel() == 1:
@@ -235,5 +235,5 @@ def loss_of(output: Any) -> Tensor:
         return scalars[0]
     raise ValueError(
         f"The last stage's model returned {a_or_an(output)} without a loss: give labels= to step(), to a model that "
-        "returns a loss then (as .loss, as the one scalar of a tuple, or alone)."
+        "returns a loss then (as .loss or ['loss'], as the one scalar of a tuple, or alone)."
     )

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld
-from nemo_like.distributed.context_parallel.verify_cut import evaluating
+from nemo_like.distributed.context_parallel.verify_cut import evaluating, put_back
 from nemo_like.distributed.pipeline.verify_stages import sequence_parts
 from nemo_like.losses.batch_means import LossCalls
 from nemo_like.module_tree import bare_modules
@@ -58,24 +59,27 @@ class LastStage:
             places.append(next((dim for dim, (a, b) in enumerate(zip(form.shape, half.shape)) if a != b), None))
         return states, places
 
-    def gradients(self, microbatch: Mapping[str, Any], states: Sequence[Tensor], context: LossCalls) -> list[Tensor]:
-        """Compute the gradients of the loss of `microbatch` with respect to the hidden states."""
+    def gradients(
+        self, microbatch: Mapping[str, Any], states: Sequence[Tensor], context: LossCalls
+    ) -> tuple[list[Tensor], Tensor]:
+        """Compute the gradients of the loss of `microbatch` with respect to the hidden states, and the loss, 0-dim."""
         forward, alone = self._stage.forward, _Alone(context)
         before = forward.microbatches, forward.shares
         forward.microbatches, forward.shares = [microbatch], alone
         leaves = [state.detach().requires_grad_() for state in states]
         scale = 2.0 ** min(14, leaves[0][..., 0].numel().bit_length())  # or float16 has no gradients of a mean
         try:
-            loss = self._stage.module(*leaves, microbatch=torch.tensor([0])).sum()
+            with put_back(self._stage.module):  # or a schedule in the model would go on
+                loss = self._stage.module(*leaves, microbatch=torch.tensor([0])).sum()
             given = torch.autograd.grad(loss * scale, leaves, allow_unused=True) if loss.requires_grad else leaves
         finally:
             forward.microbatches, forward.shares = before
         if alone.autocast or any(map(_is_low, (*leaves, loss))):
             self.fewer_bits = True
         if not loss.requires_grad:
-            return [torch.zeros_like(leaf) for leaf in leaves]
+            return [torch.zeros_like(leaf) for leaf in leaves], _whole(loss)
         found = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, given))
-        return [(grad.float() if _is_low(grad) else grad) / scale for grad in found]
+        return [(grad.float() if _is_low(grad) else grad) / scale for grad in found], _whole(loss)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -99,6 +103,11 @@ class LastStage:
                 stack.callback(setattr, parts, "verifying", parts.verifying)
                 parts.verifying = "whole"
             yield
+
+
+def _whole(loss: Tensor) -> Tensor:
+    value = loss.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).double()
 
 
 def _is_low(tensor: Tensor) -> bool:

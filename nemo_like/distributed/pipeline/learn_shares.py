@@ -24,6 +24,7 @@ from nemo_like.distributed.pipeline.batches import (
     cut_batch,
     first_rows,
     joined,
+    marks,
     masks_and_classes,
     size_of,
     targets_of,
@@ -40,6 +41,9 @@ _COUNTED = 1e-3
 """Weights of classes are added up in another order."""
 _TOLERANCE, _LOWER = 1e-4, 3e-2
 """Of gradients, relative to their norm; the second where something is computed with fewer bits than float32 has."""
+_AGAIN = (3, 4)
+"""The calls in which a loss that is made of more than mean cross entropies is asked again: of the second and third batch,
+where the first one was asked for in a comparison before its step, too."""
 _MOST_MEANS = 64
 """Cross entropies in a loss that is not asked."""
 _LEFT_OUT = (("mean",), ("mean", "sum"))
@@ -51,6 +55,8 @@ class SharesByNames:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._known: dict[frozenset[str], LossShares] = {}
+        self._seen: dict[frozenset[str], tuple[int, set[tuple[str, int]]]] = {}
+        """Batches with these names, and their `marks`, as far as they were asked for."""
         self.last_off: Tensor | None = None
         """`BatchShares.off` of the last step, not read yet."""
         self._trusted = False
@@ -59,7 +65,7 @@ class SharesByNames:
         """Take the loss of batches with these names for a sum over microbatches, and each mean cross entropy in it for one
         over equally many targets, without asking: their tensors have no values."""
         self._trusted = True
-        self._known[frozenset(names)] = LossShares([()] * _MOST_MEANS, [SUM], None, [None] * _MOST_MEANS)
+        self._known[frozenset(names)] = LossShares([()] * _MOST_MEANS, [SUM], None, [None] * _MOST_MEANS, told=True)
 
     def check_last_step(self) -> None:
         """Raise ValueError, on every rank of the pipeline, where the last step's loss had other targets than its batch.
@@ -90,8 +96,8 @@ class SharesByNames:
         cut = cut_batch(batch, count, known.fill)
         last = pipeline.stages[-1].slice.is_last
         shares = known.of(cut[0]) if last else []
-        if not known.certain:
-            differ = last and known.differ(cut[0])
+        if not (known.certain and known.told):
+            differ = last and (self._is_new(key, batch, known) or known.differ(cut[0]))
             empty = last and not all(shares[0])
             found = gather(torch.tensor([differ, empty]), pipeline.groups)
             if bool(found[:, 0].any()):
@@ -103,6 +109,16 @@ class SharesByNames:
                     "microbatch has something, or fewer microbatches."
                 )
         return *cut, BatchShares(known, cut[0], shares[0]) if last else None
+
+
+    def _is_new(self, key: frozenset[str], batch: Mapping[str, Any], known: LossShares) -> bool:
+        """Whether `batch` may show of the loss what those before it did not."""
+        if known.told:
+            return False
+        calls, before = self._seen.get(key, (0, set()))
+        found = marks(batch)
+        self._seen[key] = calls + 1, before | found
+        return calls + 1 in _AGAIN or (calls > 0 and not found <= before)
 
 
 def learned(pipeline: Pipeline, batch: Mapping[str, Any], among: LossShares | None = None) -> LossShares:
@@ -147,7 +163,7 @@ def learned(pipeline: Pipeline, batch: Mapping[str, Any], among: LossShares | No
         for number, mean in enumerate(found[0].means)
     ]
     fill = found[0].fill if all(answer.fill is not None for answer in found) else None
-    return LossShares(means, shares, fill, weights)
+    return LossShares(means, shares, fill, weights, all(answer.told for answer in found))
 
 
 @dataclass(frozen=True)
@@ -159,7 +175,9 @@ class _Answer:
     shares: list[Share]
     fill: dict[str, int] | None
     off: float
-    """By which part of its norm the gradient is off under the best share."""
+    """By which part of its norm the gradient, or the loss, is off under the best share."""
+    told: bool
+    """As of `LossShares`."""
 
 
 class _Probe:
@@ -174,6 +192,9 @@ class _Probe:
         """What those of each of `_seen` may be."""
         self._shares: dict[Share, float] = {}
         """By how much each is off."""
+        self._calls_alone = self._told = False
+        """Whether cross entropies alone are in the loss, and whether they are means."""
+        self._marks: set[tuple[str, int]] = set()
         self._fills: dict[str, int] | None = None
         self._fills_sums = False
         """Whether `_fills` is for a sum only."""
@@ -185,7 +206,8 @@ class _Probe:
             rows, _ = size_of(batch)
             count = min(self._pipeline.options.microbatches or 1, rows)
             parts, size, tokens = cut_batch(first_rows(batch, rows - rows % count), count)
-            others = masks_and_classes(parts[0])
+            self._marks = marks(batch)
+            others = masks_and_classes(parts[0], self._marks)
             keys = [tuple(key) for key in zip(*counts_of_all(others, parts))] or [()] * count
             # One microbatch of each kind: those in which as much counts as in another tell nothing more.
             distinct = {key: number for number, key in reversed(list(enumerate(keys))) if number}
@@ -198,7 +220,8 @@ class _Probe:
         # Those that give the same numbers are off by the same.
         best = [share for share, off in self._shares.items() if off == least <= tolerance]
         fill = self._fills if best == [SUM] or not self._fills_sums else None
-        return _Answer(self._means(), best, fill, least)
+        told = self._told or (self._calls_alone and best == [SUM])
+        return _Answer(self._means(), best, fill, least, told)
 
     def _compare(
         self, first: Mapping[str, Any], second: Mapping[str, Any], others: Sequence[Counted], rows: int, tokens: int
@@ -207,13 +230,14 @@ class _Probe:
         both = joined(first, second)
         states, places = self._stage.states(first, both, rows, tokens)
         context = LossCalls()
-        whole = self._stage.gradients(both, states, context)
+        whole, loss = self._stage.gradients(both, states, context)
         norm = _norm(whole)
         self.class_weights = [call.weight for call in context.seen if call.reduction == "mean"]
         tells = 0 < norm < float("inf")
         if tells:
             self._look_up(context.seen, both)
-        without = [_norm(self._stage.gradients(both, states, LossCalls(left_out=kinds))) for kinds in _LEFT_OUT]
+        asked_without = (self._stage.gradients(both, states, LossCalls(left_out=kinds)) for kinds in _LEFT_OUT)
+        without = [_norm([*gradients, value]) for gradients, value in asked_without]
         if tells and not self._shares:
             self._shares = dict.fromkeys(self._candidates(without, others), 0.0)
         known = LossShares(self._means(), list(self._shares) if tells else (), None, self.class_weights)
@@ -224,17 +248,21 @@ class _Probe:
             numbers = different[turn] if turn < len(different) else (1.0, 1.0)
             batch = BatchShares(known, [first, second], numbers)
             halves = zip(*(_halves(tensor, place) for tensor, place in zip(states, places)))
-            own = [
-                [_times(gradient, numbers[at]) for gradient in self._stage.gradients(part, half, batch.calls(at))]
-                for at, (part, half) in enumerate(zip((first, second), halves))
-            ]
-            measured[numbers] = max(
+            own, losses = [], []
+            for at, (part, half) in enumerate(zip((first, second), halves)):
+                gradients, value = self._stage.gradients(part, half, batch.calls(at))
+                own.append([_times(gradient, numbers[at]) for gradient in gradients])
+                losses.append(_times(value, numbers[at]))
+            off = [
                 _norm([one - other]) / max(_norm([other]), 1e-3 * norm)
                 for wanted, place, *parts in zip(whole, places, *own)
                 for one, other in _pairs(parts, wanted, place)
-            )
+            ]
+            # A term that gives the hidden states no gradient shows in the loss alone.
+            off.append(_norm([sum(losses) - loss]) / max(_norm([loss]), *(_norm([value]) for value in losses), 1e-30))
+            measured[numbers] = max(map(_finite, off))
         for share, numbers in asked.items():
-            self._shares[share] = max(self._shares[share], _finite(measured[numbers]))
+            self._shares[share] = max(self._shares[share], measured[numbers])
 
     def _most(self, count: int) -> int:
         """The largest `count` of the ranks that have this stage: FSDP2 gathers in each call, so all make as many calls."""
@@ -259,7 +287,7 @@ class _Probe:
     def _candidates(self, without: Sequence[float], others: Sequence[Counted]) -> Sequence[Share]:
         """Return what the shares may be; note what rows are filled with, where cross entropies alone are in the loss.
 
-        without: the norm of the gradient without each of `_LEFT_OUT`.
+        without: the norm of the gradient and the loss without each of `_LEFT_OUT`.
         """
         means_alone, calls_alone = (
             norm == 0 and any(call.reduction in kinds for call in self._seen) for norm, kinds in zip(without, _LEFT_OUT)
@@ -268,12 +296,17 @@ class _Probe:
         if calls_alone and all(len(t) == 1 or (t and t[0].name in LABELS) for t in self._targets):
             self._fills = {one.name: one.ignored for one in every if one.ignored is not None}
             self._fills_sums = not means_alone
+        self._calls_alone, self._told = calls_alone, means_alone
         if means_alone:
             return [SUM]
         if self._among is not None:
-            return self._among.shares
+            # A number that no batch had before may count for nothing where all the others count.
+            places = {(share.name, share.window) for share in self._among.shares if isinstance(share, Counted)}
+            more = [one for one in others if one.ignored is not None and (one.name, one.window) in places]
+            return [*self._among.shares, *more]
         known = {one.name for one in every}
-        return [MEAN, SUM, *every, *(one for one in others if one.name not in known)]
+        more = [one for one in others if one.ignored is not None or one.name not in known]
+        return [MEAN, SUM, *every, *more]
 
 
 def _halves(tensor: Tensor, place: int | None) -> Sequence[Tensor]:

@@ -38,6 +38,8 @@ class LossShares:
     """Numbers that count for nothing, for rows that are missing; None: there are none."""
     class_weights: Sequence[Tensor | None] = ()
     """For each of `means`, on ranks with the last stage."""
+    told: bool = False
+    """Whether the loss is made of cross entropies alone: means, which are compared in every step, or sums."""
 
     @property
     def certain(self) -> bool:

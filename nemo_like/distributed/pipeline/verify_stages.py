@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.distributed.context_parallel.parts import MARK, WHOLE, Parts
@@ -42,28 +41,28 @@ def verify_stages(pipeline: Pipeline, batch: Mapping[str, Any]) -> None:
     ``NEMO_LIKE_VERIFY=1`` the whole batch.
     """
     cut = sequence_parts(pipeline)
-    tokens = wanted() if cut else None
+    length = next(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1)
+    tokens = wanted(length, cut[0].ranks) if cut else None
     if tokens is None:
         return
-    length = next(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1)
     models = [stage.module for stage in pipeline.stages]
     inputs = first_tokens(batch, length, tokens, cut[0].ranks, placeholders(*models))
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not bool((mask > 1).any()):  # of documents, all are compared
         inputs["attention_mask"] = torch.ones_like(mask)  # what a hidden token computes is nobody's
     pipeline.cut(inputs)  # what it calls the last stage for is none of the answers
-    with as_it_was(*models):
-        expected, found = (_answers(pipeline, cut, inputs, word) for word in ("whole", "parts"))
-    bits = any(fewer_bits(model, expected) for model in models)
-    off = [excess(cut[0], *pair, bits) for pair in zip(found, expected, strict=True)]
-    worst = torch.tensor([max(off)], device=pipeline.device)
-    for group in (find_group(cut[0].group), pipeline.group):
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-    refuse_others(pipeline.stages[0].module, cut[0], worst.item())
+
+    def compare() -> tuple[float, bool]:
+        (expected, _), (found, drew) = (_answers(pipeline, cut, inputs, word) for word in ("whole", "parts"))
+        bits = any(fewer_bits(model, expected) for model in models)
+        return max(excess(cut[0], *pair, bits) for pair in zip(found, expected, strict=True)), drew
+
+    refuse_others(models, cut[0], compare, [find_group(cut[0].group), pipeline.group], pipeline.device)
 
 
-def _answers(pipeline: Pipeline, cut: list[Parts], inputs: Mapping[str, Any], word: str) -> list[Tensor]:
-    """What the stages of this rank give: hidden states, and of the last one what the model returns."""
+def _answers(pipeline: Pipeline, cut: list[Parts], inputs: Mapping[str, Any], word: str) -> tuple[list[Tensor], bool]:
+    """What the stages of this rank give (hidden states, and of the last one what the model returns), and whether random
+    numbers were drawn."""
     seen: list[Tensor] = []
     handles = [
         stage.forward.call.register_forward_hook(lambda module, args, output: seen.extend(answers(output)))
@@ -74,11 +73,13 @@ def _answers(pipeline: Pipeline, cut: list[Parts], inputs: Mapping[str, Any], wo
         parts.verifying = word
     token = WHOLE.set(word == "whole")
     try:
-        pipeline.forward(inputs, seen)
+        with as_it_was(*(stage.module for stage in pipeline.stages)) as traces:
+            pipeline.forward(inputs, seen)
+            drew = traces.drew()
     finally:
         WHOLE.reset(token)
         for parts in cut:
             parts.verifying, parts.seen = None, []
         for handle in handles:
             handle.remove()
-    return seen
+    return seen, drew
