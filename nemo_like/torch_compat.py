@@ -609,6 +609,24 @@ def before_each_collective(module: nn.Module, tell: Callable[[str, Sequence[str]
         told_before(group, "post_backward", "reduction")
 
 
+def after_each_forward(module: nn.Module, call: Callable[[], None]) -> None:
+    """Call `call` after each forward of the FSDP2 unit at `module`; not as a hook, which a compiled layer would trace."""
+    for group in fsdp_param_groups(module):
+        own = group.post_forward
+
+        def called(*args: Any, own: Callable[..., Any] = own) -> Any:
+            call()
+            return own(*args)
+
+        group.post_forward = called
+
+
+def gather_before_backward_of(module: nn.Module, tensors: list[Tensor]) -> None:
+    """Have the FSDP2 unit at `module` gathered before the backward of `tensors`, as it is for what it returned."""
+    if tensors:
+        module._get_fsdp_state()._register_pre_backward_hook(tensors)  # type: ignore[operator]
+
+
 def read_dtypes_again(module: nn.Module) -> None:
     """Have the FSDP2 unit at `module`, of which nothing trained in the first forward, know the dtypes of what trains now."""
     for group in fsdp_param_groups(module):
@@ -629,14 +647,17 @@ def free_last_gather(module: nn.Module) -> None:
     """Free the flat buffer that the FSDP2 unit at `module` was gathered into last, of which its parameters are copies.
 
     FSDP2 keeps it until the next unit is gathered in forward, also where the forward is a replay in backward, behind which
-    there may be none before the next step. Seen in 2.13 and 2.14: in a release with other names nothing happens.
+    there may be none before the next step. 2.15 has a method for it.
     """
     for group in fsdp_param_groups(module):
-        comm, wait = getattr(group, "comm_ctx", None), getattr(group, "_wait_all_gather_streams_on_event", None)
-        kept = getattr(comm, "all_gather_state", None)
-        if kept is not None and wait is not None:
-            wait(kept.event)  # the streams of gathers get its memory: not before it is copied out
-            comm.all_gather_state = None  # type: ignore[union-attr]
+        comm = getattr(group, "comm_ctx", None)  # set in the first forward
+        if comm is None or comm.all_gather_state is None:
+            continue
+        if hasattr(comm, "release_all_gather_state_for_comm_reuse"):
+            comm.release_all_gather_state_for_comm_reuse()
+        else:  # its memory is reused then: not before it is copied out
+            group._wait_all_gather_streams_on_event(comm.all_gather_state.event)
+            comm.all_gather_state = None
 
 
 def accumulated_gradient(fsdp_param: Any) -> Tensor | None:

@@ -30,5 +30,5 @@ class CountCollectives(CountOps):
 
     @property
     def gathers(self) -> int:
-        """All-gathers of parameters; what ranks compare in their first steps goes by another operator."""
-        return self.counts["_allgather_base_"]
+        """All-gathers of parameters."""
+        return sum(count for name, count in self.counts.items() if "allgather" in name)

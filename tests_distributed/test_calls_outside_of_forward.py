@@ -9,8 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from nemo_like import FSDP2, parallelize
+from nemo_like.options import TensorParallel
+from tests.test_unchanged import everything_of
 from tests_distributed.small_model import VOCAB, WIDTH, tokens
 from tests_distributed.spawn import run_ranks
 from tests_distributed.test_stale_weights import Block
@@ -118,3 +122,84 @@ def _trained_later(rank: int, world: int, strategy: Any) -> None:
 @pytest.mark.parametrize("strategy", [FSDP2(), "ddp"])
 def test_a_weight_that_no_rank_reduces_does_not_train(strategy: Any) -> None:
     run_ranks(2, _trained_later, strategy)
+
+
+AUX: list[torch.Tensor] = []
+
+
+class Aux(Block):
+    """Keeps a loss of what it computes, or of its weight, on itself, or in a list of this file."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.kept = where, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        loss = self.up.weight.square().sum() if self.where == "weight" else y.square().mean()
+        if self.where == "list":
+            AUX.append(loss)
+        else:
+            self.kept = [loss] if self.where == "weight" else loss  # type: ignore[assignment]
+        return y
+
+
+class WithAux(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Aux(where) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _aux_gradients(model: nn.Module, where: str, with_output: bool) -> list[torch.Tensor]:
+    AUX.clear()
+    out = model(torch.ones(2, WIDTH))
+    kept = AUX if where == "list" else [b.kept[0] if where == "weight" else b.kept for b in model.blocks]
+    (sum(kept) + out.mean() * with_output if with_output else sum(kept)).backward()  # type: ignore[union-attr]
+    return _grads(model)
+
+
+def _auxiliary(rank: int, world: int, ac: str) -> list[tuple[str, bool]]:
+    cases = [(where, with_output) for where in ("attribute", "weight", "list") for with_output in (True, False)]
+    wrong = []
+    for where, with_output in cases:
+        model = parallelize(WithAux(where), ac=ac)
+        for _ in range(2):
+            wanted = _aux_gradients(WithAux(where), where, with_output)
+            found = _aux_gradients(model, where, with_output)
+            if len(found) != len(wanted) or not all(map(torch.equal, found, wanted)):
+                wrong.append((where, with_output))
+            model.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential"])
+def test_gradients_of_what_a_layer_keeps_on_itself(ac: str) -> None:
+    assert run_ranks(2, _auxiliary, ac) == [[], []]
+
+
+def _refused(rank: int, world: int) -> None:
+    plan = TensorParallel(2, plan={"blocks.*.up": "colwise_gather_output"})
+    for norm in (weight_norm, spectral_norm, nn.utils.weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)):
+        model = Encoding()
+        norm(model.blocks[0].up)
+        before = everything_of(model)
+        with pytest.raises(ValueError, match=r"'blocks.0.up' computes its weight in each forward \(.*Take it out of the"):
+            parallelize(model, tp=plan, ac="none")
+        assert everything_of(model) == before
+    for axes in ({}, {"tp": plan}):
+        model = Encoding()
+        model.embed.sparse = True
+        before = everything_of(model)
+        with pytest.raises(ValueError, match=r"'embed' has sparse=True: FSDP2 cannot reduce sparse gradients\. Build it"):
+            parallelize(model, ac="none", **axes)
+        assert everything_of(model) == before
+
+
+def test_weights_that_are_computed_and_sparse_gradients_are_refused() -> None:
+    run_ranks(2, _refused)

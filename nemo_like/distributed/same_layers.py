@@ -19,7 +19,7 @@ from nemo_like.distributed.launch import rank
 from nemo_like.distributed.units import Unit
 from nemo_like.log import warn_once
 from nemo_like.module_tree import bare_name
-from nemo_like.torch_compat import before_each_collective, read_dtypes_again
+from nemo_like.torch_compat import before_each_collective, read_dtypes_again, unseen
 from nemo_like.transformers_compat import layers_dropped_in_vain
 
 _CALLS = 4
@@ -59,9 +59,12 @@ class SameLayers:
 
     def _compare(self, event: str, weights: Sequence[str]) -> None:
         """Raise where another rank is at another event, or is about to reduce the gradients of other weights."""
-        if not self._compares or all_have((event, weights), self._groups):
+        if not self._compares:
             return
-        everyone = gather_objects((rank(), event, weights), self._groups)
+        with unseen():
+            if all_have((event, weights), self._groups):
+                return
+            everyone = gather_objects((rank(), event, weights), self._groups)
         events: dict[str, list[int]] = {}
         for number, its_event, its_weights in everyone:
             lacks = sorted({name for item in everyone for name in item[2]} - set(its_weights))

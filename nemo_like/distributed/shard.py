@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from nemo_like.distributed import launch
+from nemo_like.distributed.kept_on_layers import gather_for_what_is_kept
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
 from nemo_like.distributed.replaced import refuse_to_train
 from nemo_like.distributed.same_layers import compare_layers
@@ -99,6 +100,7 @@ def shard_layers(
     if reduce_unused:
         _reduce_unused(model)
     compare_layers(model, plan.units, dp_mesh)
+    gather_for_what_is_kept([unit.modules[0] for unit in plan.layers])
     refuse_to_train(model, [p for p in plan.replicated if p not in ignored])
     for module in _around_layers(model, plan):
         module.register_forward_hook(explain_sharded_weights, always_call=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.utils import parametrize
 
 from nemo_like.distributed.tp_styles import COLWISE, ROWWISE, InstalledStyle, installed_styles, known_styles, make_style
 from nemo_like.log import warn_once
@@ -77,9 +78,34 @@ def resolve_plan(
     rules = [rule for rule in rules if named_twice[rule.fqn] is rule and not f"{rule.fqn}.".startswith(left)]
     rules = _with_tied_partners(model, rules)
     for rule in rules:
+        _check_computed(rule)
         _check_sizes(model, rule, tp_size)
     # Parameters first: a module's own style then sees which of them are cut already.
     return sorted(rules, key=lambda rule: rule.parameter is None)
+
+
+def _check_computed(rule: Rule) -> None:
+    """Raise where a weight that `rule` cuts is computed from others in each forward, by torch.nn.utils."""
+    for name, module in rule.module.named_modules():
+        hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values() if _is_of_utils(type(hook))]
+        if parametrize.is_parametrized(module) or hooks:
+            kinds = hooks or [type(each).__name__ for each in _parametrizations(module)]
+            raise ValueError(
+                f"{'.'.join(part for part in (rule.fqn, name) if part)!r} computes its weight in each forward "
+                f"({', '.join(kinds)}), and the tensor-parallel plan cuts it: a part of it cannot be computed alone. Take "
+                "it out of the plan (TensorParallel(plan=...)), or make it a plain weight first "
+                "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, prune.remove)."
+            )
+
+
+def _is_of_utils(kind: type) -> bool:
+    return any(base.__module__.startswith("torch.nn.utils.") for base in kind.__mro__)
+
+
+def _parametrizations(module: nn.Module) -> Iterator[nn.Module]:
+    if parametrize.is_parametrized(module):
+        for of_name in module.parametrizations.values():  # type: ignore[operator]
+            yield from of_name
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, str]:

@@ -79,6 +79,7 @@ def plan_units(
 ) -> UnitPlan:
     """Give every parameter of `model` to one unit. Changes nothing; see `shard_layers` for arguments and errors."""
     names = every_module(model)
+    _refuse_sparse_gradients(names)
     theirs = sharded_by_caller(model)
     inside = {module for unit in theirs for module in every_module(unit)}
     groups = {m: group for m, group in _layer_groups(model, layers, names).items() if not _within(m, inside)}
@@ -226,6 +227,15 @@ def _shardable(model: nn.Module, param: nn.Parameter) -> bool:
             "make it one-dimensional with one element."
         )
     return param.ndim > 0 and (param.is_floating_point() or param.is_complex())
+
+
+def _refuse_sparse_gradients(names: dict[nn.Module, str]) -> None:
+    for module, name in names.items():
+        if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{name or 'The model'!r} has sparse=True: FSDP2 cannot reduce sparse gradients. Build it with "
+                "sparse=False, or use strategy='ddp'."
+            )
 
 
 def _tail(

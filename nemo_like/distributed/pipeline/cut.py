@@ -22,6 +22,7 @@ from nemo_like.losses.model_loss import loss_hooks
 from nemo_like.module_tree import bare, join
 from nemo_like.options import ChunkedLoss
 from nemo_like.options.words import a_or_an
+from nemo_like.tensors import map_tensors
 
 STAGE_MARK = "_nemo_like_pipeline_stage"
 """Attribute of a stage's tree."""
@@ -197,7 +198,7 @@ class StageForward:
             if self._packed is not None:
                 self._packed.after(self._model, (), sent if output is None else output)
         if output is None:
-            return sent
+            return map_tensors(Tensor.contiguous, sent)  # or torch could not send it
         loss = self._loss_of(output).reshape(())
         return torch.stack([loss if self.shares is None else loss * self.shares.shares[number]])
 
