@@ -12,6 +12,7 @@ or, without a class of your own, ``Trainer(model, args, callbacks=[Checkpointing
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -154,7 +155,8 @@ def checkpoint_for_trainer(
 class CheckpointingMixin:
     """Mixes into `transformers.Trainer` and its kind: the model is checkpointed when the trainer is made.
 
-    The settings are the keywords ``ac``, ``ac_scope``, ``loss`` and ``cp``, else the trainer's arguments of these names.
+    The settings are the keywords ``ac``, ``ac_scope``, ``loss`` and ``cp``, else the trainer's arguments of these names. A
+    trainer with a ``loss`` of its own (sentence-transformers) is given that keyword; ours is read of its arguments then.
     With ``cp``, groups of that many ranks share each batch and split its sequences (`nemo_like.parallelize`). A budget
     is planned for one batch of the training set (or ``ac_sample_input``). Works with ``model_init`` and with PEFT models.
     With ``loss="chunked"``, `output.logits` is None in training and whole in evaluation, as `compute_metrics` needs them.
@@ -173,6 +175,8 @@ class CheckpointingMixin:
         cp: Any = None,
         **kwargs: Any,
     ) -> None:
+        if loss is not None and _takes_loss(type(self)):
+            kwargs["loss"], loss = loss, None
         self._ac_given = (ac, ac_scope, ac_sample_input, loss)
         self._cp_given = cp
         self._ac_ready = False
@@ -306,6 +310,12 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
                 "The trainer built another model after CheckpointingCallback had checkpointed the first (model_init=). "
                 "Use CheckpointingMixin, which checkpoints every model that is built."
             )
+
+
+def _takes_loss(trainer: type) -> bool:
+    """Whether the trainer that `CheckpointingMixin` is mixed into takes a ``loss`` itself."""
+    others = (base for base in trainer.__mro__ if not issubclass(base, CheckpointingMixin))
+    return any("loss" in inspect.signature(vars(base)["__init__"]).parameters for base in others if "__init__" in vars(base))
 
 
 def _refuse_unread(args: Any, name: str, off: Any, reader: str) -> None:

@@ -513,3 +513,18 @@ def test_fields_that_would_hide_a_hosts_are_refused() -> None:
         @dataclass
         class Mixed(CheckpointingArguments, Host):
             pass
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_given_it() -> None:
+    class Own:
+        """As sentence-transformers' trainer takes its loss."""
+
+        def __init__(self, model: nn.Module, args: Any = None, loss: Any = None) -> None:
+            self.model, self.args, self.loss = model, args, loss
+
+    class Mixed(CheckpointingMixin, Own):
+        pass
+
+    own = nn.MSELoss()
+    trainer: Any = Mixed(decoders.PlainDecoder(), ac="full", loss=own)
+    assert trainer.loss is own and _regions(trainer.model) == 3

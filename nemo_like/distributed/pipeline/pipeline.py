@@ -20,6 +20,7 @@ from nemo_like.distributed.agreement import check_same_batch, mesh_groups, shari
 from nemo_like.distributed.clip import clip_stages_
 from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.materialize import materialize
+from nemo_like.distributed.pipeline.by_microbatch import ByMicrobatch
 from nemo_like.distributed.pipeline.cut import StageForward, merged
 from nemo_like.distributed.pipeline.dealing import StageSlice, StagesOfModel, TensorForm
 from nemo_like.distributed.pipeline.learn_shares import SharesByNames
@@ -62,6 +63,7 @@ class Pipeline:
         self._schedules: dict[Any, Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
         self._verified = False
+        self._by_microbatch = ByMicrobatch([stage.module for stage in self.stages], options.microbatches or 1)
         self.sees: Callable[[Mapping[str, Any], int], None] | None = None
         """Called with each batch that `step` trains on, and how many microbatches it becomes."""
         self.tie()
@@ -87,6 +89,7 @@ class Pipeline:
             self.sees(batch, self.options.microbatches or 1)
         self._shares.check_last_step()
         self._verify(batch)
+        self._by_microbatch.step_begins()
         schedule = self._schedule(*self.cut(batch))
         numbers = torch.arange(self.options.microbatches or 1)
         args = (numbers,) if self.stages[0].slice.is_first else ()
