@@ -628,9 +628,13 @@ def gather_before_backward_of(module: nn.Module, tensors: list[Tensor]) -> None:
 
 
 def read_dtypes_again(module: nn.Module) -> None:
-    """Have the FSDP2 unit at `module`, of which nothing trained in the first forward, know the dtypes of what trains now."""
+    """Have the FSDP2 unit at `module`, of which nothing trained in the first forward, know the dtypes of what trains now.
+
+    2.15 has no ``_orig_dtype``: it reads the dtypes of what is frozen, too.
+    """
     for group in fsdp_param_groups(module):
-        if group._orig_dtype is None and any(param.sharded_param.requires_grad for param in group.fsdp_params):
+        untrained = getattr(group, "_orig_dtype", torch.float32) is None
+        if untrained and any(param.sharded_param.requires_grad for param in group.fsdp_params):
             group._init_mp_dtypes()
 
 

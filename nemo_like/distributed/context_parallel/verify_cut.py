@@ -77,7 +77,15 @@ def verify_cut(
     def compare() -> tuple[float, bool]:
         whole = _run(model, parts, inputs, "whole")
         look(inputs, whole.output, length)
-        part = _run(model, parts, inputs, "parts", whole.changed)
+        try:
+            part = _run(model, parts, inputs, "parts", whole.changed)
+        except (RuntimeError, IndexError) as error:
+            kind = type(model).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"cp={parts.ranks} gives each rank a part of every sequence, and this {kind} "
+                f"fails on a part where it runs on the whole: {error}. It looks along the sequence outside of its layers "
+                "(a head at one token, positions by the length). Train it without cp."
+            ) from error
         bits, same = fewer_bits(model, whole.answers), len(part.answers) == len(whole.answers)
         pairs = zip(part.answers, whole.answers, strict=True) if same else ()
         return max((excess(parts, *pair, bits, shown) for pair in pairs), default=float("inf")), part.drew
