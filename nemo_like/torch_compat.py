@@ -586,19 +586,17 @@ def sharded_versions(module: nn.Module) -> list[int]:
     return [tensor._version for shard in shards for tensor in (shard, shard._local_tensor)]
 
 
-def before_each_collective(module: nn.Module, tell: Callable[[str, Sequence[str]], None]) -> None:
-    """Call ``tell(event, weights)`` before the FSDP2 unit at `module` gathers or reduces.
+def before_each_gather(module: nn.Module, tell: Callable[[str], None]) -> None:
+    """Call ``tell(event)`` before the FSDP2 unit at `module` gathers, in ``"forward"`` or in ``"backward"``.
 
-    ``event`` is ``"forward"``, ``"backward"`` or ``"reduction"``; ``weights`` are the names of those whose gradients are
-    about to be reduced, and empty for a gather. Hooks of modules would not do: a unit gathers in backward, too, and a
-    compiled layer would have them in its graph.
+    Hooks of modules would not do: a unit gathers in backward, too, and a compiled layer would have them in its graph.
     """
 
     def told_before(group: Any, method: str, event: str) -> None:
         own = getattr(group, method)
 
         def told(*args: Any) -> Any:
-            tell(event, _with_gradient(group) if method == "post_backward" else ())
+            tell(event)
             return own(*args)
 
         setattr(group, method, told)
@@ -606,7 +604,6 @@ def before_each_collective(module: nn.Module, tell: Callable[[str, Sequence[str]
     for group in fsdp_param_groups(module):
         told_before(group, "pre_forward", "forward")
         told_before(group, "pre_backward", "backward")
-        told_before(group, "post_backward", "reduction")
 
 
 def after_each_forward(module: nn.Module, call: Callable[[], None]) -> None:
@@ -638,15 +635,6 @@ def read_dtypes_again(module: nn.Module) -> None:
             group._init_mp_dtypes()
 
 
-def _with_gradient(group: Any) -> list[str]:
-    """The parameters of an FSDP2 group that the next reduction has gradients of; none where it takes all or none."""
-    if not group.reduce_grads or group.reduce_scatter_unused_params:
-        return []
-    gathered = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
-    used = [p for p in gathered if p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None]
-    return [param._param_fqn or "" for param in used]
-
-
 def free_last_gather(module: nn.Module) -> None:
     """Free the flat buffer that the FSDP2 unit at `module` was gathered into last, of which its parameters are copies.
 
@@ -654,8 +642,8 @@ def free_last_gather(module: nn.Module) -> None:
     there may be none before the next step. 2.15 has a method for it.
     """
     for group in fsdp_param_groups(module):
-        comm = getattr(group, "comm_ctx", None)  # set in the first forward
-        if comm is None or comm.all_gather_state is None:
+        comm: Any = getattr(group, "comm_ctx", None)  # set in the first forward
+        if getattr(comm, "all_gather_state", None) is None:
             continue
         if hasattr(comm, "release_all_gather_state_for_comm_reuse"):
             comm.release_all_gather_state_for_comm_reuse()

@@ -70,15 +70,6 @@ def test_skipped_layers(of_ranks: Any, differing: str, ac: str, mode: str) -> No
     assert all(f"Ranks run different layers: next is {differing}. {SKIPS}" in str(error) for error in errors)
 
 
-def test_what_differs_in_backward_alone() -> None:
-    errors = run_ranks(2, _trained, "none", ({"head": "words"}, {"head": "tags"}), "train", return_exceptions=True)
-    heads = "the reduction of the root without a gradient of heads.{}.bias on rank {}"
-    assert all(heads.format("tags", 0) in str(error) and heads.format("words", 1) in str(error) for error in errors)
-
-    errors = run_ranks(2, _trained, "none", ({"cut": 2}, {}), "train", return_exceptions=True)
-    assert all("the reduction of the root on rank 0 and the reduction of blocks.3 on rank 1" in str(e) for e in errors)
-
-
 def _heads_by_turns(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = parallelize(Skipping(), ac="full")

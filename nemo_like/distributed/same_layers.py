@@ -18,8 +18,7 @@ from nemo_like.distributed.agreement import all_have, gather_objects, mesh_group
 from nemo_like.distributed.launch import rank
 from nemo_like.distributed.units import Unit
 from nemo_like.log import warn_once
-from nemo_like.module_tree import bare_name
-from nemo_like.torch_compat import before_each_collective, read_dtypes_again, unseen
+from nemo_like.torch_compat import before_each_gather, read_dtypes_again, unseen
 from nemo_like.transformers_compat import layers_dropped_in_vain
 
 _CALLS = 4
@@ -27,7 +26,7 @@ _CALLS = 4
 
 
 class SameLayers:
-    """Compares over the ranks, before each gather and reduction of the first calls, which unit it belongs to."""
+    """Compares over the ranks, before each gather in forward of the first calls, which unit it belongs to."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: dist.device_mesh.DeviceMesh) -> None:
         self._groups = mesh_groups(mesh)
@@ -36,7 +35,7 @@ class SameLayers:
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
         for unit in units:
-            before_each_collective(unit.modules[0], partial(self._next, unit))
+            before_each_gather(unit.modules[0], partial(self._next, unit))
 
     def _begin(self, model: nn.Module, _args: Any) -> None:
         mode = model.training, torch.is_grad_enabled()
@@ -44,9 +43,9 @@ class SameLayers:
         self._compares = self._calls[mode] <= _CALLS
 
     def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        self._compare("the end of forward", ())
+        self._compare("the end of forward")
 
-    def _next(self, unit: Unit, event: str, weights: Sequence[str]) -> None:
+    def _next(self, unit: Unit, event: str) -> None:
         if event == "backward" and torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True was asked of a backward through a model that FSDP2 shards: it frees the weights that the "
@@ -55,22 +54,19 @@ class SameLayers:
             )
         if event == "forward":
             read_dtypes_again(unit.modules[0])
-        self._compare(f"the {event} of {unit.name or 'the root'}", weights)
+            self._compare(f"the forward of {unit.name or 'the root'}")
 
-    def _compare(self, event: str, weights: Sequence[str]) -> None:
-        """Raise where another rank is at another event, or is about to reduce the gradients of other weights."""
+    def _compare(self, event: str) -> None:
+        """Raise where another rank is at another event."""
         if not self._compares:
             return
         with unseen():
-            if all_have((event, weights), self._groups):
+            if all_have(event, self._groups):
                 return
-            everyone = gather_objects((rank(), event, weights), self._groups)
+            everyone = gather_objects((rank(), event), self._groups)
         events: dict[str, list[int]] = {}
-        for number, its_event, its_weights in everyone:
-            lacks = sorted({name for item in everyone for name in item[2]} - set(its_weights))
-            alike = all(item[1] == its_event for item in everyone)
-            words = f"{its_event} without a gradient of {bare_name(lacks[0])}" if lacks and alike else its_event
-            events.setdefault(words, []).append(number)
+        for number, its_event in everyone:
+            events.setdefault(its_event, []).append(number)
         differing = " and ".join(f"{words} on {ranks_in_words(numbers)}" for words, numbers in events.items())
         raise RuntimeError(
             f"Ranks run different layers: next is {differing}. FSDP2 gathers and reduces each layer on all ranks "

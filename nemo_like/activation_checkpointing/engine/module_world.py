@@ -9,7 +9,6 @@ be put back, so that raises.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from operator import attrgetter, is_
 from typing import Any
@@ -42,7 +41,6 @@ class ModuleWorld:
         "_flags",
         "_snapshot",
         "_versions",
-        "_walk",
         "generators",
         "halves",
         "outside",
@@ -51,7 +49,6 @@ class ModuleWorld:
 
     def __init__(self, module: nn.Module) -> None:
         walk, self._snapshot = walk_of(module)
-        self._walk = walk
         self._deep = walk.take_deep()
         self.stamp = walk.stamp
         self.outside = walk.outside[module.training]
@@ -101,12 +98,7 @@ class ModuleWorld:
                         yield state.part.own[key], name, state.part.name
 
     def restore(self, stack: contextlib.ExitStack) -> None:
-        """Put the modules into the state that forward found, until `stack` ends.
-
-        Containers that modules share (a global list of losses) are then as they are now.
-        """
-        for container in self._walk.shared_containers():
-            stack.callback(_put_back, container, container.copy())
+        """Put the modules into the state that forward found, until `stack` ends."""
         snapshot = self._snapshot
         if snapshot.is_untouched() or snapshot.is_current():
             stack.callback(_revert_all, snapshot, snapshot.copies_of_others())
@@ -120,15 +112,6 @@ class ModuleWorld:
                 if parameter.requires_grad != flag:
                     stack.callback(parameter.requires_grad_, parameter.requires_grad)
                     parameter.requires_grad_(flag)
-
-
-def _put_back(container: Any, before: Any) -> None:
-    """Give a list, dictionary or set the content that it had."""
-    contents = [[*each, *(each.values() if isinstance(each, dict) else ())] for each in (container, before)]
-    if len(container) == len(before) and all(map(is_, *contents)):
-        return
-    container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
 def _revert_all(snapshot: Snapshot, others: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

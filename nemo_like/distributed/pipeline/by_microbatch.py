@@ -9,6 +9,7 @@ from torch import nn
 from nemo_like.log import warn_once
 from nemo_like.module_tree import every_module
 
+_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 _Counters = dict[tuple[str, str], int]
 
 
@@ -25,7 +26,7 @@ class ByMicrobatch:
             return
         self._seen.append(self._counters())
         if len(self._seen) == 1:
-            norms = [name for name, module in self._modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+            norms = [name for name, module in self._modules() if isinstance(module, _NORMS)]
             if norms:
                 self._warn(f"{norms[0]} is a batch norm, which takes the mean of the rows that it sees", "group norm")
         if len(self._seen) == 3:
