@@ -13,6 +13,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
@@ -586,36 +587,28 @@ def sharded_versions(module: nn.Module) -> list[int]:
     return [tensor._version for shard in shards for tensor in (shard, shard._local_tensor)]
 
 
+def _call_first(group: Any, method: str, call: Callable[[], None]) -> None:
+    """Have `method` of one FSDP2 group begin with `call`; not a hook of the module, which a compiled layer would trace."""
+    own = getattr(group, method)
+
+    def called(*args: Any) -> Any:
+        call()
+        return own(*args)
+
+    setattr(group, method, called)
+
+
 def before_each_gather(module: nn.Module, tell: Callable[[str], None]) -> None:
-    """Call ``tell(event)`` before the FSDP2 unit at `module` gathers, in ``"forward"`` or in ``"backward"``.
-
-    Hooks of modules would not do: a unit gathers in backward, too, and a compiled layer would have them in its graph.
-    """
-
-    def told_before(group: Any, method: str, event: str) -> None:
-        own = getattr(group, method)
-
-        def told(*args: Any) -> Any:
-            tell(event)
-            return own(*args)
-
-        setattr(group, method, told)
-
+    """Call ``tell(event)`` before the FSDP2 unit at `module` gathers, in ``"forward"`` or in ``"backward"``."""
     for group in fsdp_param_groups(module):
-        told_before(group, "pre_forward", "forward")
-        told_before(group, "pre_backward", "backward")
+        _call_first(group, "pre_forward", partial(tell, "forward"))
+        _call_first(group, "pre_backward", partial(tell, "backward"))
 
 
 def after_each_forward(module: nn.Module, call: Callable[[], None]) -> None:
-    """Call `call` after each forward of the FSDP2 unit at `module`; not as a hook, which a compiled layer would trace."""
+    """Call `call` after each forward of the FSDP2 unit at `module`."""
     for group in fsdp_param_groups(module):
-        own = group.post_forward
-
-        def called(*args: Any, own: Callable[..., Any] = own) -> Any:
-            call()
-            return own(*args)
-
-        group.post_forward = called
+        _call_first(group, "post_forward", call)
 
 
 def gather_before_backward_of(module: nn.Module, tensors: list[Tensor]) -> None:

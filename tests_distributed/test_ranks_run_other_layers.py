@@ -14,17 +14,7 @@ from nemo_like import parallelize
 from nemo_like.log import forget_announcements
 from tests_distributed.small_model import WIDTH
 from tests_distributed.spawn import run_ranks
-
-
-class Block(nn.Module):
-    """Two parts, so that it is taken for a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.up(self.norm(x)).tanh()
+from tests_distributed.test_stale_weights import Block
 
 
 class Skipping(nn.Module):
