@@ -79,6 +79,8 @@ def verify_cut(
         look(inputs, whole.output, length)
         try:
             part = _run(model, parts, inputs, "parts", whole.changed)
+        except NotImplementedError:  # cp's own refusal, which says more
+            raise
         except (RuntimeError, IndexError) as error:
             kind = type(model).__name__.removeprefix("FSDP")
             raise ValueError(
