@@ -30,6 +30,8 @@ from nemo_like.distributed.context_parallel.methods import method_of
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.batches import repeated
+from nemo_like.fake.reasons import without_values
+from nemo_like.fake.run import FakeRun
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.log import say_once, unsaid
@@ -41,12 +43,10 @@ from nemo_like.options.words import a_or_an, check_whole
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.expert_twin import planned_group, planned_imbalance
-from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.fewer_layers import grown, leave_out, longest_repeats
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind, ModelTrace
 from nemo_like.planning.planned_rank import PlannedRank, plan_rank
-from nemo_like.planning.reasons import without_values
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
 from nemo_like.resolve import layers_for

@@ -33,6 +33,7 @@ from nemo_like.distributed.expert_parallel import (
     shard_experts,
     split_experts,
 )
+from nemo_like.distributed.larger_batch import size_watch, warn_of_larger_batches
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
@@ -55,6 +56,7 @@ from nemo_like.module_tree import bare, check_model
 from nemo_like.options import DDP, FSDP2, ChunkedLoss, Single
 from nemo_like.options.words import parse_dtype
 from nemo_like.precision import autocast_forward, check_autocast
+from nemo_like.profiling.first_step import watch_first_step
 from nemo_like.resolve import layers_for, resolve
 
 _MARK = "_nemo_like_parallelized"
@@ -251,10 +253,19 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     watch_replaced(before, model)
     setattr(model, _MARK, True)
     if not is_stage and is_rank_zero() and (isinstance(job.ac, Plan) or job.planned_tokens is not None):
-        from nemo_like.planning.watch import watch  # it compares with what was planned
-
-        watch(model, job, place)
+        _watch_planned(model, job, place)
     return model
+
+
+def _watch_planned(model: nn.Module, job: Job, device: torch.device) -> None:
+    """Have `model` report once a batch that is larger than planned, and a first step that peaks elsewhere."""
+    plan = job.ac if isinstance(job.ac, Plan) else None
+    sizes = size_watch(plan, job.planned_tokens)
+    if sizes is not None:
+        warn_of_larger_batches(model, sizes)
+    on_host = job.offload.mode != "none" or (job.fsdp is not None and job.fsdp.cpu_offload)
+    if plan is not None and not on_host:
+        watch_first_step(model, plan, device)
 
 
 def _check(

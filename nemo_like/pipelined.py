@@ -15,22 +15,19 @@ from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.context_parallel import check_context_parallel
 from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.distributed.larger_batch import size_watch
 from nemo_like.distributed.launch import local_device
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
-from nemo_like.distributed.pipeline.pipeline import Stage
 from nemo_like.distributed.pipeline.schedules import stages_of
+from nemo_like.distributed.pipeline.split_parts import SplitParts
+from nemo_like.distributed.pipeline.stage import Stage
+from nemo_like.distributed.pipeline.stage_parts import check_stages, stage_parts
 from nemo_like.job import Job
 from nemo_like.log import is_rank_zero, logger
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import CheckpointConfig, MemoryBudget, PipelineParallel
-from nemo_like.planning.larger_batch import size_watch
-from nemo_like.planning.planner import plan_for
-from nemo_like.planning.split_parts import SplitParts
-from nemo_like.planning.stage_parts import check_stages, stage_parts
-from nemo_like.planning.stage_plans import balance_for_memory
-from nemo_like.planning.trial import try_split
 from nemo_like.resolve import layers_for
 
 
@@ -124,7 +121,10 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     if job.cp.size > 1:
         check_context_parallel(model, job.cp, found)
     whole = [each.fqn for each in find_experts(model, job.ep.plan)] if job.ep.size > 1 else []
-    try_split(model, job, found, whole, sample_input)
+    if job.cp.size > 1 or job.tp.size > 1:
+        from nemo_like.planning.trial import try_split
+
+        try_split(model, job, found, whole, sample_input)
     if job.loss is not None:
         check_head(model)
     dtype = job.param_dtype
@@ -145,8 +145,12 @@ def _planned(model: nn.Module, job: Job, sample_input: Any) -> Job:
     """Return `job` with its budget as a plan, and with what a plan decides of the pipeline."""
     pp = job.pp
     if isinstance(job.ac, MemoryBudget):
+        from nemo_like.planning.planner import plan_for  # only a budget asks the planner
+
         job = replace(job, ac=plan_for(model, job, sample_input=sample_input))
     elif pp.balance == "memory":
+        from nemo_like.planning.stage_plans import balance_for_memory
+
         mode = job.ac.mode if isinstance(job.ac, CheckpointConfig) and job.ac.mode in ("none", "selective") else "full"
         counts = balance_for_memory(model, sample_input, job, mode)
         return replace(job, pp=replace(pp, balance=tuple(counts)))

@@ -99,7 +99,9 @@ def test_the_readme_names_every_command_and_every_extra_for_a_user() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert "pip install" in text
-    assert not [name for name in extras if f"`{name}`" not in text and name not in ("hosts", "torchtitan", "test", "lint")]
+    assert not [
+        name for name in extras if f"`{name}`" not in text and name not in ("hosts", "torchtitan", "test", "lint")
+    ]
     assert not [name for name in command_names() if f"nemo-like {name}" not in text]
 
 

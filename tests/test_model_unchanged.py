@@ -348,15 +348,21 @@ UNPLANNED = {
     "a sparse tensor": (lambda: Model([_SparseInside(), _SparseInside()]), r"No plan is made of sparse.*'selective'"),
     "nested tensors": (lambda: _Jagged([_Layer(), _Layer()]), r"No plan is made of nested.*padded ones.*'selective'"),
     "a late module": (
-        lambda: Model([_MadeLate(), _MadeLate()]), r"Model makes 'layers\.0\.late' in its first forward.*Call the model once"
+        lambda: Model([_MadeLate(), _MadeLate()]),
+        r"Model makes 'layers\.0\.late' in its first forward.*Call the model once",
     ),
     "a generator": (
-        lambda: _Yielded([_Yielding(), _Yielding()]), r"layers\.0 of _Yielded returns a generator.*Return a list or a tuple"
+        lambda: _Yielded([_Yielding(), _Yielding()]),
+        r"layers\.0 of _Yielded returns a generator.*Return a list or a tuple",
     ),
     "a list": (lambda: _Handing(_Appending, list), r"layers\.0 of _Handing puts tensors into a list or.*'selective'"),
-    "a dictionary": (lambda: _Handing(_Entering, dict), r"layers\.0 of _Handing puts tensors into a list or a dictionary"),
+    "a dictionary": (
+        lambda: _Handing(_Entering, dict),
+        r"layers\.0 of _Handing puts tensors into a list or a dictionary",
+    ),
     "lazy parameters": (
-        lambda: Model([_Lazy(), _Lazy()]), r"model has 'layers\.0\.up\.weight', whose shape is not known.*Call it once"
+        lambda: Model([_Lazy(), _Lazy()]),
+        r"model has 'layers\.0\.up\.weight', whose shape is not known.*Call it once",
     ),
     "an object with a graph": (
         lambda: _Giving(lambda x: _Counted(x * 2)),

@@ -32,7 +32,11 @@ EVERY: dict[str, dict[str, Any]] = WORDS | {
     "sequential": {"ac": "sequential"},
     **{budget: {"ac": budget} for budget in ("30%", "70%", "100%", "64MiB", "auto")},
     "a budget object": {"ac": MemoryBudget(fraction=0.5)},
-    **{f"{ac}, {mode} offloaded": _offloaded(ac, mode) for ac in ("full", "selective") for mode in ("boundary", "saved")},
+    **{
+        f"{ac}, {mode} offloaded": _offloaded(ac, mode)
+        for ac in ("full", "selective")
+        for mode in ("boundary", "saved")
+    },
     **{f"{ac}, all offloaded": _offloaded(ac, "all") for ac in ("none", "submodule")},
 }
 COMPILED: dict[str, dict[str, Any]] = {
@@ -65,7 +69,11 @@ def _plain() -> Model:
 
 MODELS: dict[str, Model] = {
     **{name: Model(family.build, family.inputs(), family.step) for name, family in FAMILIES.items()},
-    **{f"decoder {name}": _decoder(lambda name=name: decoders.build(name)) for name in decoders.NAMES if name != "plain"},
+    **{
+        f"decoder {name}": _decoder(lambda name=name: decoders.build(name))
+        for name in decoders.NAMES
+        if name != "plain"
+    },
     "decoder plain": _plain(),
     **{f"shared {name}": _decoder(lambda name=name: kv_shared.build(name)) for name in ("gemma3n", "gemma4")},
 }

@@ -89,7 +89,9 @@ def test_weights_that_are_not_there_are_asked_for_on_one_rank() -> None:
     with torch.device("meta"):
         model = build("plain")
     parallelize(model, "single", "full", device="cpu")
-    with pytest.raises(RuntimeError, match=r"on the meta device.*call nemo_like\.distributed\.materialize\(model\) before"):
+    with pytest.raises(
+        RuntimeError, match=r"on the meta device.*call nemo_like\.distributed\.materialize\(model\) before"
+    ):
         model(torch.zeros(1, 8, dtype=torch.long))
 
 

@@ -54,7 +54,11 @@ def test_a_plan_for_fewer_layers_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "error", "said"),
-    [(0.5, TypeError, "ac is 0.5, a float"), (None, ValueError, "ac is 'none'; a plan needs"), (True, ValueError, "'full'")],
+    [
+        (0.5, TypeError, "ac is 0.5, a float"),
+        (None, ValueError, "ac is 'none'; a plan needs"),
+        (True, ValueError, "'full'"),
+    ],
 )
 def test_what_is_no_budget_is_refused(budget: object, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=rf"{said}.*'40GiB'"):

@@ -86,7 +86,9 @@ Refused = tuple[dict[str, Any] | Callable[[], dict[str, Any]], str]
 has all of them."""
 
 _MODES = r"it must be one of none, full, selective, submodule, sequential, or a budget such as '40GiB', '50%' or 'auto'"
-_KINDS = r"it must be None, a bool, one of none, full, .*, a MemoryBudget, a Plan, a policy object or a CheckpointConfig"
+_KINDS = (
+    r"it must be None, a bool, one of none, full, .*, a MemoryBudget, a Plan, a policy object or a CheckpointConfig"
+)
 _NO_SAMPLE = r"a memory budget: bytes depend on batch and sequence\. Pass sample_input="
 _SAMPLE = r"The forward pass of PlainDecoder failed on the sample input \({}.*Give what one step of one rank gives"
 _NO_LAYERS = r"^No repeated layers were found in this"
@@ -237,7 +239,10 @@ def _refuse(call: Callable[..., Any], model: nn.Module, arguments: Any, message:
 def test_a_refused_call_names_it_and_changes_nothing(name: str) -> None:
     arguments, message = ON_A_PLAIN_DECODER[name]
     _refuse(parallelize, PlainDecoder(), arguments, message)
-    if not callable(arguments) and arguments.keys() <= inspect.signature(apply_activation_checkpointing).parameters.keys():
+    if (
+        not callable(arguments)
+        and arguments.keys() <= inspect.signature(apply_activation_checkpointing).parameters.keys()
+    ):
         _refuse(apply_activation_checkpointing, PlainDecoder(), arguments, message)
 
 

@@ -25,7 +25,7 @@ from nemo_like.activation_checkpointing import CheckpointSpec
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.context_parallel.parts import Parts
 from nemo_like.distributed.pipeline import Pipeline
-from nemo_like.distributed.pipeline.pipeline import Stage
+from nemo_like.distributed.pipeline.stage import Stage
 from nemo_like.losses.model_loss import LossHooks
 from nemo_like.pipelined import CutModel, CutStage
 

@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from nemo_like.distributed.context_parallel.parts import MARK
 from nemo_like.distributed.pipeline import Pipeline
-from nemo_like.distributed.pipeline.verify_stages import sequence_parts
 from nemo_like.tensors import tensors_in
 
 
@@ -187,7 +186,7 @@ def _pipeline_step(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> tuple[
     def before() -> int:
         gc.collect()
         state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
-        masks = sum(parts.masks.bytes for parts in sequence_parts(pipeline))
+        masks = sum(parts.masks.bytes for parts in pipeline.sequence_parts())
         return bytes_of([*pipeline.parameters(), *state, *_received(pipeline)]) + masks
 
     step()

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nemo_like.fake_rank import DryRun, dry_run
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, ContextParallel, ExpertParallel, PipelineParallel, StepSpec, TensorParallel
-from nemo_like.planning import DryRun, dry_run
 from tests_distributed.peak_families import FAMILIES, WELL_KNOWN, WITH_EXPERTS, build, tokens
 
 MOST = 0.005

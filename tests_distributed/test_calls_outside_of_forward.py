@@ -189,14 +189,18 @@ def _refused(rank: int, world: int) -> None:
         model = Encoding()
         norm(model.blocks[0].up)
         before = everything_of(model)
-        with pytest.raises(ValueError, match=r"'blocks.0.up' computes its weight in each forward \(.*Take it out of the"):
+        with pytest.raises(
+            ValueError, match=r"'blocks.0.up' computes its weight in each forward \(.*Take it out of the"
+        ):
             parallelize(model, tp=plan, ac="none")
         assert everything_of(model) == before
     for axes in ({}, {"tp": plan}):
         model = Encoding()
         model.embed.sparse = True
         before = everything_of(model)
-        with pytest.raises(ValueError, match=r"'embed' has sparse=True: FSDP2 cannot reduce sparse gradients\. Build it"):
+        with pytest.raises(
+            ValueError, match=r"'embed' has sparse=True: FSDP2 cannot reduce sparse gradients\. Build it"
+        ):
             parallelize(model, ac="none", **axes)
         assert everything_of(model) == before
 

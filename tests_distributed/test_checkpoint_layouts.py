@@ -167,7 +167,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("phi3-packed", "llama-tied", "llama4", "qwen2_moe", "phi3")]
+LONG = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("phi3-packed", "llama-tied", "llama4", "qwen2_moe", "phi3")
+]
 
 
 @pytest.mark.long

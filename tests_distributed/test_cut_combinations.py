@@ -348,7 +348,9 @@ def _own_embeddings(rank: int, world_size: int) -> list[str]:
                 if logits.shape[1] == LENGTH:
                     logits.square().sum().backward()
                 else:
-                    (logits.square() * shard_sequence(torch.ones(2, LENGTH, 1), build_mesh(cp=2))).sum().mul(2).backward()
+                    (logits.square() * shard_sequence(torch.ones(2, LENGTH, 1), build_mesh(cp=2))).sum().mul(
+                        2
+                    ).backward()
             assert embeds.grad is not None
             grads.append(embeds.grad)
     names = ("labels", "logits")

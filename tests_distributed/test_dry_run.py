@@ -12,6 +12,7 @@ from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.fake_rank import DryRun, dry_run
 from nemo_like.job import Job
 from nemo_like.log import forget_announcements
 from nemo_like.options import (
@@ -22,7 +23,7 @@ from nemo_like.options import (
     StepSpec,
     TensorParallel,
 )
-from nemo_like.planning import DryRun, dry_run, plan_for
+from nemo_like.planning import plan_for
 from nemo_like.planning.storage_ledger import StepMoment
 from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
 from tests_distributed.peak_families import build, tokens

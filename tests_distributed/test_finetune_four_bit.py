@@ -111,7 +111,7 @@ def test_four_bits_are_close_to_the_weights(base: list[str]) -> None:
 
 def _peaks(rank: int, world_size: int, arguments: list[str]) -> list[tuple[int, int]]:
     """(bytes that a whole step peaked at, bytes that the plan said)."""
-    from nemo_like.planning import first_step
+    from nemo_like.profiling import first_step
     from nemo_like.recipes.finetune import main
 
     found: list[tuple[int, int]] = []

@@ -38,7 +38,9 @@ def _run(rank: int, world_size: int, cp: int, word: str) -> tuple[bool, int, int
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("cp", "word"), [(1, "fp8"), pytest.param(1, "fp8-rowwise", marks=pytest.mark.long), (2, "fp8")])
+@pytest.mark.parametrize(
+    ("cp", "word"), [(1, "fp8"), pytest.param(1, "fp8-rowwise", marks=pytest.mark.long), (2, "fp8")]
+)
 def test_sharded_layers_give_the_same_bits_and_peak_as_planned(cp: int, word: str) -> None:
     for same, predicted, measured, labels in run_ranks(2, _run, cp, word):
         assert same

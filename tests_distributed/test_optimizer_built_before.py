@@ -28,7 +28,9 @@ def _flows(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     model = parallelize(model, device="cpu", **arguments)
     late = torch.optim.SGD(listed, lr=0.5)  # of a list that was made before
     for optimizer in (early, late):
-        with pytest.raises(RuntimeError, match=r"^This SGD has \d+ parameter\(s\) that parallelize\(\) has replaced, '"):
+        with pytest.raises(
+            RuntimeError, match=r"^This SGD has \d+ parameter\(s\) that parallelize\(\) has replaced, '"
+        ):
             _step(model, optimizer)
     model.zero_grad()
     right = torch.optim.SGD(model.parameters(), lr=0.5)

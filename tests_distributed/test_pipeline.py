@@ -210,7 +210,9 @@ def test_a_backward_in_two_after_resharding_is_refused(schedule: str) -> None:
     pp = PipelineParallel(2, schedule, microbatches=MICROBATCHES)
     with pytest.raises(ValueError, match=r"reshard_after_forward is True with the schedule .* Leave it out"):
         Job.of(FSDP2(reshard_after_forward=True), pp=pp, world_size=4)
-    assert Job.of(FSDP2(reshard_after_forward=True), pp=pp, world_size=2).pp == pp, "a rank for each stage shards nothing"
+    assert Job.of(FSDP2(reshard_after_forward=True), pp=pp, world_size=2).pp == pp, (
+        "a rank for each stage shards nothing"
+    )
 
 
 @pytest.mark.long

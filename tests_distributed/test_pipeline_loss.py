@@ -551,5 +551,7 @@ def test_what_sees_microbatches_is_said(norm: bool) -> None:
     """Each step equals the micro-batches one after the other, and what does not equal the whole batch is named."""
     first, others = run_ranks(2, _sees_microbatches, norm)
     assert others == [] and len(first) == 1 + norm
-    assert any("'calls' of blocks.0 counts calls: in a pipeline of 2 micro-batches it sees one" in text for text in first)
+    assert any(
+        "'calls' of blocks.0 counts calls: in a pipeline of 2 micro-batches it sees one" in text for text in first
+    )
     assert not norm or any("blocks.0.norm is a batch norm, which takes the mean of the rows" in text for text in first)

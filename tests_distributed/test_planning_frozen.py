@@ -91,7 +91,11 @@ def _check(rows: list[tuple]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    ["in four bits", "half frozen", *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if "adapters" in name)],
+    [
+        "in four bits",
+        "half frozen",
+        *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if "adapters" in name),
+    ],
 )
 def test_one_device(name):
     _check(_cases(0, 1, [name], ("none", "full")))

@@ -120,9 +120,8 @@ def _compare(rank, world_size, name, modes):
     from nemo_like.distributed.mesh import build_mesh
     from nemo_like.distributed.shard import shard_layers
     from nemo_like.layers import find_layers
-    from nemo_like.planning.apply_plan import apply_plan
     from nemo_like.planning.devices import resolve_device
-    from nemo_like.planning.planner import Planner
+    from nemo_like.planning.planner import Planner, apply_plan
 
     rows = []
     batch = _batch(name, rank)
@@ -172,9 +171,8 @@ def _settings(rank, world_size, cases, mode):
     from nemo_like.distributed.shard import shard_layers
     from nemo_like.layers import find_layers
     from nemo_like.losses.model_loss import chunk_model_loss
-    from nemo_like.planning.apply_plan import apply_plan
     from nemo_like.planning.devices import resolve_device
-    from nemo_like.planning.planner import Planner
+    from nemo_like.planning.planner import Planner, apply_plan
 
     rows = []
     for name, precision, fsdp, loss in cases:

@@ -158,8 +158,11 @@ def _budget(rank: int, world_size: int, schedule: str, budget: str, cp: int = 1)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "budget", "cp"),
-    [("1f1b", "7MiB", 1), pytest.param("zbv", "10MiB", 1, marks=pytest.mark.long),
-     pytest.param("1f1b", "5MiB", 2, marks=pytest.mark.long)],
+    [
+        ("1f1b", "7MiB", 1),
+        pytest.param("zbv", "10MiB", 1, marks=pytest.mark.long),
+        pytest.param("1f1b", "5MiB", 2, marks=pytest.mark.long),
+    ],
 )
 def test_a_budget_is_kept_on_every_rank_and_changes_no_bit(schedule: str, budget: str, cp: int) -> None:
     for equal, same, measured in run_ranks(2 * cp, _budget, schedule, budget, cp, timeout=240):

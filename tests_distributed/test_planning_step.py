@@ -15,7 +15,7 @@ from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.losses.model_loss import chunked_in_evaluation
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.first_step import VARIABLE
+from nemo_like.profiling.first_step import VARIABLE
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 

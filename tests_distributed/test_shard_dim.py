@@ -134,8 +134,14 @@ def _peak(rank: int, world_size: int, experts: int, precision: str | None, mode:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "experts", "precision", "mode"),
-    [(2, 3, None, "full"), (2, 3, "bf16", "full"),
-     *(pytest.param(4, 6, *case, marks=pytest.mark.long) for case in ((None, "full"), (None, "none"), ("bf16", "none")))],
+    [
+        (2, 3, None, "full"),
+        (2, 3, "bf16", "full"),
+        *(
+            pytest.param(4, 6, *case, marks=pytest.mark.long)
+            for case in ((None, "full"), (None, "none"), ("bf16", "none"))
+        ),
+    ],
 )
 def test_the_predicted_peak_is_the_measured_one(ranks: int, experts: int, precision: str | None, mode: str) -> None:
     """Without checkpointing the peak is where a layer is gathered ahead, of which gloo makes a copy."""

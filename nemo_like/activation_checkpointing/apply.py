@@ -61,7 +61,9 @@ def apply_specs(
         if spec.policy is None:
             continue
         segment = _segment_of(spec)
-        how: dict[str, Any] = dict(policy=spec.policy, preserve_rng_state=spec.preserve_rng_state, transfer=spec.transfer)
+        how: dict[str, Any] = dict(
+            policy=spec.policy, preserve_rng_state=spec.preserve_rng_state, transfer=spec.transfer
+        )
         for position, name in enumerate(spec.members):
             module = tree.find(name)
             if _makes_its_own_regions(module, spec):

@@ -33,7 +33,9 @@ def watch_for_others(model: nn.Module) -> None:
     holders = [model]
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.Sequential)]
-        if module is not model and any(isinstance(m, TorchCheckpointWrapper) for some in lists for m in every_module(some)):
+        if module is not model and any(
+            isinstance(m, TorchCheckpointWrapper) for some in lists for m in every_module(some)
+        ):
             holders.append(module)
     for module in holders:
         if not any(isinstance(hook, _OnlyOurs) for hook in module._forward_pre_hooks.values()):
@@ -61,7 +63,9 @@ def _refuse_nested(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, TorchCheckpointWrapper):
             continue
-        kinds = {issubclass(type(m), Nameless) for m in every_module(module) if issubclass(type(m), TorchCheckpointWrapper)}
+        kinds = {
+            issubclass(type(m), Nameless) for m in every_module(module) if issubclass(type(m), TorchCheckpointWrapper)
+        }
         if len(kinds) == 2:  # ours, and somebody else's
             raise ValueError(
                 f"PyTorch's checkpoint_wrapper was put around or into {name or 'the model'} after nemo_like had "

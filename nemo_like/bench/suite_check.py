@@ -13,7 +13,9 @@ from nemo_like.fake_rank import dry_run
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 
-HELP = "plans against the dry run of a rank (as `nemo-like plan --check`): Llama, Mixtral, GPT-OSS, Qwen3-MoE, DeepSeek-V3"
+HELP = (
+    "plans against the dry run of a rank (as `nemo-like plan --check`): Llama, Mixtral, GPT-OSS, Qwen3-MoE, DeepSeek-V3"
+)
 READS = ("model",)
 
 SHAPES: tuple[tuple[str, int, str, dict[str, int]], ...] = (

@@ -265,7 +265,8 @@ def _check(args: argparse.Namespace) -> None:
             refuse_unread(args, ["sync"], "of one micro-batch there is no other. Give --grad-accum too.")
         if args.world_size == 1:
             refuse_unread(
-                args, ["reshard_after_forward", "prefetch", "cpu_offload"],
+                args,
+                ["reshard_after_forward", "prefetch", "cpu_offload"],
                 "one rank keeps the model whole. Give --world-size too.",
             )
     if args.ep == 1:

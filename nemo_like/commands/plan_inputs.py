@@ -169,5 +169,7 @@ def _text(source: ModelSource, args: argparse.Namespace) -> dict[str, torch.Tens
             "have the function return (model, sample)."
         )
     check_positions(source.config, "--seq-len", args.seq_len)
-    ids = torch.randint(args.vocab_size or 1, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        args.vocab_size or 1, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0)
+    )
     return {"input_ids": ids, "labels": ids.clone()}  # of a tower by itself, only their shape is read

@@ -16,14 +16,13 @@ from nemo_like.bench.measured_step import cpu_events
 from nemo_like.commands.code_version import code_version
 from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, one_line, within
 from nemo_like.extras import require
+from nemo_like.fake.remembered import RememberedTables
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, StepSpec
-from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.first_step import bytes_between_steps
-from nemo_like.planning.planner import Planner
-from nemo_like.planning.remembered import RememberedTables
+from nemo_like.planning.planner import Planner, apply_plan
 from nemo_like.planning.step_loss import loss_of
+from nemo_like.profiling.first_step import bytes_between_steps
 
 BUDGET = 0.35
 """Share of the activation bytes of no checkpointing."""

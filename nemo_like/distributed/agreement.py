@@ -69,7 +69,9 @@ def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
         )
     groups = mesh_groups(mesh if isinstance(mesh, DeviceMesh) else None)
     names = {module: name for name, module in model.named_modules()}
-    told = {name: value for name, value in options.items() if name not in _OWN_ON_EACH_RANK and not is_default(name, value)}
+    told = {
+        name: value for name, value in options.items() if name not in _OWN_ON_EACH_RANK and not is_default(name, value)
+    }
     asked = default_words() | {name: _describe(value, names) for name, value in told.items()}
     if isinstance(word, str) and "strategy" in told:
         asked["strategy"] = repr(word)

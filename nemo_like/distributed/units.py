@@ -321,7 +321,10 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
         params = [p for p in unit.params if p.requires_grad and p.dtype == dtype]
         chosen = set(params)
         holders = [
-            m for top in unit.modules for m in every_module(top) if any(p in chosen for p in m.parameters(recurse=False))
+            m
+            for top in unit.modules
+            for m in every_module(top)
+            if any(p in chosen for p in m.parameters(recurse=False))
         ]
         for holder in holders:
             inner = {wrapped_module(m) for m in unit.modules if isinstance(m, CheckpointWrapper)}

@@ -315,7 +315,9 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
 def _takes_loss(trainer: type) -> bool:
     """Whether the trainer that `CheckpointingMixin` is mixed into takes a ``loss`` itself."""
     others = (base for base in trainer.__mro__ if not issubclass(base, CheckpointingMixin))
-    return any("loss" in inspect.signature(vars(base)["__init__"]).parameters for base in others if "__init__" in vars(base))
+    return any(
+        "loss" in inspect.signature(vars(base)["__init__"]).parameters for base in others if "__init__" in vars(base)
+    )
 
 
 def _refuse_unread(args: Any, name: str, off: Any, reader: str) -> None:

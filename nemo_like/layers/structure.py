@@ -168,3 +168,10 @@ def blocks_in_series(parent: nn.Module, series: list[Child], *, strict: bool) ->
     if not is_container(parent):
         return [child for child in blocks if class_of(child.module) in repeated]
     return [child for child in series if _may_be_block(child.module, least=1)]
+
+
+def is_list_of_experts(name: str, module: nn.Module) -> bool:
+    """Return whether `module`, called `name`, is a list of experts."""
+    return (
+        isinstance(module, nn.ModuleList | nn.ModuleDict) and name.rpartition(".")[2] == "experts" and len(module) > 1
+    )

@@ -72,4 +72,6 @@ def moves_everything(layer: nn.Module, mode: str) -> bool:
     """
     if mode != "saved" or is_compiled(layer):
         return mode != "boundary"
-    return not isinstance(layer, ActivationWrapper) and any(isinstance(m, ActivationWrapper) for m in every_module(layer))
+    return not isinstance(layer, ActivationWrapper) and any(
+        isinstance(m, ActivationWrapper) for m in every_module(layer)
+    )

@@ -1,26 +1,37 @@
-"""Planning: what to keep of each layer for a memory budget, and what a training step will peak at, without a GPU."""
+"""Planning: what to keep of each layer for a memory budget, and what a training step will peak at, without a GPU.
+
+Names are imported when they are asked for: a job without a budget runs nothing of this folder but the trial of a split.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_like.activation_checkpointing.plan import LayerPlan, Plan, PlanError
-from nemo_like.planning.apply_plan import apply_plan
-from nemo_like.planning.planner import BudgetError, Planner, plan_for
-from nemo_like.planning.stage_plans import plan_pipeline
-from nemo_like.planning.stages import PipelinePlanner
+if TYPE_CHECKING:
+    from nemo_like.activation_checkpointing.plan import LayerPlan, Plan, PlanError
+    from nemo_like.planning.planner import BudgetError, Planner, apply_plan, plan_for
+    from nemo_like.planning.stage_plans import plan_pipeline
+    from nemo_like.planning.stages import PipelinePlanner
 
-__all__ = [
-    "BudgetError", "DryRun", "LayerPlan", "PipelinePlanner", "Plan", "PlanError", "Planner", "apply_plan", "dry_run",
-    "plan_for", "plan_pipeline",
-]  # fmt: skip
+_MODULES = {
+    "BudgetError": "planning.planner",
+    "LayerPlan": "activation_checkpointing.plan",
+    "PipelinePlanner": "planning.stages",
+    "Plan": "activation_checkpointing.plan",
+    "PlanError": "activation_checkpointing.plan",
+    "Planner": "planning.planner",
+    "apply_plan": "planning.planner",
+    "plan_for": "planning.planner",
+    "plan_pipeline": "planning.stage_plans",
+}
 
-_ABOVE = ("DryRun", "dry_run")
-"""What runs `parallelize`, which stands above planning: imported when it is asked for."""
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ABOVE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'nemo_like.planning' has no attribute {name!r}")
-    return getattr(importlib.import_module("nemo_like.fake_rank"), name)
+    value = getattr(importlib.import_module(f"nemo_like.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -11,13 +11,13 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
-from nemo_like.model_copy import leaves_of, with_state
-from nemo_like.planning.fake import FakeRun
+from nemo_like.fake.model_copy import leaves_of, with_state
+from nemo_like.fake.reasons import without_values
+from nemo_like.fake.run import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.program.records import BlockEvents
-from nemo_like.planning.reasons import without_values
 from nemo_like.tensors import Place, by_argument, map_tensors, tensors_in
 
 

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
-from nemo_like.model_copy import call_with
+from nemo_like.fake.reasons import named_reason
+from nemo_like.fake.run import FakeRun, cache_off, call_flags, replaced_forwards, run_forward
 from nemo_like.module_tree import bare
 from nemo_like.options.words import a_or_an
 from nemo_like.planning.block_trace import trace_block
-from nemo_like.planning.fake import FakeRun, cache_off, call_flags
 from nemo_like.planning.kinds import Kind, ModelTrace, TracedCall, call_key, handed_on, settings_of
-from nemo_like.planning.reasons import PLAN, Aim, named_reason
 from nemo_like.planning.recorded import record_again, recording
 from nemo_like.tensors import by_argument, describe, map_tensors, split_sample, tensors_in
 from nemo_like.torch_compat import tree_leaves
@@ -66,14 +65,6 @@ def trace_model(
 def _parts(model: nn.Module) -> set[str]:
     """Names of its modules and parameters."""
     return {name for name, _ in (*model.named_modules(), *model.named_parameters())}
-
-
-def run_forward(
-    model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any], aim: Aim = PLAN
-) -> Any:
-    """Call `model` with `state` in the place of its tensors; raises ValueError where that is not possible."""
-    with named_reason(model, describe(args, kwargs), aim):
-        return call_with(model, state, args, kwargs)
 
 
 @dataclass
@@ -210,29 +201,6 @@ class _Watcher:
     def _name(self, kind: Kind) -> str:
         first = next(call.fqn for call in self.calls if call.module is kind.module)
         return f"{first} ({type(kind.module).__name__})"
-
-
-@contextmanager
-def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Callable]) -> Iterator[None]:
-    """Each layer's ``forward`` replaced by ``make(layer, forward)`` inside the context."""
-    before: list[tuple[nn.Module, Any]] = []
-    seen: set[int] = set()
-    try:
-        for layer in layers:
-            module = bare(layer.module)
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            replacement = make(layer, module.forward)
-            before.append((module, module.__dict__.get("forward")))
-            module.forward = replacement
-        yield
-    finally:
-        for module, forward in before:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

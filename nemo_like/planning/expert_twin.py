@@ -15,13 +15,12 @@ from nemo_like.distributed.expert_parallel.find_experts import EACH, experts_per
 from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
 from nemo_like.distributed.expert_parallel.split_experts import SplitExperts
 from nemo_like.distributed.expert_parallel.tensor_ranks import TensorRanks
+from nemo_like.fake.run import PLANNED
 from nemo_like.job import Job
 
 IMBALANCE = 1.5
 """Rows that the fullest rank's experts get, as a multiple of what they would get if all got alike, where nobody says. A
 router that has not been trained yet spreads tokens badly, and its first hundred steps have the highest peak."""
-
-_PLANNED = "planned"
 
 
 def planned_imbalance(job: Job) -> float:
@@ -64,7 +63,7 @@ def expert_twin(
         key = planned_group(model, experts, ep, imbalance)
         adapters = adapted.get(id(experts.module), ())
         pass_through(adapters)
-        beside = TensorRanks(tp, 0, _PLANNED) if tp > 1 else None
+        beside = TensorRanks(tp, 0, PLANNED) if tp > 1 else None
         experts.module.forward = _PlannedExperts(experts, ranks=ep, group=key, adapters=adapters, tp=beside)
     return twin, here
 
@@ -102,19 +101,4 @@ def planned_group(model: nn.Module, experts: Experts, ep: int, imbalance: float)
     """The group of ranks for `planned_table`, as `nemo_like::route` is called with it."""
     # Called with a row for each expert and token, such a module sends those that the router chose.
     sent = (experts_per_token(model) or 1) / experts.count if zero_rows_stay_zero(experts.module) else 1.0
-    return f"{_PLANNED}:{ep}:{imbalance}:{sent}"
-
-
-def planned_table(rows: int, experts: int, group: str) -> Tensor:
-    """What `nemo_like::route` says in a traced run of who sends how many of a rank's `rows` to whom."""
-    word, ranks, imbalance, sent = group.split(":")
-    assert word == _PLANNED
-    rows = round(rows * float(sent))
-    received = round(rows * float(imbalance))
-    return torch.stack([_spread(rows, int(ranks), experts), _spread(received, int(ranks), experts)])
-
-
-def _spread(rows: int, ranks: int, experts: int) -> Tensor:
-    """`rows` as evenly as they go: (ranks, experts / ranks)."""
-    numbers = [rows // experts + (number < rows % experts) for number in range(experts)]
-    return torch.tensor(numbers).view(ranks, experts // ranks)
+    return f"{PLANNED}:{ep}:{imbalance}:{sent}"

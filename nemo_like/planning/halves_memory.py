@@ -11,7 +11,8 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.engine import half_of_backward, run_region
 from nemo_like.activation_checkpointing.policy import Policy
-from nemo_like.model_copy import leaves_of, with_state
+from nemo_like.fake.model_copy import leaves_of, with_state
+from nemo_like.fake.run import FakeRun
 from nemo_like.planning.block_memory import (
     OutputGradients,
     gradients_by_place,
@@ -19,7 +20,6 @@ from nemo_like.planning.block_memory import (
     numbers_of,
     with_gradients,
 )
-from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
@@ -102,9 +102,7 @@ def _run(
                 else run_region(block, args, kwargs, policy=policy, name="planned block")
             )
         outputs = tuple(map(meter.number, tensors_in(out)))
-        places = [
-            i for i, t in enumerate(tensors_in(out)) if t.requires_grad and i not in kind.passed and i in used
-        ]
+        places = [i for i, t in enumerate(tensors_in(out)) if t.requires_grad and i not in kind.passed and i in used]
         roots = [tensors_in(out)[i] for i in places]
         if not roots:
             return BlockEvents(tuple(meter.log), (), outputs)

@@ -16,21 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.fake.model_copy import leaves_of, with_state
+from nemo_like.fake.reasons import without_values
+from nemo_like.fake.run import cache_off, replaced_forwards
 from nemo_like.losses.model_loss import chunked_calls
-from nemo_like.model_copy import leaves_of, with_state
 from nemo_like.module_tree import bare
 from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.planning.block_memory import with_gradients
-from nemo_like.planning.capture import replaced_forwards
 from nemo_like.planning.devices import Device
-from nemo_like.planning.fake import cache_off
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.halves_memory import backward_of_inputs
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.layer_stubs import LayerStub, stand_in
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.program.records import BackwardCall, ForwardCall, OuterEvents
-from nemo_like.planning.reasons import without_values
 from nemo_like.planning.recorded import record_again
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.step_time import OpSeconds

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from nemo_like.planning.parts import GATHERED, STATE, largest_group
+from nemo_like.activation_checkpointing.plan import GATHERED, STATE, largest_group
 from nemo_like.planning.plan_report import MODES, PlanReport, routing
 
 
 def binds(report: PlanReport) -> str:
-    """The group of parts (`nemo_like.planning.parts.GROUPS`) that is most of the recommended row's peak; where nothing fits,
-    of the lowest."""
+    """Return the group of `GROUPS` that is most of the recommended row's peak; where nothing fits, of the lowest row's."""
     row = report.best or min(report.rows, key=lambda row: row.plan.peak_bytes)
     return largest_group(row.plan.peak)
 

@@ -35,4 +35,4 @@ def _sent(name: str, x: Tensor, *how: object) -> Tensor:
         raise RuntimeError(
             f"This torch {torch.__version__} has no collective {name!r} to plan tensor parallelism with."
         )
-    return cast(Tensor, op(x, *how, _GROUP))
+    return cast("Tensor", op(x, *how, _GROUP))

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.module_state import copied_in_forward
+from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.keep_routing import KeepRouting
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
-from nemo_like.activation_checkpointing.plan import BudgetError, Plan
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan, plan_specs
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.context_parallel.parts import MasksOfAllLayers
@@ -25,12 +27,12 @@ from nemo_like.distributed.expert_parallel.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.extras import MissingExtraError, require
+from nemo_like.fake.model_copy import model_copy
 from nemo_like.float8 import effective_matmuls
 from nemo_like.job import Job, as_code
 from nemo_like.layers import find
 from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
-from nemo_like.model_copy import model_copy
 from nemo_like.module_tree import bare, check_model
 from nemo_like.options import (
     FSDP2,
@@ -522,7 +524,13 @@ class Planner:
             known = self.__dict__.setdefault("outer_halves", {})
             if accumulates not in known:
                 known[accumulates] = outer_memory(
-                    self.model, self.layers, self.traced, self.job.step, self.job.loss, accumulate=accumulates, halves=True
+                    self.model,
+                    self.layers,
+                    self.traced,
+                    self.job.step,
+                    self.job.loss,
+                    accumulate=accumulates,
+                    halves=True,
                 )
             outer = known[accumulates]
         return Around(outer.events, outer.idle, outer.dropped, outer.in_chunks, halves)
@@ -692,3 +700,35 @@ def as_choice(problem: BlockProblem, words: tuple[str, ...], label: str) -> Choi
 
 
 __all__ = ["BudgetError", "Planner", "plan_for"]
+
+
+# A plan put into a model by itself, for callers who own the order of the steps.
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device_type: str | None = None,
+    transfer: Transfer | None = None,
+    compile: bool = False,
+) -> nn.Module:
+    """Wrap `model`'s layers as `plan` says, in place, and return it. Call it before compiling and sharding.
+
+    As with every other mode, the model is called without a key/value cache where gradients are on.
+
+    Args:
+        model: the bare model that the plan was made for.
+        plan: from `plan_for` or `Plan.load`.
+        device_type: ``"cpu"`` or ``"cuda"``, where the model will run; default: CUDA if there is any. Where the plan was
+            traced for the other one, that is logged.
+        transfer: moves outputs that wait in host memory; default: synchronous copies.
+        compile: `nemo_like.compile.compile_layers` will be called afterwards.
+
+    Raises:
+        PlanError: the plan was made for another model. TypeError: a layer is checkpointed already. The model is
+            unchanged then.
+    """
+    specs = plan_specs(model, plan, device_type or pick_device_type(), transfer)
+    apply_specs(model, specs, compile=compile)
+    return model

@@ -17,9 +17,10 @@ from nemo_like.distributed.pipeline.cut import STAGE_MARK, MicrobatchCall, Recei
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, Action, all_actions_of
 from nemo_like.distributed.pipeline.schedules import rank_of, stages_of
+from nemo_like.distributed.pipeline.stage_parts import stage_parts
+from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
-from nemo_like.model_copy import model_copy
 from nemo_like.module_tree import bare_modules
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import Choice
@@ -29,7 +30,6 @@ from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.program.rank import ActionBytes, rank_peak
 from nemo_like.planning.program.readers import Peak, StepPoint
-from nemo_like.planning.stage_parts import stage_parts
 from nemo_like.planning.tied_stages import HeldOnce, held_once
 from nemo_like.tensors import split_sample, tensors_in
 

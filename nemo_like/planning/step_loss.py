@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.planning.reasons import in_a_line, without_values
+from nemo_like.fake.reasons import in_a_line, without_values
 from nemo_like.tensors import tensors_in
 
 

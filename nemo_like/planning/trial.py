@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.context_parallel.methods import method_of
+from nemo_like.fake.model_copy import call_with, model_copy
+from nemo_like.fake.reasons import in_place
+from nemo_like.fake.run import FakeRun, cache_off, call_flags
 from nemo_like.job import Job
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import LABELS
-from nemo_like.model_copy import call_with, model_copy
 from nemo_like.module_tree import base_model
 from nemo_like.options import ContextParallel, TensorParallel
-from nemo_like.planning.fake import FakeRun, cache_off, call_flags
-from nemo_like.planning.reasons import in_place
 from nemo_like.planning.tensor_twin import UnknownStyleError, known_rules, tensor_twin
 from nemo_like.tensors import split_sample, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, quiet_fake_tensors
@@ -186,4 +186,3 @@ def _is_ours(error: Exception) -> bool:
     """Whether this package raised `error`, with its own words."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return frames[-1].f_globals.get("__name__", "").startswith(f"{__name__.partition('.')[0]}.distributed.")
-

@@ -76,9 +76,7 @@ def _too_small(planner: Planner, budget: MemoryBudget, limit: int, asked: str) -
     return BudgetError(
         f"Budget {asked!r} is {write_bytes(limit)} per rank, and the least that any plan peaks at is "
         f"{write_bytes(peak.total)} ({peak.words}). Give it at least that, or lower it with a smaller batch or sequence, "
-        f"more ranks to shard over (now {planner.job.shard_ranks})"
-        + _lower(planner, stack, peak.total, limit)
-        + ".",
+        f"more ranks to shard over (now {planner.job.shard_ranks})" + _lower(planner, stack, peak.total, limit) + ".",
         peak.total,
     )
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from nemo_like.distributed.launch import checked_device
+from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
+from nemo_like.fake.outside_state import OutsideState
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.log import say_once
-from nemo_like.model_copy import model_copy, random_numbers_put_back
 from nemo_like.module_tree import check_model
 from nemo_like.options.words import check_whole
-from nemo_like.outside_state import OutsideState
 from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
 from nemo_like.profiling.profile_report import MB, LayerProfile, ProfileReport
 from nemo_like.profiling.recommend import LayerCall, cheapest_layers

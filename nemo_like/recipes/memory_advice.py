@@ -74,7 +74,9 @@ class PlannedStep:
         lower = sorted((said for said in found if found[said] < now), key=lambda said: -found[said])
         both = {name: value for said in lower for name, value in tried[said].items()}
         if len(both) > 1:
-            words = "all of these" if len(both) == sum(len(tried[said]) for said in lower) else "the best of all of these"
+            words = (
+                "all of these" if len(both) == sum(len(tried[said]) for said in lower) else "the best of all of these"
+            )
             best = write_bytes(self.peak(replace(options, **both)))
             ways.append(f"a peak of {best} in place of {write_bytes(now)} with {words}")
         return ways or ["a smaller --seq-len, or more ranks to shard over"]

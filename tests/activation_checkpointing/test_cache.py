@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nemo_like import apply_activation_checkpointing, parallelize, plan_for
-from nemo_like.planning.apply_plan import apply_plan
+from nemo_like.planning.planner import apply_plan
 from tests.models.decoders import batch, loss_of
 from tests.models.decoders import build as build_decoder
 

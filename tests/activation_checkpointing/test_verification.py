@@ -17,7 +17,7 @@ from nemo_like.activation_checkpointing.engine import checkpoint_region, run_reg
 from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, DecisionTable, FullPolicy, SelectivePolicy
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
-from nemo_like.planning.fake import FakeRun
+from nemo_like.fake.run import FakeRun
 from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, gradients, region
 
 FULL = FullPolicy()

@@ -73,7 +73,9 @@ def llama() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("Gpt", [*SMALL, "--vocab-size", str(VOCAB)]), ("llama", SMALL), ("diffusion", []),
+        ("Gpt", [*SMALL, "--vocab-size", str(VOCAB)]),
+        ("llama", SMALL),
+        ("diffusion", []),
         ("by_position", ["--batch-size", "4"]),
     ],
 )

@@ -451,7 +451,9 @@ def adapted(module: nn.Module) -> nn.Module:
 def test_adapted_linears_are_no_layers() -> None:
     merger = nn.ModuleDict({"norm": nn.LayerNorm(DIM), "mlp": nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))})
     heads = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
-    model = Holder(merger=Holder(**merger), fc1=nn.Linear(DIM, DIM), fc2=nn.Linear(DIM, DIM), blocks=blocks(2), heads=heads)
+    model = Holder(
+        merger=Holder(**merger), fc1=nn.Linear(DIM, DIM), fc2=nn.Linear(DIM, DIM), blocks=blocks(2), heads=heads
+    )
     bare_names = fqns(model)
     assert fqns(adapted(model)) == bare_names == ["blocks.0", "blocks.1"]
 
@@ -498,7 +500,9 @@ def test_members_of_inner_lists_are_layers() -> None:
     beside = [nn.ModuleList([nn.ModuleList([nn.LayerNorm(DIM)]), BareFeedForward(), nn.Identity()]) for _ in range(2)]
     assert fqns(Holder(layers=nn.ModuleList(beside))) == ["layers.0.1", "layers.1.1"]
     by_name = [nn.ModuleDict({"attention": Block(), "mlp": BareFeedForward()}) for _ in range(2)]
-    assert fqns(Holder(layers=nn.ModuleList(by_name))) == [f"layers.{at}.{w}" for at in (0, 1) for w in ("attention", "mlp")]
+    assert fqns(Holder(layers=nn.ModuleList(by_name))) == [
+        f"layers.{at}.{w}" for at in (0, 1) for w in ("attention", "mlp")
+    ]
 
 
 def test_the_advice_names_the_list_that_holds_most() -> None:

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from nemo_like import Job, PlanSearch, plan_for
+from nemo_like.fake.cuda_attention import CUDNN, EFFICIENT, FLASH, MATH, Call, backend
+from nemo_like.fake.run import FakeRun
 from nemo_like.layers import find_layers
 from nemo_like.options import Precision
 from nemo_like.planning import Plan, Planner, apply_plan
 from nemo_like.planning.block_trace import record
 from nemo_like.planning.capture import trace_model
-from nemo_like.planning.cuda_attention import CUDNN, EFFICIENT, FLASH, MATH, Call, backend
 from nemo_like.planning.devices import device_at_hand, resolve_device
-from nemo_like.planning.fake import FakeRun
 from nemo_like.torch_compat import TorchDispatchMode
 
 BF16 = torch.bfloat16
@@ -332,7 +332,13 @@ def test_the_gpu_runs_what_was_traced_and_keeps_as_much(dtype: torch.dtype) -> N
         block, real_x = model.layers[0].cuda(), x.cuda().requires_grad_(grad)
         shared = [] if given is None else [given]
         params = [*block.parameters()]
-        real, _ = record(lambda: block(real_x, given), name="real", params=params, inputs={(0, 0): real_x}, shared=shared)  # noqa: B023
+        real, _ = record(
+            lambda: block(real_x, given),  # noqa: B023
+            name="real",
+            params=params,
+            inputs={(0, 0): real_x},
+            shared=shared,
+        )
         trace.check(real)
         assert trace.none_bytes == real.none_bytes
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from nemo_like import Job, TensorParallel
+from nemo_like.fake.run import planned_table
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.expert_twin import expert_twin, planned_table
+from nemo_like.planning.expert_twin import expert_twin
 from nemo_like.planning.plan_advice import advice
 from nemo_like.planning.plan_report import as_json, make_report
 from nemo_like.planning.planner import Planner

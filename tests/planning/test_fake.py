@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like.fake.run import FakeRun
 from nemo_like.planning import gradient_sums
 from nemo_like.planning.block_trace import record
-from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.torch_compat import TorchDispatchMode, is_fake

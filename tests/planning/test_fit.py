@@ -134,7 +134,12 @@ _INPUT = 4 * 2 * 1024 * 16
 @pytest.mark.parametrize(
     ("limit", "schedules", "winner", "need"),
     [
-        (815 << 20, ["1f1b", "interleaved_1f1b", "gpipe"], "1f1b", Need((722 << 20) + _INPUT, RESERVED, 722 << 20, _INPUT)),
+        (
+            815 << 20,
+            ["1f1b", "interleaved_1f1b", "gpipe"],
+            "1f1b",
+            Need((722 << 20) + _INPUT, RESERVED, 722 << 20, _INPUT),
+        ),
         (1225 << 20, ["gpipe"], "gpipe", Need((1224 << 20) + _INPUT, RESERVED, 1224 << 20, _INPUT)),
         (837 << 20, ["interleaved_1f1b", "zbv"], "zbv", Need((658 << 20) + _INPUT, RESERVED, 658 << 20, _INPUT)),
     ],
@@ -541,4 +546,3 @@ def test_stages_are_resharded_and_offloaded_where_that_is_asked_for():
     assert moved.peak_bytes < plain.peak_bytes
     report = fit(llama(2), cpu_offload=True, **pinned)
     assert not report.candidates and any("beside pp" in reason for reason in report.rejected)
-

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from nemo_like import Job
 from nemo_like.bench.measured_step import cpu_events
 from nemo_like.options import MemoryBudget, StepSpec
-from nemo_like.planning.apply_plan import apply_plan
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.first_step import bytes_between_steps
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.planner import Planner, apply_plan
+from nemo_like.profiling.first_step import bytes_between_steps
 
 WIDTH, ROWS = 32, 512
 LEAF = 4 * WIDTH * ROWS
@@ -53,7 +52,9 @@ def test_a_leaf_that_a_block_makes_is_held_whatever_the_plan(share: float | None
         choices, _ = planner.choose(MemoryBudget(fraction=share), f"{share:.0%}")
     predicted = planner.peak(choices)
     for choice, call in zip(choices, planner.layer_calls(choices, accumulates=False), strict=True):
-        inputs = planner.problems[0].trace.input_bytes if choice.decisions else planner.problems[0].trace.kept_input_bytes
+        inputs = (
+            planner.problems[0].trace.input_bytes if choice.decisions else planner.problems[0].trace.kept_input_bytes
+        )
         assert inputs + call.events.held == choice.held_bytes + LEAF, choice.label
     apply_plan(model, planner.describe(choices, "test"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

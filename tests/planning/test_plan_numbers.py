@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from nemo_like import Job, OffloadConfig, PlanSearch, StepSpec, cli
+from nemo_like.activation_checkpointing.plan import ACTIVATIONS, GATHERED, STATE
 from nemo_like.options import MemoryBudget
 from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.planning.devices import Device, resolve_device
-from nemo_like.planning.parts import ACTIVATIONS, GATHERED, STATE
 from nemo_like.planning.plan_advice import advice, binds
 from nemo_like.planning.plan_report import make_report, table
 from nemo_like.planning.plan_search import full_peak, largest_batch, least_gpus

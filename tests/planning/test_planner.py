@@ -11,8 +11,8 @@ from torch import nn
 
 from nemo_like import Job, PlanSearch, cli
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.fake.model_copy import model_copy
 from nemo_like.layers import find_layers
-from nemo_like.model_copy import model_copy
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget, Precision
 from nemo_like.planning import (

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like import Job
+from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import FSDP2, OffloadConfig, PipelineParallel, StepSpec
-from nemo_like.planning.parts import Part
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.program.loop import Loop, make_optimizer_state
 from nemo_like.planning.program.rank import RankSteps
@@ -93,10 +93,14 @@ def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("job", [{"world_size": 2}, {"world_size": 4, "precision": "bf16"}, {"tied": True, "world_size": 4}])
+@pytest.mark.parametrize(
+    "job", [{"world_size": 2}, {"world_size": 4, "precision": "bf16"}, {"tied": True, "world_size": 4}]
+)
 def test_so_does_a_rank_of_a_pipeline(schedule: str, job: dict[str, Any]) -> None:
     job = dict(job)
-    asked = Job.of(gpu="h100-80gb", pp=PipelineParallel(2, schedule, 4), **{k: v for k, v in job.items() if k != "tied"})
+    asked = Job.of(
+        gpu="h100-80gb", pp=PipelineParallel(2, schedule, 4), **{k: v for k, v in job.items() if k != "tied"}
+    )
     with PipelinePlanner(_model(job.get("tied", False)), _sample(), asked) as planner:
         for mode in ("none", "full"):
             for rank in range(2):

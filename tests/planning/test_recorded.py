@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import parallelize
+from nemo_like.fake.run import FakeRun
 from nemo_like.layers import find_layers
 from nemo_like.planning.capture import trace_model
-from nemo_like.planning.fake import FakeRun
 from nemo_like.planning.outer import outer_memory
 from tests.models.families import FAMILIES
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from nemo_like import Job
 from nemo_like.bench.measured_step import cpu_events
+from nemo_like.fake.remembered import RememberedTables
 from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.first_step import bytes_between_steps
 from nemo_like.planning.planner import Planner
-from nemo_like.planning.remembered import RememberedTables
+from nemo_like.profiling.first_step import bytes_between_steps
 from nemo_like.torch_compat import is_fake
 
 WIDTH, ROWS = 64, 20_000  # a table is larger than what a fake run computes

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.pipeline.cut import cut
 from nemo_like.distributed.pipeline.dealing import StageParts, deal, slices
+from nemo_like.distributed.pipeline.stage_parts import check_stages, stage_parts
 from nemo_like.layers import find_layers
-from nemo_like.planning.stage_parts import check_stages, stage_parts
 from tests.models.families import FAMILIES
 from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import Block, llama, tokens

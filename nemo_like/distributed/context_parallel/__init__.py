@@ -17,7 +17,7 @@ from nemo_like.distributed.context_parallel import attention
 from nemo_like.distributed.context_parallel.cached import count_from_the_whole, counts_positions
 from nemo_like.distributed.context_parallel.longest import LongestPosition, reads_the_longest
 from nemo_like.distributed.context_parallel.methods import method_of
-from nemo_like.distributed.context_parallel.parts import MARK, Parts
+from nemo_like.distributed.context_parallel.parts import MARK, CutStack, Parts
 from nemo_like.distributed.context_parallel.plain import (
     AttentionHooks,
     OwnPositions,
@@ -28,7 +28,7 @@ from nemo_like.distributed.context_parallel.plain_flex import replace_flex
 from nemo_like.distributed.context_parallel.relative_bias import over_whole_sequences
 from nemo_like.distributed.context_parallel.sequence_ops import name_group
 from nemo_like.distributed.context_parallel.stack_calls import StackHooks, gather_before, gather_behind
-from nemo_like.distributed.context_parallel.stacks import CutStack, find_stacks
+from nemo_like.distributed.context_parallel.stacks import find_stacks
 from nemo_like.distributed.context_parallel.whole_loss import RootHooks
 from nemo_like.layers import Layer
 from nemo_like.layers.structure import is_callable, is_container

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +12,77 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import layout
-from nemo_like.distributed.context_parallel.methods import ContextMethod
 from nemo_like.distributed.context_parallel.sequence_ops import gather_sequence
+from nemo_like.module_tree import bare
+from nemo_like.transformers_compat import USE_CACHE, cache_argument, parameter_names
 
 MARK = "_nemo_like_sequence_parts"
 """The attribute of every module below a cut stack, which leads its attention to the `Parts`."""
+
+
+@dataclass(frozen=True)
+class CutStack:
+    """A module whose layers run on parts of sequences, and what is around them on whole ones."""
+
+    name: str
+    """In the bare model; empty: the model itself."""
+    module: nn.Module
+    layers: tuple[nn.Module, ...]
+    transformers: bool
+    """Whether it is one of transformers; else its attention goes through torch's function."""
+    call: nn.Module
+    """Whose hooks see what it is called with: `module`, but for a model that is a pipeline's stage."""
+    cached: bool
+    """Whether its layers compute attention themselves, over keys that they ask a cache for."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names that its forward takes, in order."""
+        return parameter_names(bare(self.call).forward)
+
+    @property
+    def cache_argument(self) -> str | None:
+        """The name under which its forward takes a cache; None: it takes none."""
+        return cache_argument(bare(self.call).forward, required=USE_CACHE in self.arguments)
+
+
+class ContextMethod(ABC):
+    """What one method asks of a model, and what it does in place of attention. It has no state.
+
+    Queries, keys and values are those of a part of the sequence, (B, H, L, D).
+    """
+
+    planned = True
+    """Runs on fake tensors without other ranks, so that budgets and dry runs count it."""
+    takes_masks = True
+    """Attention may have a mask; else a caller's mask that hides nothing is taken for none."""
+    cuts_heads = False
+    """Attention runs on some heads of the whole sequence, and masks have all rows; else on all heads of this rank's rows."""
+    triangles = False
+    """Causal attention without a mask runs on each chunk of queries by itself, over `Parts.triangle`."""
+
+    def check(self, stack: CutStack, ranks: int) -> None:  # noqa: B027
+        """Raise ValueError where the layers of `stack`, which is of transformers, cannot have this attention."""
+
+    @abstractmethod
+    def attend(
+        self, parts: Parts, implementation: str, own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """Return what `own`, the attention of transformers called `implementation`, does: (B, L, H, D), and weights."""
+
+    @abstractmethod
+    def attend_plain(
+        self, parts: Parts, own: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        causal: bool, given: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """Return what `own`, `scaled_dot_product_attention`, does: (B, H, L, D). given: its other arguments."""
+
+    @abstractmethod
+    def attend_flex(
+        self, call: StackCall, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+    ) -> Any:
+        """Return what `own`, flex attention of a plain model, does: (B, H, L, D). given: its other arguments."""
 
 
 class MasksOfAllLayers:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from nemo_like.distributed.context_parallel import layout, masks
 from nemo_like.distributed.context_parallel.cached import GatheringCache, OwnMasks, cache_for
 from nemo_like.distributed.context_parallel.mixers import positions_of_ids
-from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall, gathers_whole
-from nemo_like.distributed.context_parallel.stacks import CutStack
+from nemo_like.distributed.context_parallel.parts import CURRENT, CutStack, Parts, StackCall, gathers_whole
 from nemo_like.distributed.document_numbers import documents_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.torch_compat import is_fake

@@ -6,50 +6,21 @@ import inspect
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
 from nemo_like.distributed.context_parallel.attention import attention_of, uses_interface
 from nemo_like.distributed.context_parallel.cached import asks_a_cache
 from nemo_like.distributed.context_parallel.mixers import sequence_mixers
+from nemo_like.distributed.context_parallel.parts import CutStack
 from nemo_like.distributed.context_parallel.plain import counts_along
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import class_of
 from nemo_like.module_tree import bare
-from nemo_like.transformers_compat import USE_CACHE, cache_argument, model_base, parameter_names
+from nemo_like.transformers_compat import model_base
 
 _CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_?attention|cross_?attn)$", re.IGNORECASE)
 _INPUTS = ("input_ids", "inputs_embeds")
-
-
-@dataclass(frozen=True)
-class CutStack:
-    """One of them."""
-
-    name: str
-    """In the bare model; empty: the model itself."""
-    module: nn.Module
-    layers: tuple[nn.Module, ...]
-    transformers: bool
-    """Whether it is one of transformers; else its attention goes through torch's function."""
-    call: nn.Module
-    """Whose hooks see what it is called with: `module`, but for a model that is a pipeline's stage."""
-
-    @property
-    def cached(self) -> bool:
-        """Whether its layers compute attention themselves, over keys that they ask a cache for."""
-        return self.transformers and not any(uses_interface(module) for module in self.module.modules())
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Names that its forward takes, in order."""
-        return parameter_names(bare(self.call).forward)
-
-    @property
-    def cache_argument(self) -> str | None:
-        """The name under which its forward takes a cache; None: it takes none."""
-        return cache_argument(bare(self.call).forward, required=USE_CACHE in self.arguments)
 
 
 def find_stacks(
@@ -80,7 +51,9 @@ def find_stacks(
     for name, inside in members.items():
         module = bare(model.get_submodule(name))
         called = module if name or call is None else call
-        stacks.append(CutStack(name, module, tuple(inside), _is_transformers(module), called))
+        transformers = _is_transformers(module)
+        cached = transformers and not any(map(uses_interface, module.modules()))
+        stacks.append(CutStack(name, module, tuple(inside), transformers, called, cached))
     for stack in stacks:
         _check(model, stack)
         cross = next((name for name, _ in stack.module.named_modules() if _CROSS.search(name)), None)

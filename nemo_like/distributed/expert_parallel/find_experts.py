@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts, check_list
+from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.module_tree import bare_modules, glob_to_regex
 from nemo_like.options.words import a_or_an
 
@@ -114,13 +115,6 @@ def _by_structure(model: nn.Module) -> Iterator[Experts]:
         weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
         if _all_fused(module) and len(weights) > 1 and (call := _call_of(module)) is not None:
             yield _experts(name, module, call)
-
-
-def is_list_of_experts(name: str, module: nn.Module) -> bool:
-    """Whether `module`, called `name`, is a list of experts."""
-    return (
-        isinstance(module, nn.ModuleList | nn.ModuleDict) and name.rpartition(".")[2] == "experts" and len(module) > 1
-    )
 
 
 def _listed(name: str, module: nn.Module) -> Experts:

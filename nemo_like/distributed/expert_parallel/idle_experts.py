@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts
-from nemo_like.distributed.expert_parallel.find_experts import EACH, is_list_of_experts
+from nemo_like.distributed.expert_parallel.find_experts import EACH
+from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.module_tree import bare, bare_modules, glob_to_regex
 from nemo_like.tensors import map_tensors, tensors_in
 

@@ -32,15 +32,15 @@ class TensorRanks:
     def own_part(self, whole: Tensor, dim: int = 0) -> Tensor:
         """Of what every rank has, this rank's part: `dim` shrinks from N to N / ranks, rounded up, or what is left.
         Its gradient is gathered: what comes out has the whole one on each rank."""
-        return cast(Tensor, rows_of_rank(whole, dim, self.ranks, self.rank, self.group))
+        return cast("Tensor", rows_of_rank(whole, dim, self.ranks, self.rank, self.group))
 
     def all_parts(self, part: Tensor, size: int, dim: int = 0) -> Tensor:
         """The whole again, `dim` of `size`, from every rank's part. A collective."""
-        return cast(Tensor, rows_of_all(part, dim, size, self.ranks, self.rank, self.group))
+        return cast("Tensor", rows_of_all(part, dim, size, self.ranks, self.rank, self.group))
 
     def summed(self, parameter: Tensor) -> Tensor:
         """`parameter`, which every rank has, with a gradient that is the sum of theirs. Backward is a collective."""
-        return cast(Tensor, _SummedGradient.apply(parameter, self.group)) if parameter.requires_grad else parameter
+        return cast("Tensor", _SummedGradient.apply(parameter, self.group)) if parameter.requires_grad else parameter
 
 
 @torch.library.custom_op("nemo_like::rows_of_rank", mutates_args=())

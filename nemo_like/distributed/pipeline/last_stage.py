@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld
 from nemo_like.distributed.context_parallel.verify_cut import evaluating, put_back
-from nemo_like.distributed.pipeline.verify_stages import sequence_parts
+from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank
 from nemo_like.losses.batch_means import LossCalls
 from nemo_like.module_tree import bare_modules
 from nemo_like.torch_compat import answering_calls
-
-if TYPE_CHECKING:
-    from nemo_like.distributed.pipeline.pipeline import Pipeline, Stage
 
 
 @dataclass
@@ -39,7 +36,7 @@ class _Alone:
 class LastStage:
     """To be called within `undisturbed`."""
 
-    def __init__(self, pipeline: Pipeline, stage: Stage) -> None:
+    def __init__(self, pipeline: StagesOfRank, stage: Stage) -> None:
         self._pipeline, self._stage = pipeline, stage
         self._drawn = torch.Generator().manual_seed(0)
         exact = torch.get_float32_matmul_precision() == "highest"
@@ -99,7 +96,7 @@ class LastStage:
                 passing = pipeline.parts.passing(index)
                 if passing is not None:
                     stack.enter_context(answering_calls(modules[pipeline.parts.layers[index]], passing))
-            for parts in sequence_parts(pipeline):
+            for parts in pipeline.sequence_parts():
                 stack.callback(setattr, parts, "verifying", parts.verifying)
                 parts.verifying = "whole"
             yield

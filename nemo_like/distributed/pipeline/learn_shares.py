@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,9 @@ from nemo_like.distributed.pipeline.batches import (
 )
 from nemo_like.distributed.pipeline.last_stage import LastStage
 from nemo_like.distributed.pipeline.loss_shares import MEAN, SUM, BatchShares, LossShares, Share
+from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank
 from nemo_like.losses.batch_means import LossCall, LossCalls
 from nemo_like.losses.model_loss import LABELS
-
-if TYPE_CHECKING:
-    from nemo_like.distributed.pipeline.pipeline import Pipeline, Stage
 
 _COUNTED = 1e-3
 """Weights of classes are added up in another order."""
@@ -52,7 +50,7 @@ _LEFT_OUT = (("mean",), ("mean", "sum"))
 class SharesByNames:
     """The `LossShares` of a pipeline, for batches of each set of names."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: StagesOfRank) -> None:
         self._pipeline = pipeline
         self._known: dict[frozenset[str], LossShares] = {}
         self._seen: dict[frozenset[str], tuple[int, set[tuple[str, int]]]] = {}
@@ -110,7 +108,6 @@ class SharesByNames:
                 )
         return *cut, BatchShares(known, cut[0], shares[0]) if last else None
 
-
     def _is_new(self, key: frozenset[str], batch: Mapping[str, Any], known: LossShares) -> bool:
         """Whether `batch` may show of the loss what those before it did not."""
         if known.told:
@@ -121,7 +118,7 @@ class SharesByNames:
         return calls + 1 in _AGAIN or (calls > 0 and not found <= before)
 
 
-def learned(pipeline: Pipeline, batch: Mapping[str, Any], among: LossShares | None = None) -> LossShares:
+def learned(pipeline: StagesOfRank, batch: Mapping[str, Any], among: LossShares | None = None) -> LossShares:
     """Find the shares for batches with these names, from the loss of this one. A collective of all ranks of the mesh.
 
     among: what other batches have not told apart; None: nothing is known yet.
@@ -183,7 +180,7 @@ class _Answer:
 class _Probe:
     """What the last stage of one rank shows."""
 
-    def __init__(self, pipeline: Pipeline, stage: Stage, among: LossShares | None) -> None:
+    def __init__(self, pipeline: StagesOfRank, stage: Stage, among: LossShares | None) -> None:
         self._pipeline, self._stage, self._among = pipeline, LastStage(pipeline, stage), among
         self._seen: list[LossCall] = []
         self.class_weights: list[Tensor | None] = []

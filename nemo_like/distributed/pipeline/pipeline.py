@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,33 +15,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.engine import half_of_backward
-from nemo_like.distributed.agreement import check_same_batch, mesh_groups, sharing_groups
+from nemo_like.distributed.agreement import check_same_batch, sharing_groups
 from nemo_like.distributed.clip import clip_stages_
 from nemo_like.distributed.context_parallel.layout import padded_length
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.pipeline.by_microbatch import ByMicrobatch
-from nemo_like.distributed.pipeline.cut import StageForward, merged
+from nemo_like.distributed.pipeline.cut import merged
 from nemo_like.distributed.pipeline.dealing import StageSlice, StagesOfModel, TensorForm
 from nemo_like.distributed.pipeline.learn_shares import SharesByNames
 from nemo_like.distributed.pipeline.loss_shares import BatchShares
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
-from nemo_like.distributed.pipeline.verify_stages import sequence_parts, verify_stages
+from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank
+from nemo_like.distributed.pipeline.verify_stages import verify_stages
 from nemo_like.distributed.slots import STAGES_MARK, find_slots, show_shards
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import VotingStage
 
 
-@dataclass
-class Stage:
-    """One stage that this rank holds."""
-
-    slice: StageSlice
-    module: nn.Module
-    """Its tree, under the names of the bare model; sharded, checkpointed and compiled."""
-    forward: StageForward
-
-
-class Pipeline:
+class Pipeline(StagesOfRank):
     """A model in stages over the ranks of ``pp``; each rank holds, saves and trains its own.
 
     Names of parameters are those of the whole bare model. Batches are whole: the same one on every rank of a pipeline.
@@ -52,12 +42,8 @@ class Pipeline:
         self, stages: Sequence[Stage], parts: StagesOfModel, options: PipelineParallel, mesh: DeviceMesh,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.stages, self.parts, self.options, self.device = list(stages), parts, options, device
-        self.group = mesh["pp"].get_group()
+        super().__init__(stages, parts, options, mesh, device)
         self._sharing = sharing_groups(mesh, ("pp", "cp", "tp"))
-        self.groups = mesh_groups(mesh)
-        """Of all axes: along them, every rank is heard."""
-        self.groups_of_stage = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "pp"]
         self._shares = SharesByNames(self)
         self._last_rank = rank_of(options, options.stages - 1)
         self._schedules: dict[Any, Any] = {}
@@ -118,7 +104,7 @@ class Pipeline:
             self._verified = True
             check_same_batch(batch, self._sharing)
             self.cut(batch)
-            verify_stages(self, batch)
+            verify_stages(self, batch, self.cut, self.forward)
 
     def trust(self, batch: Mapping[str, Any]) -> None:
         """Compare nothing in steps with such batches: for runs on tensors without values."""
@@ -167,7 +153,7 @@ class Pipeline:
         microbatches, rows, tokens, shares = self._shares.cut(batch)
         for stage in self.stages:
             stage.forward.microbatches, stage.forward.shares = microbatches, shares
-        cut = sequence_parts(self)
+        cut = self.sequence_parts()
         whole = not cut or cut[0].verifying == "whole"
         return rows, tokens if whole else padded_length(tokens, cut[0].ranks) // cut[0].ranks
 
@@ -251,7 +237,7 @@ class Pipeline:
             tied = self.parts.aliases.get(slot.name, slot.name)
             if tied in self.parts.tied and slot.tensor is not own[tied]:
                 for module, name in slot.places:
-                    module.register_parameter(name, cast(nn.Parameter, own[tied]))
+                    module.register_parameter(name, cast("nn.Parameter", own[tied]))
 
     @functools.cached_property
     def module(self) -> nn.Module:

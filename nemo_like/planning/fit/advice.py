@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from nemo_like.activation_checkpointing.plan import largest_group
 from nemo_like.job import Job
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.options.words import write_bytes
@@ -16,7 +17,6 @@ from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
-from nemo_like.planning.parts import largest_group
 
 MOST_GPUS = 1 << 17
 _GROWING = "PYTORCH_ALLOC_CONF=expandable_segments:True"

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.losses.model_loss import find_head
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.fit.explained import Row, rows_of
-from nemo_like.planning.parts import Part
 from nemo_like.planning.planner import RNG_STATE, Planner
 from nemo_like.planning.program.readers import StepPoint
 from nemo_like.planning.stages import Choices, PipelinePlanner

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like.activation_checkpointing.plan import BudgetError, Plan
+from nemo_like.activation_checkpointing.plan import OF_HEAD, OF_LAYERS, BudgetError, Part, Plan
 from nemo_like.distributed.pipeline.dealing import StageParts
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
@@ -23,7 +23,6 @@ from nemo_like.planning.fit.question import Question
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.last_within import last_within
 from nemo_like.planning.outer import OuterMemory
-from nemo_like.planning.parts import OF_HEAD, OF_LAYERS, Part
 from nemo_like.planning.planner import RNG_STATE, Planner
 from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.seconds import Links, StepSeconds, layer_runs, least_seconds, planned_seconds, step_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nemo_like.planning.parts import Part
+from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.planning.program.readers import Bytes, Peak, StepPoint, Storages
 from nemo_like.planning.program.step import StageStep
 from nemo_like.planning.program.units import Pass, passes_of
@@ -42,9 +42,7 @@ class Loop:
     def turns(self, *, first: bool) -> list[Pass]:
         """The micro-batches of a step."""
         job = self.planner.job
-        return passes_of(
-            job.step, sharded=self.stage.on, ddp=job.ddp is not None, cast=self.planner.casts, first=first
-        )
+        return passes_of(job.step, sharded=self.stage.on, ddp=job.ddp is not None, cast=self.planner.casts, first=first)
 
     def begin_later(self) -> Sequence[Pass]:
         """Make what is there when a later step begins; returns those of its micro-batches among which is the one with the

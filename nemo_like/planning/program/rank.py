@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.distributed.pipeline.order import (
     FORWARD,
     INPUTS,
@@ -23,7 +24,6 @@ from nemo_like.distributed.pipeline.order import (
     WEIGHTS,
     Action,
 )
-from nemo_like.planning.parts import Part
 from nemo_like.planning.program.loop import make_optimizer_state, make_parameters, stage_step, start_with_gradients
 from nemo_like.planning.program.readers import Bytes, Peak, StepPoint, Storages
 from nemo_like.planning.program.step import Around, LayerCall, Microbatch

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import OffloadConfig
-from nemo_like.planning.parts import Part
 from nemo_like.planning.program.readers import Away, Frame, Storages
 from nemo_like.planning.program.records import BackwardCall, BlockEvents, Log, OuterEvents
 from nemo_like.planning.program.units import ROOT, TAIL, Pass, Units
@@ -490,7 +490,11 @@ def _renumbered(storages: dict[int, int], old: Log, new: Log) -> dict[int, int] 
     if [size for _, size in before] != [size for _, size in now]:
         return None
     numbers = {number: again for (number, _), (again, _) in zip(before, now)}
-    return {numbers[number]: storage for number, storage in storages.items()} if storages.keys() <= numbers.keys() else None
+    return (
+        {numbers[number]: storage for number, storage in storages.items()}
+        if storages.keys() <= numbers.keys()
+        else None
+    )
 
 
 def _left(log: Log) -> list[tuple[int, int]]:

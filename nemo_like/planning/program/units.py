@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import StepSpec
-from nemo_like.planning.parts import Part
 from nemo_like.planning.program.readers import GATHER, REDUCE, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
 

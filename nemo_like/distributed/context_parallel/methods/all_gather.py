@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import masks
 from nemo_like.distributed.context_parallel.attention import is_causal, with_whole_bias, without_padding
-from nemo_like.distributed.context_parallel.methods import ContextMethod
-from nemo_like.distributed.context_parallel.parts import Parts, StackCall
+from nemo_like.distributed.context_parallel.parts import ContextMethod, Parts, StackCall
 from nemo_like.distributed.context_parallel.plain_flex import over_whole
 
 

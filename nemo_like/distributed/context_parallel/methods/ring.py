@@ -20,11 +20,9 @@ from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.ops import OpFacts, declare
 from nemo_like.distributed.context_parallel.attention import attention_of, is_causal
-from nemo_like.distributed.context_parallel.methods import ContextMethod
-from nemo_like.distributed.context_parallel.parts import Parts, StackCall
+from nemo_like.distributed.context_parallel.parts import ContextMethod, CutStack, Parts, StackCall
 from nemo_like.distributed.context_parallel.ring_blocks import attention_block, attention_block_backward
 from nemo_like.distributed.context_parallel.sequence_ops import find_group
-from nemo_like.distributed.context_parallel.stacks import CutStack
 
 _REFUSED = ("s_aux", "softcap", "position_bias")
 

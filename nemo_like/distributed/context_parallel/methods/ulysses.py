@@ -9,11 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel.attention import uses_interface, with_whole_bias, without_padding
-from nemo_like.distributed.context_parallel.methods import ContextMethod
-from nemo_like.distributed.context_parallel.parts import Parts, StackCall
+from nemo_like.distributed.context_parallel.parts import ContextMethod, CutStack, Parts, StackCall
 from nemo_like.distributed.context_parallel.plain_flex import over_whole
 from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
-from nemo_like.distributed.context_parallel.stacks import CutStack
 from nemo_like.options.words import a_or_an
 
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from nemo_like.distributed.pipeline.cut import Received, StageEnd, loss_of
 from nemo_like.distributed.pipeline.dealing import StageSlice, TensorForm, slices
+from nemo_like.fake.model_copy import model_copy
+from nemo_like.fake.reasons import STAGES
+from nemo_like.fake.run import FakeRun, cache_off, run_forward
 from nemo_like.layers import Layer
-from nemo_like.model_copy import model_copy
-from nemo_like.planning.capture import run_forward
-from nemo_like.planning.fake import FakeRun, cache_off
-from nemo_like.planning.reasons import STAGES
 from nemo_like.tensors import split_sample
 
 Split = Callable[[nn.Module, int, int], nn.Module]
@@ -84,7 +83,7 @@ class SplitParts:
             stages: how many.
             layers: of the whole model, from `find_layers`.
             sample_input: one microbatch: what `model` is called with.
-            dtype, autocast: as for `nemo_like.planning.stage_parts.stage_parts`.
+            dtype, autocast: as for `nemo_like.distributed.pipeline.stage_parts.stage_parts`.
 
         Raises:
             ValueError: stages that are not this model's, or that do not run.

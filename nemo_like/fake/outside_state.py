@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like.fake.model_copy import SMALL
 from nemo_like.log import warn_once
-from nemo_like.model_copy import SMALL
 
 _LIBRARIES = ("builtins", "abc", "typing", "torch", "transformers", "peft", "nemo_like")
 """Whose classes are none of the model's own."""
@@ -38,9 +38,13 @@ class OutsideState:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         parts = () if model is None else model.modules()
-        found = {cls for part in parts for cls in type(part).__mro__ if cls.__module__.partition(".")[0] not in _LIBRARIES}
+        found = {
+            cls for part in parts for cls in type(part).__mro__ if cls.__module__.partition(".")[0] not in _LIBRARIES
+        }
         self._classes = sorted(found, key=str)
-        functions = [value for cls in self._classes for value in map(_function, vars(cls).values()) if value is not None]
+        functions = [
+            value for cls in self._classes for value in map(_function, vars(cls).values()) if value is not None
+        ]
         self._cells = list({id(cell): cell for function in functions for cell in function.__closure__ or ()}.values())
         self._globals = {
             (id(function.__globals__), name): function.__globals__

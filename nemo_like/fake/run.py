@@ -15,18 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.activation_checkpointing import ops
-from nemo_like.model_copy import SMALL, random_numbers_put_back
+from nemo_like.activation_checkpointing import kv_sharing, ops
+from nemo_like.fake.cuda_ops import CudaOps
+from nemo_like.fake.model_copy import SMALL, call_with, random_numbers_put_back
+from nemo_like.fake.outside_state import OutsideState
+from nemo_like.fake.reasons import PLAN, Aim, named_reason
+from nemo_like.fake.remembered import RememberedTables
+from nemo_like.module_tree import bare
 from nemo_like.op_lookup import packet_name
-from nemo_like.outside_state import OutsideState
-from nemo_like.planning.cuda_ops import CudaOps
-from nemo_like.planning.expert_twin import planned_table
-from nemo_like.planning.remembered import RememberedTables
-from nemo_like.tensors import map_tensors, tensors_in
+from nemo_like.tensors import describe, map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
+PLANNED = "planned"
+"""Begins the name of a group of ranks that are not there; see `planned_table`."""
 
 
 class FakeRun(TorchDispatchMode):
@@ -83,7 +86,7 @@ class FakeRun(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         inputs = tensors_in((args, kwargs))
         check_layouts(inputs)
-        if func is _ROUTE:
+        if packet_name(func) == _ROUTE:
             return self._route(*args, **kwargs)
         written = ops.written_tensors(func, args, kwargs)
         random = ops.facts(func).random and not all(_integer(t) for t in inputs)
@@ -207,7 +210,9 @@ def check_layouts(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.layout is torch.strided and not tensor.is_nested:
             continue
-        kind = "nested tensors" if tensor.is_nested else "sparse tensors, such as gradients of nn.Embedding(sparse=True)"
+        kind = (
+            "nested tensors" if tensor.is_nested else "sparse tensors, such as gradients of nn.Embedding(sparse=True)"
+        )
         instead = "padded ones" if tensor.is_nested else "dense ones (sparse=False)"
         raise ValueError(
             f"No plan is made of {kind}: values decide on their bytes. Use {instead}, or a mode instead of a budget, such "
@@ -252,7 +257,7 @@ _RMS_NORM: dict[Any, Callable[..., Any]] = {
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
-_ROUTE = torch.ops.nemo_like.route.default
+_ROUTE = "nemo_like.route"
 _BINCOUNT = torch.ops.aten.bincount.default
 _INDEXED = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default))
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))
@@ -307,8 +312,6 @@ def cache_off(model: nn.Module) -> Iterator[None]:
     through the cache need it, and keep it. A config that refuses the change is left: the call gets the flag, see
     `call_flags`.
     """
-    from nemo_like.activation_checkpointing import kv_sharing  # local: planning.fake stays light
-
     with ExitStack() as stack:
         for config in [] if kv_sharing.needs_cache(model) else list(kv_sharing.configs_of(model)):
             if getattr(config, "use_cache", None):
@@ -320,8 +323,52 @@ def cache_off(model: nn.Module) -> Iterator[None]:
 
 def call_flags(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a training call: the sample's, and ``use_cache=False`` as checkpointed models get it."""
-    from nemo_like.activation_checkpointing import kv_sharing
-
     names = parameter_names(model.forward)
     given = kwargs.get(USE_CACHE) is not None or USE_CACHE not in names or len(args) > names.index(USE_CACHE)
     return dict(kwargs) if given or kv_sharing.needs_cache(model) else {**kwargs, USE_CACHE: False}
+
+
+def run_forward(
+    model: nn.Module, state: Mapping[str, torch.Tensor], args: tuple, kwargs: Mapping[str, Any], aim: Aim = PLAN
+) -> Any:
+    """Call `model` with `state` in the place of its tensors; raises ValueError where that is not possible."""
+    with named_reason(model, describe(args, kwargs), aim):
+        return call_with(model, state, args, kwargs)
+
+
+@contextmanager
+def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Callable]) -> Iterator[None]:
+    """Each layer's ``forward`` replaced by ``make(layer, forward)`` inside the context."""
+    before: list[tuple[nn.Module, Any]] = []
+    seen: set[int] = set()
+    try:
+        for layer in layers:
+            module = bare(layer.module)
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            replacement = make(layer, module.forward)
+            before.append((module, module.__dict__.get("forward")))
+            module.forward = replacement
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def planned_table(rows: int, experts: int, group: str) -> torch.Tensor:
+    """What `nemo_like::route` says in a traced run of who sends how many of a rank's `rows` to whom."""
+    word, ranks, imbalance, sent = group.split(":")
+    assert word == PLANNED
+    rows = round(rows * float(sent))
+    received = round(rows * float(imbalance))
+    return torch.stack([_spread(rows, int(ranks), experts), _spread(received, int(ranks), experts)])
+
+
+def _spread(rows: int, ranks: int, experts: int) -> torch.Tensor:
+    """`rows` as evenly as they go: (ranks, experts / ranks)."""
+    numbers = [rows // experts + (number < rows % experts) for number in range(experts)]
+    return torch.tensor(numbers).view(ranks, experts // ranks)

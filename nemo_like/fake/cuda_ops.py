@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from nemo_like.fake.cuda_attention import Call, attend
 from nemo_like.log import say_once
-from nemo_like.planning.cuda_attention import Call, attend
 from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import below_autograd
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.distributed.expert_parallel.find_experts import is_list_of_experts
+from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.module_tree import bare_modules
 
 _LOOKS = ("DataDependentOutputException", "DynamicOutputShapeException")
@@ -67,7 +67,9 @@ def without_values(
             raise
         if otherwise is not None:
             raise ValueError(otherwise(error)) from error
-        raise ValueError(f"{who} fails on tensors without values ({in_place(error)}). {_way_out(module, aim)}") from error
+        raise ValueError(
+            f"{who} fails on tensors without values ({in_place(error)}). {_way_out(module, aim)}"
+        ) from error
 
 
 def in_a_line(error: Exception) -> str:
