@@ -73,10 +73,6 @@ def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
     [
         (["bench", "--budgets", "foo"], "'foo'"),
         (["bench", "--compile", "cudagraphs"], "'cudagraphs'"),
-        (["coverage", "--only", "nosuch"], "'nosuch'"),
-        (["coverage", "--losses", "--only", "LlamaForCausalLLM"], "Did you mean 'LlamaForCausalLM'"),
-        (["coverage", "--plan", "--only", "nosuch"], "'nosuch'"),
-        (["coverage", "--plan", "--resume"], "--resume"),
         (["profile", "--model", "llama-tiny", "--limit", "-3"], "--limit is -3"),
     ],
 )
@@ -313,14 +309,13 @@ _COMMANDS = {
     f"plan {_TINY} --budget much": "A size is 'much', which is not a number of bytes",
     f"profile {_TINY} --budget much": "--budget is 'much', which is not a number of bytes",
     "bench --threads 0": "threads is 0; it must be a whole number >= 1",
-    "coverage --processes 0": "--processes is 0",
     # Files that are written late.
     **{
         f"{command} {option} /nonexistent/x.{end}": f"{option} names a file in '/nonexistent', which is not an existing"
         for command, options in (
             (f"plan {_TINY}", ("json", "save", "plot")), (f"plan {_TINY} --pp 2 --world-size 2", ("json", "save", "plot")),
             (f"fit {_TINY} --gpus 1", ("json", "save", "plot")), ("bench", ("json", "plot")),
-            (f"profile {_TINY}", ("plot",)), ("coverage", ("output",)), ("coverage --plan", ("output",)),
+            (f"profile {_TINY}", ("plot",)),
         )
         for option, end in ((f"--{name}", "png" if name == "plot" else "json") for name in options)
     },
@@ -346,8 +341,6 @@ _COMMANDS = {
     f"profile {_TINY} --json --limit 3": "--limit is 3, and nothing reads it: --json prints the whole profile",
     f"profile {_TINY} --input-shape 2,3 --batch-size 4": "--batch-size is 4, and nothing reads it",
     f"trace {_TINY} --json --all-ops": "--all-ops is True, and nothing reads it: --json prints all of them",
-    "coverage --losses --processes 3": "--processes is 3, and nothing reads it",
-    "coverage --losses --plan": "--losses and --plan are two surveys",
     "fit --calibrate --gpus 8": "--gpus is 8, and nothing reads it: --calibrate without --model",
     f"fit {_TINY} --gpus 2 --offload none --no-cpu-offload --host-memory 1GiB": "--host-memory is '1GiB', and nothing",
 }  # fmt: skip
