@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections import OrderedDict
@@ -41,6 +42,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.recipes.finetune_options import parse_finetune_options
 from nemo_like.recipes.job_options import parse_options
+from tests.benchmarks.__main__ import SUITES as OUR_SUITES
 from tests.models.decoders import DecoderWithLoss, PlainDecoder, batch, build
 
 
@@ -77,10 +79,6 @@ def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
     [
         (["bench", "--budgets", "foo"], "'foo'"),
         (["bench", "--compile", "cudagraphs"], "'cudagraphs'"),
-        (["coverage", "--only", "nosuch"], "'nosuch'"),
-        (["coverage", "--losses", "--only", "LlamaForCausalLLM"], "Did you mean 'LlamaForCausalLM'"),
-        (["coverage", "--plan", "--only", "nosuch"], "'nosuch'"),
-        (["coverage", "--plan", "--resume"], "--resume"),
         (["profile", "--model", "llama-tiny", "--limit", "-3"], "--limit is -3"),
     ],
 )
@@ -317,14 +315,13 @@ _COMMANDS = {
     f"plan {_TINY} --budget much": "A size is 'much', which is not a number of bytes",
     f"profile {_TINY} --budget much": "--budget is 'much', which is not a number of bytes",
     "bench --threads 0": "threads is 0; it must be a whole number >= 1",
-    "coverage --processes 0": "--processes is 0",
     # Files that are written late.
     **{
         f"{command} {option} /nonexistent/x.{end}": f"{option} names a file in '/nonexistent', which is not an existing"
         for command, options in (
             (f"plan {_TINY}", ("json", "save", "plot")), (f"plan {_TINY} --pp 2 --world-size 2", ("json", "save", "plot")),
             (f"fit {_TINY} --gpus 1", ("json", "save", "plot")), ("bench", ("json", "plot")),
-            (f"profile {_TINY}", ("plot",)), ("coverage", ("output",)), ("coverage --plan", ("output",)),
+            (f"profile {_TINY}", ("plot",)),
         )
         for option, end in ((f"--{name}", "png" if name == "plot" else "json") for name in options)
     },
@@ -333,9 +330,9 @@ _COMMANDS = {
     # Options that nothing reads.
     f"fit {_TINY} --gpus 1 --ac none full --save {{folder}}/x": "--save writes a plan, and --ac is none full",
     "bench --modes none full --budgets 50%": "--budgets has '50%', and nothing reads it: --modes leaves 'budget 50%' out",
-    "bench --suite loss --model llama-small": "--model is 'llama-small', and nothing reads it: --suite loss",
-    "bench --suite overhead --no-peers": "--no-peers is True, and nothing reads it",
-    "bench --suite published --plot x.png": "--plot is ",
+    "bench --suite loss --model llama-small": "--model is 'llama-small', and nothing reads it: the suite loss",
+    "bench --suite loss --strategy ddp": "--strategy is 'ddp', and nothing reads it",
+    "bench --suite loss --modes full": "--modes is ",
     "bench --input-shape 2,3 --seq-len 4": "--seq-len is 4, and nothing reads it: --input-shape is the whole input",
     f"plan {_TINY} --balance memory": "--balance is 'memory', and nothing reads it: without --pp above 1",
     f"plan {_TINY} --pp-schedule gpipe": "--pp-schedule is 'gpipe', and nothing reads it",
@@ -350,8 +347,6 @@ _COMMANDS = {
     f"profile {_TINY} --json --limit 3": "--limit is 3, and nothing reads it: --json prints the whole profile",
     f"profile {_TINY} --input-shape 2,3 --batch-size 4": "--batch-size is 4, and nothing reads it",
     f"trace {_TINY} --json --all-ops": "--all-ops is True, and nothing reads it: --json prints all of them",
-    "coverage --losses --processes 3": "--processes is 3, and nothing reads it",
-    "coverage --losses --plan": "--losses and --plan are two surveys",
     "fit --calibrate --gpus 8": "--gpus is 8, and nothing reads it: --calibrate without --model",
     f"fit {_TINY} --gpus 2 --offload none --no-cpu-offload --host-memory 1GiB": "--host-memory is '1GiB', and nothing",
 }  # fmt: skip
@@ -417,15 +412,12 @@ def test_a_short_run_warms_up_within_its_steps() -> None:
     assert tuned.warmup == 10
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("name", [*SUITES, *OUR_SUITES])
 def test_a_suite_reads_what_it_says(name: str) -> None:
-    import importlib
-
-    suite = importlib.import_module(f"nemo_like.bench.suite_{name}")
-    text = Path(suite.__file__ or "").read_text(encoding="utf-8")
-    named = {"place": "device", "shapes": "model"}
-    read = {named.get(field, field) for field in re.findall(r"\boptions\.(\w+)", text)}
-    assert read <= set(suite.READS)
+    suite = (SUITES | OUR_SUITES)[name]
+    text = Path(inspect.getsourcefile(suite.run) or "").read_text(encoding="utf-8")
+    read = {"device" if field == "place" else field for field in re.findall(r"\boptions\.(\w+)", text)}
+    assert read <= set(suite.reads)
 
 
 def test_fit_says_where_its_fastest_has_no_plan_to_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

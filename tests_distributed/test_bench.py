@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_like.bench import BenchOptions
-from nemo_like.bench import suite_memory as memory_suite
+from nemo_like.bench import SUITES, BenchOptions
 from tests_distributed.spawn import run_ranks
 
 
@@ -14,7 +13,7 @@ def _bench(rank: int, world_size: int, strategy: str) -> list[tuple[str, str]]:
     options = BenchOptions(
         batch_size=1, seq_len=16, device="cpu", strategy=strategy, modes=modes, repeats=1, warmup=0, budgets=()
     )
-    results = memory_suite.run(options)
+    results = SUITES["memory"].measure(options)
     assert results.about["ranks"] == world_size
     return [(row["mode"], row["gradients"]) for row in results.rows]
 

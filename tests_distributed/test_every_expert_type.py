@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_like import parallelize
-from nemo_like.commands import plan_survey
-from nemo_like.commands.tiny_models import ATTEMPTS, within
 from nemo_like.planning.step_loss import loss_of
+from tests.surveys import plans as plan_survey
+from tests.surveys.tiny_models import ATTEMPTS, within
 from tests_distributed.spawn import run_ranks
 from tests_distributed.whole_gradients import assert_close, gradients
 

@@ -1,14 +1,15 @@
-"""Benchmarks: what each mode costs and saves on a given model. Timings are reports, never assertions.
+"""Benchmarks: what each mode costs and saves on a model of yours. Timings are reports, never assertions.
 
-A suite is a module of this package with ``HELP: str``, ``READS: tuple[str, ...]`` (the fields of `BenchOptions` that it
-reads, and ``plot`` where its results can be drawn) and ``run(options: BenchOptions) -> Results``; results have
-``table() -> str``, ``to_json() -> str`` and ``plot(path)``. `nemo_like.bench.bench_report.Table` is a ready one.
+Each suite is a `Suite` object in a module of this package; ``SUITES[name].measure(BenchOptions(...))`` gives a `Table`.
 """
 
-from nemo_like.bench.bench_report import Results, Table
-from nemo_like.bench.suite_options import BenchOptions
+from nemo_like.bench.loss import LOSS
+from nemo_like.bench.memory import MEMORY
+from nemo_like.bench.offload import OFFLOAD
+from nemo_like.bench.suite import BenchOptions, Measured, Suite
+from nemo_like.bench.table import Column, Table
 
-SUITES = ("memory", "overhead", "offload", "planning", "check", "scale", "verify", "loss", "published")
-"""The names of the suites; each is the module of that name in this package."""
+SUITES = {"memory": MEMORY, "offload": OFFLOAD, "loss": LOSS}
+"""The suites of `nemo-like bench`, by name."""
 
-__all__ = ["SUITES", "BenchOptions", "Results", "Table"]
+__all__ = ["SUITES", "BenchOptions", "Column", "Measured", "Suite", "Table"]

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nemo_like.distributed.launch import world_size
 from nemo_like.module_tree import bare_name
 from nemo_like.profiling.layer_trace import run_model
-from nemo_like.profiling.meters import AllocatorEvents, quiet_profiler
+from nemo_like.profiling.meters import AllocatorEvents
 from nemo_like.tensors import tensors_in
 
 
@@ -51,46 +51,42 @@ def zero_gradients(model: nn.Module) -> None:
 def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> Bytes:
     """One step's bytes from the allocator: CUDA's statistics, or PyTorch's allocation events on the CPU."""
     zero_gradients(model)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        base = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    parts: list[torch.Tensor] = []
+    if device.type != "cuda":
+        held = cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
+        parts.pop().backward()
+        return Bytes(held, peak_bytes(model, sample, device))
+    held = 0
+
+    def step() -> None:
+        nonlocal held
         loss = step_loss(model, sample)
         torch.cuda.synchronize(device)
-        held = torch.cuda.memory_allocated(device) - base
+        held = torch.cuda.memory_allocated(device) - before
         loss.backward()
-        torch.cuda.synchronize(device)
-        return Bytes(held, torch.cuda.max_memory_allocated(device) - base)
-    parts: list[torch.Tensor] = []
-    held = cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
-    parts.pop().backward()
-    return Bytes(held, peak_bytes(model, sample, device))
+
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    peak = peak_of(step, device)
+    return Bytes(held, peak)
 
 
 def peak_bytes(model: nn.Module, sample: Any, device: torch.device) -> int:
     """The most that is alive at one time during the next step, beyond what was there before it."""
     zero_gradients(model)
+    return peak_of(lambda: step_loss(model, sample).backward(), device)
+
+
+def peak_of(run: Callable[[], Any], device: torch.device) -> int:
+    """The most that is alive at one time while `run` runs, beyond what was there before it."""
     if device.type != "cuda":
-        return max(cpu_events(lambda: step_loss(model, sample).backward()))
-    base = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step_loss(model, sample).backward()
+        return max(cpu_events(run))
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - base
-
-
-def count_operators(model: nn.Module, sample: Any) -> int:
-    """Operators of the next step, those that no dispatch mode sees among them."""
-    zero_gradients(model)
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
-    with quiet_profiler():
-        profiler.start()
-    try:
-        step_loss(model, sample).backward()
-    finally:
-        with quiet_profiler():
-            profiler.stop()
-    return sum(event.name.startswith("aten::") for event in profiler.events() or ())
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def cpu_events(run: Callable[[], Any]) -> list[int]:
@@ -148,19 +144,38 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def time_steps(
     models: Sequence[nn.Module], sample: Any, device: torch.device, repeats: int, warmup: int
 ) -> list[list[float]]:
-    """Milliseconds of each step of each model. The models take turns: a drift of the machine's speed affects all.
+    """Milliseconds of each step of each model; the models take turns."""
+
+    def step_of(model: nn.Module) -> Callable[[], None]:
+        return lambda: step_loss(model, sample).backward()
+
+    steps = [step_of(model) for model in models]
+    return take_turns(steps, device, repeats, warmup, lambda index: zero_gradients(models[index]))
+
+
+def take_turns(
+    steps: Sequence[Callable[[], Any]],
+    device: torch.device,
+    repeats: int,
+    warmup: int = 0,
+    before: Callable[[int], Any] = lambda index: None,
+) -> list[list[float]]:
+    """Milliseconds of each run of each step. They take turns: a drift of the machine's speed affects all.
 
     On one CPU thread it is the process's own CPU time, which other jobs on the machine do not lengthen.
+
+    Args:
+        before: called with a step's index before it runs; its time does not count.
     """
     clock = clock_for(device)
-    times: list[list[float]] = [[] for _ in models]
+    times: list[list[float]] = [[] for _ in steps]
     for turn in range(warmup + repeats):
-        for index, model in enumerate(models):
-            zero_gradients(model)
+        for index, step in enumerate(steps):
+            before(index)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             start = clock()
-            step_loss(model, sample).backward()
+            step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if turn >= warmup:
@@ -182,11 +197,3 @@ def summarize(times: Sequence[float], reference: Sequence[float]) -> dict[str, f
         "spread": (max(times) - min(times)) / middle,
         "ratio": statistics.median(mine / other for mine, other in zip(times, reference)),
     }
-
-
-def use_threads(threads: int | None) -> None:
-    """Set the CPU threads, if asked."""
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads is {threads}; it must be >= 1.")
-        torch.set_num_threads(threads)

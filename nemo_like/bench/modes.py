@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,26 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.compile import compile_layers
 from nemo_like.layers import find_layers
-from nemo_like.options import AC_STRATEGIES
+from nemo_like.offload import apply_offloading
+from nemo_like.options import AC_STRATEGIES, OffloadConfig, did_you_mean, normalise
 from nemo_like.parallelizer import apply_activation_checkpointing
 from nemo_like.torch_compat import compiler_budget
 
-Apply = Callable[[nn.Module, Any], None]
-"""(model, sample input) → None: checkpoint the model in place."""
+
+@dataclass
+class Copies:
+    """What a way of offloading has copied so far, in bytes."""
+
+    moved: Callable[[], int] = lambda: 0
+    back: Callable[[], int] = lambda: 0
+    stalls: Callable[[], int] = lambda: 0
+    host_peak: Callable[[], int] | None = None
+    known: bool = True
+    """False: another implementation, which does not count."""
+
+
+Apply = Callable[[nn.Module, Any], Copies | None]
+"""(model, sample input): checkpoint or offload the model in place; what it copies, if it offloads."""
 
 
 @dataclass(frozen=True)
@@ -34,46 +48,51 @@ class Mode:
     """Another implementation than ours."""
     backend: str | None = None
     """Compile each layer with this back end."""
-    around: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
-    """A context for every forward, such as an offloader's hooks."""
-
     offloads: bool = False
     """Moves tensors to host memory."""
     isolated: bool = False
-    """Needs compiled code of its own: nothing that another mode compiled may be reused."""
+    """Needs compiled code for itself: nothing that another mode compiled may be reused."""
 
     def under(self, backend: str) -> Mode:
         """The same mode with every layer compiled."""
-        return Mode(f"{self.name} + {backend}", self.apply, self.peer, backend, self.around, self.offloads)
+        return Mode(f"{self.name} + {backend}", self.apply, self.peer, backend, self.offloads)
 
-    def prepare(self, model: nn.Module, sample: Any) -> None:
+    def prepare(self, model: nn.Module, sample: Any) -> Copies:
         """Checkpoint, then compile."""
         disable_cache(model)  # a training step does not use a key-value cache
-        self.apply(model, sample)
+        copies = self.apply(model, sample)
         if self.backend is not None:
             compile_layers(model, self.backend)
-        if self.around is not None:
-            model.forward = _within(self.around, model.forward)
+        return copies or Copies()
 
 
-def _within(context: Callable[[], contextlib.AbstractContextManager[Any]], forward: Callable[..., Any]) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return forward(*args, **kwargs)
-
-    return run
-
-
-def our_modes(budgets: tuple[str, ...]) -> list[Mode]:
+def our_modes(budgets: Sequence[str]) -> list[Mode]:
     """What `parallelize`'s ``ac=`` and ``offload=`` offer."""
     words = [Mode(word, functools.partial(_ours, word)) for word in AC_STRATEGIES]
     planned = [Mode(f"budget {budget}", functools.partial(_budget, budget)) for budget in budgets]
-    offloaded = [
-        Mode("full + offload boundary", functools.partial(_offloaded, "full", "boundary"), offloads=True),
-        Mode("selective + offload saved", functools.partial(_offloaded, "selective", "saved"), offloads=True),
-        Mode("offload all", functools.partial(_offloaded, "none", "all"), offloads=True),
+    return [
+        *words,
+        *planned,
+        offloaded("full + offload boundary", "full", OffloadConfig(mode="boundary")),
+        offloaded("selective + offload saved", "selective", OffloadConfig(mode="saved")),
+        offloaded("offload all", "none", OffloadConfig(mode="all")),
     ]
-    return words + planned + offloaded
+
+
+def offloaded(name: str, word: str, config: OffloadConfig) -> Mode:
+    """Checkpointing `word` with offloading as `config` says."""
+
+    def apply(model: nn.Module, sample: Any) -> Copies:
+        apply_activation_checkpointing(model, word)
+        stats = apply_offloading(model, [layer.module for layer in find_layers(model)], config).stats
+        return Copies(
+            lambda: stats.moved_bytes,
+            lambda: stats.reloaded_bytes,
+            lambda: stats.offload_stalls + stats.reload_stalls,
+            lambda: stats.host_peak_live_bytes,
+        )
+
+    return Mode(name, apply, offloads=True)
 
 
 def peer_modes() -> list[Mode]:
@@ -84,9 +103,13 @@ def peer_modes() -> list[Mode]:
     ]
     if importlib.util.find_spec("transformers") is not None:
         modes.append(Mode("transformers: gradient checkpointing", _transformers_own, peer=True))
-    if importlib.util.find_spec("trl") is not None:
-        modes.append(Mode("trl: OffloadActivations", _nothing, peer=True, around=_trl_offloader, offloads=True))
-    return modes
+    return modes + trl_modes()
+
+
+def trl_modes() -> list[Mode]:
+    """TRL's offloader, where TRL is installed."""
+    there = importlib.util.find_spec("trl") is not None
+    return [Mode("trl: OffloadActivations", _trl, peer=True, offloads=True)] if there else []
 
 
 def compiler_budget_modes(backend: str) -> list[Mode]:
@@ -94,18 +117,30 @@ def compiler_budget_modes(backend: str) -> list[Mode]:
     return [
         Mode(
             f"torch.compile: memory budget {share} + {backend}",
-            _nothing,
+            functools.partial(_compiler_budget, share),
             peer=True,
             backend=backend,
-            around=functools.partial(compiler_budget, share),
             isolated=True,  # the setting is in no guard of a compiled graph
         )
         for share in (0.25, 0.5)
     ]
 
 
-def _nothing(model: nn.Module, sample: Any) -> None:
-    """Leave the model as it is."""
+def pick(modes: list[Mode], names: Sequence[str] | None) -> list[Mode]:
+    """The modes called `names`, after ``none``; None: all of them.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if names is None:
+        return modes
+    known = {normalise(mode.name): mode for mode in modes}
+    for name in names:
+        if normalise(name) not in known:
+            there = [mode.name for mode in modes]
+            hint = did_you_mean(name, there)
+            raise ValueError(f"There is no mode {name!r} here; there are: {'; '.join(there)}.{hint}")
+    return [known["none"]] + [known[normalise(name)] for name in names if normalise(name) != "none"]
 
 
 def _ours(word: str, model: nn.Module, sample: Any) -> None:
@@ -116,11 +151,19 @@ def _budget(budget: str, model: nn.Module, sample: Any) -> None:
     apply_activation_checkpointing(model, budget, sample_input=sample)
 
 
-def _offloaded(word: str, place: str, model: nn.Module, sample: Any) -> None:
-    from nemo_like.offload import apply_offloading
+def _compiler_budget(share: float, model: nn.Module, sample: Any) -> None:
+    _around_forward(model, functools.partial(compiler_budget, share))
 
-    apply_activation_checkpointing(model, word)
-    apply_offloading(model, [layer.module for layer in find_layers(model)], place)
+
+def _around_forward(model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """Have every forward of `model` run within a `context`."""
+    forward = model.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return forward(*args, **kwargs)
+
+    model.forward = run
 
 
 def _replace_forward(model: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -134,7 +177,7 @@ def _torch_per_layer(model: nn.Module, sample: Any) -> None:
 
 
 def _torch_selective(model: nn.Module, sample: Any) -> None:
-    """PyTorch's selective contexts with the rule that torchtitan and NeMo Automodel use: every second mm is dropped."""
+    """Apply PyTorch's selective contexts with the rule of torchtitan and NeMo Automodel: every second mm is dropped."""
     ops = torch.ops.aten
     saved = {
         ops.mm.default,
@@ -174,8 +217,28 @@ def _transformers_own(model: nn.Module, sample: Any) -> None:
         old(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-@contextlib.contextmanager
-def _trl_offloader() -> Iterator[None]:
-    module = importlib.import_module("trl.models.activation_offloading")
-    with module.OffloadActivations(use_pin_memory=torch.cuda.is_available(), use_streams=torch.cuda.is_available()):
-        yield
+def save_on_cpu(model: nn.Module, sample: Any) -> Copies:
+    """Offload with PyTorch's ``save_on_cpu``, and count what it copies."""
+    device = next(model.parameters()).device
+    inner = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+    moved = [0, 0]
+
+    def pack(tensor: torch.Tensor) -> Any:
+        moved[0] += tensor.nbytes
+        return inner.pack_hook(tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        tensor = inner.unpack_hook(packed)
+        moved[1] += tensor.nbytes
+        return tensor
+
+    _around_forward(model, lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+    return Copies(lambda: moved[0], lambda: moved[1])
+
+
+def _trl(model: nn.Module, sample: Any) -> Copies:
+    if next(model.parameters()).device.type == "cpu":
+        raise RuntimeError("it offloads accelerator tensors only")
+    manager = importlib.import_module("trl.models.activation_offloading").get_act_offloading_ctx_manager(model)
+    _around_forward(model, lambda: manager)
+    return Copies(known=False)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from pathlib import Path
 
-from nemo_like.bench import SUITES, BenchOptions
+from nemo_like.bench import SUITES, BenchOptions, Suite
 from nemo_like.console import check_picture, check_writable, refuse_unread
 from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
 from nemo_like.options import normalise, parse_dtype, parse_shape
+from nemo_like.options.words import field_names
 
 HELP = "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients"
 EXAMPLES = (
@@ -21,8 +21,17 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = BenchOptions()
     parser.add_argument("--suite", choices=SUITES, default="memory", help="what to measure (default: memory)")
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_suite(SUITES[args.suite], args)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that suites read, and those for what they print."""
+    defaults = BenchOptions()
     parser.add_argument("--model", default=defaults.model, help="a preset, a config.json, or module:function")
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size, help="samples per step and rank")
     parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help="tokens per sample")
@@ -42,37 +51,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="also draw peak memory against step time into this file")
 
 
-def run(args: argparse.Namespace) -> int:
-    suite = importlib.import_module(f"nemo_like.bench.suite_{args.suite}")
-    _check(args, suite.READS)
-    options = BenchOptions(
-        model=args.model,
-        batch_size=args.batch_size,
-        seq_len=args.seq_len,
-        input_shape=None if args.input_shape is None else parse_shape("--input-shape", args.input_shape),
-        device=args.device,
-        dtype=parse_dtype("--dtype", args.dtype),
-        strategy=args.strategy,
-        modes=None if args.modes is None else tuple(args.modes),
-        budgets=tuple(args.budgets),
-        compile=tuple(args.compile),
-        peers=not args.no_peers,
-        repeats=args.repeats,
-        warmup=args.warmup,
-        threads=args.threads,
-    )
+def run_suite(suite: Suite, args: argparse.Namespace) -> int:
+    """Measure with `suite`, then print and write its table; `args`: of `add_options`, and the suite's name."""
+    _check(args, suite.reads)
+    words = {name: getattr(args, name) for name in field_names(BenchOptions) if name != "peers"}
+    words |= {name: tuple(words[name]) for name in ("modes", "budgets", "compile") if words[name] is not None}
+    shape = None if args.input_shape is None else parse_shape("--input-shape", args.input_shape)
+    words |= {"dtype": parse_dtype("--dtype", args.dtype), "input_shape": shape, "peers": not args.no_peers}
+    options = BenchOptions(**words)
     launched = world_size() > 1
     if launched:
         init_distributed(None if args.device is None else args.device.split(":")[0])
     try:
-        results = suite.run(options)
+        table = suite.measure(options)
         if rank() == 0:
-            text = results.markdown() if args.markdown and hasattr(results, "markdown") else results.table()
-            sys.stdout.write(text + "\n")
+            sys.stdout.write((table.markdown() if args.markdown else table.table()) + "\n")
             if args.json is not None:
-                args.json.write_text(results.to_json() + "\n", encoding="utf-8")
+                args.json.write_text(table.to_json() + "\n", encoding="utf-8")
             if args.plot is not None:
-                results.plot(args.plot)
+                table.plot(args.plot)
     finally:
         if launched:
             shutdown()
@@ -82,8 +79,10 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, reads: tuple[str, ...]) -> None:
     """Raise for files that could not be written after the suite, and for options that it does not read."""
     check_writable("--json", args.json)
-    names = [name for name in _OF_SUITES if name.removeprefix("no_") not in reads]
-    refuse_unread(args, names, f"--suite {args.suite} has no use for it.")
+    names = [
+        "no_peers" if name == "peers" else name for name in (*field_names(BenchOptions), "plot") if name not in reads
+    ]
+    refuse_unread(args, names, f"the suite {args.suite} has no use for it.")
     check_picture("--plot", args.plot)
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len"], "--input-shape is the whole input.")
@@ -95,10 +94,3 @@ def _check(args: argparse.Namespace, reads: tuple[str, ...]) -> None:
                 f"--budgets has {unread[0]!r}, and nothing reads it: --modes leaves 'budget {unread[0]}' out. Add that to "
                 "--modes, or leave --budgets out."
             )
-
-
-_OF_SUITES = (
-    "model", "batch_size", "seq_len", "input_shape", "device", "dtype", "strategy", "modes", "budgets", "compile",
-    "no_peers", "repeats", "warmup", "threads", "plot",
-)  # fmt: skip
-"""Options that only some suites read."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from nemo_like.bench.suite_loss import CHUNK, OURS, WHOLE, run_loss
+from nemo_like.bench.loss import CHUNK, OURS, WHOLE, run_loss
 
 
 def test_ours_holds_one_chunk_and_is_as_exact_as_whole_logits():

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from nemo_like.bench import BenchOptions
-from nemo_like.bench.suite_offload import run
+from nemo_like.bench import SUITES, BenchOptions
+
+run = SUITES["offload"].measure
 
 
 def test_bytes_of_the_modes() -> None:

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from nemo_like import cli
-from nemo_like.bench import SUITES, BenchOptions, Table
-from nemo_like.bench import suite_memory as memory_suite
-from nemo_like.bench.bench_report import Column
+from nemo_like.bench import SUITES, BenchOptions, Column, Table
 from nemo_like.bench.measured_step import compare_gradients, measure_bytes, measure_flops, summarize
 
 OPTIONS = BenchOptions(batch_size=1, seq_len=32, repeats=1, warmup=0, device="cpu", budgets=())
@@ -19,7 +17,7 @@ OPTIONS = BenchOptions(batch_size=1, seq_len=32, repeats=1, warmup=0, device="cp
 
 @pytest.fixture(scope="module")
 def results() -> Table:
-    return memory_suite.run(OPTIONS)
+    return SUITES["memory"].measure(OPTIONS)
 
 
 def row(results: Table, mode: str) -> dict:
@@ -90,7 +88,7 @@ def test_wrong_options_are_refused(fields, says):
 
 def test_an_unknown_mode_is_an_error_naming_the_known_ones():
     with pytest.raises(ValueError, match="Did you mean 'selective'"):
-        memory_suite.run(BenchOptions(modes=("selektive",), device="cpu"))
+        SUITES["memory"].measure(BenchOptions(modes=("selektive",), device="cpu"))
 
 
 def test_a_mode_that_cannot_run_is_a_note_and_no_row(tmp_path, monkeypatch):
@@ -107,7 +105,7 @@ def test_a_mode_that_cannot_run_is_a_note_and_no_row(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     options = BenchOptions(model="odd_model:make", input_shape=(4, 8), repeats=1, warmup=0, device="cpu", budgets=())
-    results = memory_suite.run(options)
+    results = SUITES["memory"].measure(options)
     assert [note for note in results.notes if note.startswith("transformers")]  # not a model of transformers
     assert not any("transformers" in row["mode"] for row in results.rows)
     assert row(results, "full")["gradients"] == "bitwise"
@@ -130,25 +128,24 @@ def test_the_commands_run(capsys, tmp_path):
 
 
 def test_the_scale_suite_sets_up_without_memory():
-    from nemo_like.bench.suite_scale import _measure
+    from tests.benchmarks.scale import _measure
 
     measured = _measure("llama3-1b", 8)
     assert measured["parameters"] == 1_235_814_400 and measured["layers"] == 16
     assert not torch.distributed.is_initialized()
-    assert set(SUITES) == {"memory", "overhead", "offload", "planning", "check", "scale", "verify", "loss", "published"}
 
 
 def test_the_verify_suite_shows_a_first_step_that_costs_more_and_a_third_that_does_not():
-    from nemo_like.bench.suite_verify import run
+    from tests.benchmarks.verify import VERIFY
 
-    results = run(BenchOptions(batch_size=1, seq_len=8, modes=("full",), repeats=1, device="cpu"))
+    results = VERIFY.measure(BenchOptions(batch_size=1, seq_len=8, modes=("full",), repeats=1, device="cpu"))
     (row,) = results.rows
     assert row["mode"] == "full" and row["on_first"] > row["off_first"] and row["on_third"] == row["off_third"]
     assert row["on_peak"] >= row["off_peak"] > 0
 
 
 def test_the_planning_suite_plans_every_layer_from_one_block():
-    from nemo_like.bench.suite_planning import measure
+    from tests.benchmarks.planning import measure
 
     row = measure("llama3-1b", 8, tokens=256)
     assert row["layers"] == 16 and row["kinds"] == 1

@@ -1,4 +1,4 @@
-"""`nemo-like layers` and `nemo-like coverage`."""
+"""`nemo-like layers`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("transformers")
 
 from nemo_like.cli import main
-from nemo_like.commands import coverage_command as coverage
 from nemo_like.commands.layers_command import describe, to_text
 from tests.models.families import FAMILIES
 
@@ -56,18 +55,3 @@ def test_what_is_frozen_or_out_of_scope_is_said() -> None:
     assert "frozen: where a gradient flows through it" in to_text(describe(model))
     inside = sum(run.count * run.bytes_each for run in report.runs)
     assert inside + report.outside_bytes == report.bytes == 4 * report.parameters
-
-
-def test_coverage_writes_a_table_and_fails_where_something_is_wrong(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = coverage.survey(["llama", "glm_image_vqmodel", "no_such_type"])
-    table = coverage.to_markdown(rows)
-    assert "| llama | LlamaModel | language: 32 x LlamaDecoderLayer | 100.0% |" in table
-    assert f"| glm_image_vqmodel | 0.0% | {coverage.EXCEPTIONS['glm_image_vqmodel']} |" in table
-    assert "| no_such_type | cannot be built" in table
-    assert list(coverage.failures(rows)) == []
-    monkeypatch.setattr(coverage, "EXCEPTIONS", {})
-    (failure,) = coverage.failures(rows)
-    assert failure.startswith("glm_image_vqmodel: No repeated layers were found")
-    path = tmp_path / "coverage.md"
-    assert main(["coverage", "--only", "llama", "--processes", "1", "--output", str(path)]) == 0
-    assert "LlamaDecoderLayer" in path.read_text()

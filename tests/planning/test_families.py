@@ -10,8 +10,8 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 pytest.importorskip("scipy", reason="needs the extra 'plan'")
 
 from nemo_like import parallelize
-from nemo_like.commands.plan_survey import model_types, planned_and_run, survey_one
-from nemo_like.commands.tiny_models import build_tiny
+from tests.surveys.plans import model_types, planned_and_run, survey_one
+from tests.surveys.tiny_models import build_tiny
 
 
 @pytest.mark.few(2)

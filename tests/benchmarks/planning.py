@@ -5,42 +5,25 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-
-from nemo_like.bench.bench_report import Column, Table, surroundings
-from nemo_like.bench.suite_options import BenchOptions
+from nemo_like.bench import BenchOptions, Column, Measured, Suite
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
-
-HELP = "time to plan 8B, 70B, 405B and mixture-of-experts shapes for 8192 tokens on H100s, on meta"
-READS = ("model", "plot")
+from tests.benchmarks.scale import shapes_of
 
 SHAPES = (("llama3-8b", 64), ("mixtral-8x7b", 64), ("llama3-70b", 512), ("llama3-405b", 16_384))
 """(preset, ranks)."""
 
 TOKENS = 8192
 
-COLUMNS = (
-    Column("model", "model"),
-    Column("ranks", "ranks", "{:,}"),
-    Column("layers", "layers"),
-    Column("kinds", "distinct blocks"),
-    Column("build_s", "build on meta s", "{:.2f}"),
-    Column("trace_s", "trace s", "{:.2f}"),
-    Column("choose_s", "choose s", "{:.2f}"),
-    Column("plan_s", "plan within 50% s", "{:.2f}"),
-    Column("total_s", "in all s", "{:.2f}"),
-)
 
-
-def run(options: BenchOptions) -> Table:
+def _run(options: BenchOptions) -> Measured:
     """Plan each shape once (or, for another preset in `options.model`, that one on 8 ranks)."""
-    about = {"seq_len": TOKENS, "batch_size": 1, "gpu": "h100-80gb"} | surroundings(torch.device("cpu"))
-    rows = [measure(*shape) for shape in options.shapes(SHAPES)]
-    return Table("Time to plan", COLUMNS, rows, about, x="layers", y="total_s")
+    about = {"seq_len": TOKENS, "batch_size": 1, "gpu": "h100-80gb"}
+    rows = [measure(*shape) for shape in shapes_of(options, SHAPES)]
+    return Measured("Time to plan", rows, about)
 
 
 def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
@@ -67,3 +50,23 @@ def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
         "plan_s": end - chosen,
         "total_s": end - start,
     }
+
+
+PLANNING = Suite(
+    help="time to plan 8B, 70B, 405B and mixture-of-experts shapes for 8192 tokens on H100s, on meta",
+    reads=("model", "plot"),
+    columns=(
+        Column("model", "model"),
+        Column("ranks", "ranks", "{:,}"),
+        Column("layers", "layers"),
+        Column("kinds", "distinct blocks"),
+        Column("build_s", "build on meta s", "{:.2f}"),
+        Column("trace_s", "trace s", "{:.2f}"),
+        Column("choose_s", "choose s", "{:.2f}"),
+        Column("plan_s", "plan within 50% s", "{:.2f}"),
+        Column("total_s", "in all s", "{:.2f}"),
+    ),
+    run=_run,
+    x="layers",
+    y="total_s",
+)

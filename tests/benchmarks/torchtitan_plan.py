@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-from nemo_like.bench import torchtitan_step
-from nemo_like.bench.torchtitan_model import tensor_parallel_rank, with_ring
-from nemo_like.bench.torchtitan_seconds import HowRun, LayerSeconds, layer_seconds
 from nemo_like.distributed.pipeline.order import actions_of
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
@@ -28,6 +25,9 @@ from nemo_like.planning.seconds import KERNELS_PER_PARAMETER, Links, unit_second
 from nemo_like.planning.stages import PipelinePlanner, parts_of
 from nemo_like.planning.step_time import optimizer_seconds
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
+from tests.benchmarks import torchtitan_step
+from tests.benchmarks.torchtitan_model import tensor_parallel_rank, with_ring
+from tests.benchmarks.torchtitan_seconds import HowRun, LayerSeconds, layer_seconds
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,15 @@ class PublishedStep:
         """Of a line of a table, in which the loss may be compiled, too."""
         numbers = ("gpus", "dp_shard", "tp", "cp", "pp", "local_batch", "seq_len")
         return cls(
-            model=row["model"], schedule=row["schedule"], ac=row["ac"], compiled=row["compile"] == "yes",
-            fp8=row["precision"] == "fp8", async_tp=row["async_tp"] == "yes",
-            compiled_loss=compiled_loss, **{name: int(row[name]) for name in numbers},
-        )  # fmt: skip
+            model=row["model"],
+            schedule=row["schedule"],
+            ac=row["ac"],
+            compiled=row["compile"] == "yes",
+            fp8=row["precision"] == "fp8",
+            async_tp=row["async_tp"] == "yes",
+            compiled_loss=compiled_loss,
+            **{name: int(row[name]) for name in numbers},
+        )
 
     @property
     def microbatches(self) -> int:
@@ -67,9 +72,16 @@ class PublishedStep:
     @property
     def layout(self) -> Configuration:
         sizes = Layout(
-            1, self.dp_shard, self.tp, self.cp, 1, self.pp, self.schedule or None,
-            self.local_batch // self.microbatches, self.microbatches,
-        )  # fmt: skip
+            1,
+            self.dp_shard,
+            self.tp,
+            self.cp,
+            1,
+            self.pp,
+            self.schedule or None,
+            self.local_batch // self.microbatches,
+            self.microbatches,
+        )
         return configuration(Job(), sizes)
 
 
@@ -182,13 +194,15 @@ class _Stages(_Step):
         seconds = action_seconds(
             (
                 StageSeconds(
-                    sum(layer.whole_forward for layer in own), sum(layer.whole_backward for layer in own), 0.0,
+                    sum(layer.whole_forward for layer in own),
+                    sum(layer.whole_backward for layer in own),
+                    0.0,
                     stage.planner.outer().seconds,
                 )
                 for own, stage in zip(layers, planner.stages)
             ),
             "once",
-        )  # fmt: skip
+        )
         actions, count, step = actions_of(planner.pp), len(planner.stages), self.step
         same_host = self.device.gpus_per_host > step.gpus // step.pp
         handed = network.send_seconds(planner.hidden_bytes, same_host, self.device)
@@ -222,11 +236,12 @@ class _Stages(_Step):
 
 def _sum_of(layers: Sequence[LayerSeconds]) -> dict[str, float]:
     return {
-        "forward": sum(layer.forward for layer in layers), "backward": sum(layer.backward for layer in layers),
+        "forward": sum(layer.forward for layer in layers),
+        "backward": sum(layer.backward for layer in layers),
         "replay": sum(layer.replay for layer in layers),
         "tensor-parallel sums": sum(layer.sums_forward + layer.sums_backward for layer in layers),
         "ring": sum(layer.ring_forward + layer.ring_backward for layer in layers),
-    }  # fmt: skip
+    }
 
 
 def _dealt(layers: int, stages: int) -> tuple[int, ...]:

@@ -18,23 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from nemo_like.activation_checkpointing.engine import checkpoint_region, make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
-from nemo_like.bench.bench_report import Column, Table, surroundings
-from nemo_like.bench.suite_options import BenchOptions
-
-HELP = "step time of small layers, where the cost of checkpointing itself shows, against PyTorch's own contexts"
-READS = ("compile", "repeats", "warmup", "threads")
+from nemo_like.bench import BenchOptions, Column, Measured, Suite
 
 WIDTH, TOKENS, LAYERS, REPEATS = 64, 32, 4, 40
 HEADS, HEAD_DIM = 4, 16
 BASELINE = "PyTorch selective contexts"
-
-COLUMNS = (
-    Column("variant", "variant"),
-    Column("median_ms", "median ms", "{:.2f}"),
-    Column("relative", "relative to PyTorch's", "{:.3f}"),
-    Column("cpu_ms", "CPU ms", "{:.2f}"),
-    Column("cpu_relative", "CPU relative", "{:.3f}"),
-)
 
 Step = Callable[[Tensor], Tensor]
 
@@ -159,13 +147,23 @@ def run_overhead(
     ]
 
 
-def run(options: BenchOptions) -> Table:
-    """The suite: on the CPU, float32, at least 40 steps per variant; ``aot_eager`` unless other back ends are named."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads or threads)
-    try:
-        rows = run_overhead(max(options.repeats, REPEATS), max(options.warmup, 5), options.compile or ("aot_eager",))
-    finally:
-        torch.set_num_threads(threads)
-    about = {"layers": LAYERS, "width": WIDTH, "tokens": TOKENS, "repeats": max(options.repeats, REPEATS)}
-    return Table("Overhead of checkpointing", COLUMNS, rows, about | surroundings(torch.device("cpu")))
+def _run(options: BenchOptions) -> Measured:
+    """Measure on the CPU, in float32, at least 40 steps per variant; ``aot_eager`` unless other back ends are named."""
+    repeats = max(options.repeats, REPEATS)
+    rows = run_overhead(repeats, max(options.warmup, 5), options.compile or ("aot_eager",))
+    about = {"layers": LAYERS, "width": WIDTH, "tokens": TOKENS, "repeats": repeats}
+    return Measured("Overhead of checkpointing", rows, about)
+
+
+OVERHEAD = Suite(
+    help="step time of small layers, where the cost of checkpointing itself shows, against PyTorch's own contexts",
+    reads=("compile", "repeats", "warmup", "threads"),
+    columns=(
+        Column("variant", "variant"),
+        Column("median_ms", "median ms", "{:.2f}"),
+        Column("relative", "relative to PyTorch's", "{:.3f}"),
+        Column("cpu_ms", "CPU ms", "{:.2f}"),
+        Column("cpu_relative", "CPU relative", "{:.3f}"),
+    ),
+    run=_run,
+)

@@ -14,39 +14,19 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.engine.verification import VARIABLE
-from nemo_like.bench.bench_report import Column, Table, surroundings
-from nemo_like.bench.measured_step import clock_for, count_operators, peak_bytes, step_loss, use_threads, zero_gradients
-from nemo_like.bench.suite_memory import choose_modes, sample_of
-from nemo_like.bench.suite_options import BenchOptions
+from nemo_like.bench import BenchOptions, Column, Measured, Suite
+from nemo_like.bench.measured_step import peak_bytes, step_loss, time_steps, zero_gradients
+from nemo_like.bench.memory import choose_modes, sample_of
 from nemo_like.models import resolve_model
-
-HELP = "the first step with and without verification: time, peak bytes, operators; and the operators of the third"
-READS = (
-    "model", "batch_size", "seq_len", "input_shape", "device", "dtype", "modes",
-    "budgets", "repeats", "threads", "plot",
-)  # fmt: skip
-
-COLUMNS = (
-    Column("mode", "mode"),
-    Column("off_ms", "first step, off, ms", "{:.0f}"),
-    Column("on_ms", "on, ms", "{:.0f}"),
-    Column("ratio", "on / off", "{:.2f}"),
-    Column("off_peak", "peak MB, off", "{:.1f}"),
-    Column("on_peak", "on", "{:.1f}"),
-    Column("off_first", "operators, off", "{:,}"),
-    Column("on_first", "on", "{:,}"),
-    Column("off_third", "third step, off", "{:,}"),
-    Column("on_third", "on", "{:,}"),
-)
+from nemo_like.profiling.meters import quiet_profiler
 
 
-def run(options: BenchOptions) -> Table:
+def _run(options: BenchOptions) -> Measured:
     """Measure our eager modes on `options.model`; a new copy of it has each first step.
 
     Raises:
         ValueError: an unknown mode, or a model that cannot be built or has no layers.
     """
-    use_threads(options.threads)
     device = options.place()
     source = resolve_model(options.model)
     sample = sample_of(source, options, device)
@@ -62,7 +42,7 @@ def run(options: BenchOptions) -> Table:
                 row[f"{word}_ms"] = statistics.median(_timed(new(), sample, device) for _ in range(options.repeats))
                 row[f"{word}_peak"] = peak_bytes(new(), sample, device) / 1e6
                 counted = new()
-                counts = [count_operators(counted, sample) for _ in range(3)]
+                counts = [_count_operators(counted, sample) for _ in range(3)]
                 row |= {f"{word}_first": counts[0], f"{word}_third": counts[2]}
         rows.append(row | {"ratio": row["on_ms"] / row["off_ms"]})
     about = {
@@ -70,9 +50,7 @@ def run(options: BenchOptions) -> Table:
         "step": f"{options.batch_size} x {options.seq_len} tokens",
         "repeats": options.repeats,
     }
-    return Table(
-        "Verification of the first replay", COLUMNS, rows, about | surroundings(device), x="on_ms", y="on_peak"
-    )
+    return Measured("Verification of the first replay", rows, about)
 
 
 def _maker(base: nn.Module, prepare: Callable[[nn.Module], None]) -> Callable[[], nn.Module]:
@@ -88,15 +66,21 @@ def _maker(base: nn.Module, prepare: Callable[[nn.Module], None]) -> Callable[[]
 
 def _timed(model: nn.Module, sample: Any, device: torch.device) -> float:
     """Milliseconds of the next step."""
+    return time_steps([model], sample, device, 1, 0)[0][0]
+
+
+def _count_operators(model: nn.Module, sample: Any) -> int:
+    """Operators of the next step, those that no dispatch mode sees among them."""
     zero_gradients(model)
-    clock = clock_for(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = clock()
-    step_loss(model, sample).backward()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (clock() - start) * 1000
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+    with quiet_profiler():
+        profiler.start()
+    try:
+        step_loss(model, sample).backward()
+    finally:
+        with quiet_profiler():
+            profiler.stop()
+    return sum(event.name.startswith("aten::") for event in profiler.events() or ())
 
 
 @contextmanager
@@ -110,3 +94,36 @@ def _variable(value: str) -> Iterator[None]:
             del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = before
+
+
+VERIFY = Suite(
+    help="the first step with and without verification: time, peak bytes, operators; and the operators of the third",
+    reads=(
+        "model",
+        "batch_size",
+        "seq_len",
+        "input_shape",
+        "device",
+        "dtype",
+        "modes",
+        "budgets",
+        "repeats",
+        "threads",
+        "plot",
+    ),
+    columns=(
+        Column("mode", "mode"),
+        Column("off_ms", "first step, off, ms", "{:.0f}"),
+        Column("on_ms", "on, ms", "{:.0f}"),
+        Column("ratio", "on / off", "{:.2f}"),
+        Column("off_peak", "peak MB, off", "{:.1f}"),
+        Column("on_peak", "on", "{:.1f}"),
+        Column("off_first", "operators, off", "{:,}"),
+        Column("on_first", "on", "{:,}"),
+        Column("off_third", "third step, off", "{:,}"),
+        Column("on_third", "on", "{:,}"),
+    ),
+    run=_run,
+    x="on_ms",
+    y="on_peak",
+)

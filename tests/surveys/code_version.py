@@ -11,13 +11,16 @@ import nemo_like
 
 @cache
 def code_version() -> str:
-    """The commit of the package that runs, ``+`` behind it where its files differ; no checkout: the package's version."""
+    """The commit of the package that runs, with ``+`` where its files, or those of the surveys, differ.
+
+    Outside of a checkout it is the package's version.
+    """
     package = Path(nemo_like.__file__).parent
     commit = _git(package, "log", "-1", "--format=%h", "--abbrev=7", "--", ".")
     if not commit:
         return nemo_like.__version__
     head = _git(package, "rev-parse", "--short=7", "HEAD")
-    return head + ("+" if _git(package, "status", "--porcelain", "--", ".") else "")
+    return head + ("+" if _git(package, "status", "--porcelain", "--", ".", str(Path(__file__).parent)) else "")
 
 
 def _git(folder: Path, *words: str) -> str:

@@ -1,4 +1,4 @@
-"""Every model of the installed transformers, made small: the surveys of `nemo-like coverage` run them."""
+"""Every model of the installed transformers, made small: the surveys of `python -m tests.surveys` run them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.commands.tiny_rules import SETTINGS
 from nemo_like.extras import require
+from tests.surveys.tiny_rules import SETTINGS
 
 # What makes a configuration small. By the field's name, wherever in the tree of configurations it stands.
 _SIZES: dict[str, Any] = {
@@ -30,12 +30,18 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_group", "topk_group"), 2),
     "vocab_size": 96,
     "use_cache": False,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-}  # fmt: skip
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
-    (), ("head_dim",), ("head_dim", "num_key_value_heads"), ("hidden_size", "head_dim")
-)  # fmt: skip
+    (),
+    ("head_dim",),
+    ("head_dim", "num_key_value_heads"),
+    ("hidden_size", "head_dim"),
+)
 """What is left at its default size in each attempt: configurations check what must divide what."""
 
 

@@ -1,15 +1,16 @@
-"""What every suite is asked with."""
+"""Suites of benchmarks: what each is asked with, and how its rows become a table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from nemo_like.bench.table import Column, Table, surroundings
 from nemo_like.compile import parse_compile
 from nemo_like.distributed.launch import checked_device, local_device
-from nemo_like.models import PRESETS
 from nemo_like.options import MemoryBudget
 from nemo_like.options.words import check_whole
 
@@ -33,7 +34,7 @@ class BenchOptions:
     strategy: str = "single"
     """``single``, ``fsdp2`` or ``ddp``."""
     modes: tuple[str, ...] | None = None
-    """Names of the modes to run; None: every one that can run here. ``none`` is always run: the others are compared
+    """Names of the modes to run; None: every one that can run here. ``none`` always runs: the others are compared
     with it."""
     budgets: tuple[str, ...] = ("25%", "50%", "75%")
     """Memory budgets for the planner, as ``ac=`` takes them."""
@@ -65,7 +66,44 @@ class BenchOptions:
         """Where to run: the device that was asked for, else this rank's."""
         return local_device() if self.device is None else torch.device(self.device)
 
-    def shapes(self, large: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-        """The (preset, ranks) of a suite over `large` models; another preset in `model` is run alone, on 8 ranks."""
-        usual = {name for name, _ in large} | {type(self).model}
-        return ((self.model, 8),) if self.model in PRESETS and self.model not in usual else large
+
+@dataclass
+class Measured:
+    """What a suite found out; `Suite.measure` makes a `Table` of it."""
+
+    title: str
+    rows: list[dict[str, Any]]
+    about: dict[str, Any]
+    """How it was measured: model, sizes, repeats."""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One thing to measure. `measure` does it."""
+
+    help: str
+    reads: tuple[str, ...]
+    """Fields of `BenchOptions` that it reads, and ``plot`` where its rows can be drawn."""
+    columns: tuple[Column, ...]
+    run: Callable[[BenchOptions], Measured]
+    """Measure and return the rows; the threads are set."""
+    x: str = ""
+    """Key of the plot's horizontal axis; empty: no plot."""
+    y: str = ""
+
+    def measure(self, options: BenchOptions) -> Table:
+        """Run the suite as `options` ask, and add what its numbers depend on; the CPU threads are put back after it.
+
+        Raises:
+            ValueError: an unknown mode, a model that cannot be built, or what else the suite refuses.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(options.threads or threads)
+        try:
+            measured = self.run(options)
+            device = options.place() if "device" in self.reads else torch.device("cpu")
+            about = measured.about | surroundings(device)
+        finally:
+            torch.set_num_threads(threads)
+        return Table(measured.title, self.columns, measured.rows, about, measured.notes, self.x, self.y)

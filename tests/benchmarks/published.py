@@ -1,6 +1,6 @@
 """Suite ``published``: what others measured on GPUs beside what is predicted for the same job, row by row.
 
-The tables are package data (``published_*.csv``, each with its source in its first line). One set of device constants serves
+The tables are ``published_*.csv``, each with its source in its first line. One set of device constants serves
 all rows of a GPU; none is fitted to a row.
 """
 
@@ -8,35 +8,12 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from nemo_like.bench.bench_report import Column, Table, surroundings
-from nemo_like.bench.suite_options import BenchOptions
-from nemo_like.bench.torchtitan_plan import PublishedStep, plan_step
+from nemo_like.bench import BenchOptions, Column, Measured, Suite
 from nemo_like.planning.devices import Device, resolve_device
-
-HELP = "predict published steps of Llama 3 on 8 to 512 H100, and print prediction and publication side by side"
-READS = ("model",)
-
-COLUMNS = (
-    Column("model", "model"),
-    Column("gpus", "GPUs"),
-    Column("gpu", "GPU"),
-    Column("axes", "axes"),
-    Column("step", "sequences x tokens"),
-    Column("how", "how"),
-    Column("tokens_per_second", "tokens/s/GPU", "{:,.0f}"),
-    Column("published_tokens_per_second", "published", "{:,.0f}"),
-    Column("speed_off", "off", "{:+.0%}"),
-    Column("reserved_gib", "reserved GiB", "{:.1f}"),
-    Column("published_reserved_gib", "published", "{:.1f}"),
-    Column("memory_off", "off", "{:+.0%}"),
-    Column("peak_gib", "peak GiB", "{:.1f}"),
-    Column("left_out", "not modelled"),
-)
+from tests.benchmarks.torchtitan_plan import PublishedStep, plan_step
 
 
 def published_device() -> Device:
@@ -48,30 +25,32 @@ def published_device() -> Device:
     known = resolve_device("h100-80gb")
     clock = 500 / 700
     return replace(
-        known, name="h100-96gb-500w", memory_bytes=int(96e9), bandwidth=2.4e12 * 0.84,
+        known,
+        name="h100-96gb-500w",
+        memory_bytes=int(96e9),
+        bandwidth=2.4e12 * 0.84,
         matmul_flops={kind: value * clock for kind, value in known.matmul_flops.items()},
         attention_flops={kind: value * clock for kind, value in known.attention_flops.items()},
-    )  # fmt: skip
+    )
 
 
 def published_rows(gpu: str = "h100") -> list[dict[str, str]]:
     """The rows of the table for ``h100`` or ``h200`` as they were published."""
-    text = resources.files("nemo_like.bench").joinpath(f"published_{gpu}.csv").read_text(encoding="utf-8")
+    text = Path(__file__).with_name(f"published_{gpu}.csv").read_text(encoding="utf-8")
     return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
 
-def run(options: BenchOptions) -> Table:
+def _run(options: BenchOptions) -> Measured:
     """Predict every row (or those of `options.model`, if it is one of their models)."""
     rows = [(row, gpu) for gpu in ("h100", "h200") for row in published_rows(gpu)]
     if options.model in {row["model"] for row, _ in rows}:
         rows = [(row, gpu) for row, gpu in rows if row["model"] == options.model]
-    made = [predicted(row, gpu) for row, gpu in rows]
-    about = {"source": "torchtitan, benchmarks/: first line of nemo_like/bench/published_*.csv"}
+    about = {"source": "torchtitan, benchmarks/: first line of tests/benchmarks/published_*.csv"}
     notes = [
         "One set of device constants for all rows; what was left out of a prediction is in its last column.",
         "reserved: of our model of CUDA's caching allocator; of a pipeline, on the rank that has most.",
     ]
-    return Table("Published steps", COLUMNS, made, about | surroundings(torch.device("cpu")), notes)
+    return Measured("Published steps", [predicted(row, gpu) for row, gpu in rows], about, notes)
 
 
 def predicted(row: dict[str, str], gpu: str = "h100") -> dict[str, Any]:
@@ -86,16 +65,46 @@ def predicted(row: dict[str, str], gpu: str = "h100") -> dict[str, Any]:
     }
     left = ["fp8's memory"] * step.fp8 + ["compiled layers' memory"] * step.compiled
     return theirs | {
-        "model": row["model"], "gpus": step.gpus, "gpu": gpu,
-        "axes": ", ".join(f"{name} {size}" for name in ("dp_shard", "tp", "cp", "pp") if (size := getattr(step, name)) > 1),
-        "step": f"{step.local_batch} x {step.seq_len}", "how": ", ".join(_how(row)),
-        "tokens_per_second": speed, "speed_off": speed / theirs["published_tokens_per_second"] - 1,
-        "reserved_gib": reserved, "memory_off": reserved / theirs["published_reserved_gib"] - 1,
+        "model": row["model"],
+        "gpus": step.gpus,
+        "gpu": gpu,
+        "axes": ", ".join(
+            f"{name} {size}" for name in ("dp_shard", "tp", "cp", "pp") if (size := getattr(step, name)) > 1
+        ),
+        "step": f"{step.local_batch} x {step.seq_len}",
+        "how": ", ".join(_how(row)),
+        "tokens_per_second": speed,
+        "speed_off": speed / theirs["published_tokens_per_second"] - 1,
+        "reserved_gib": reserved,
+        "memory_off": reserved / theirs["published_reserved_gib"] - 1,
         "peak_gib": planned.memory.tensors / 2**30,
         "left_out": ", ".join(left) or None,
-    }  # fmt: skip
+    }
 
 
 def _how(row: dict[str, str]) -> list[str]:
     words = [row["ac"], row["precision"]] + [row["schedule"]] * bool(row["schedule"])
     return words + ["compiled"] * (row["compile"] == "yes") + ["async tp"] * (row["async_tp"] == "yes")
+
+
+PUBLISHED = Suite(
+    help="predict published steps of Llama 3 on 8 to 512 H100, and print prediction and publication side by side",
+    reads=("model",),
+    columns=(
+        Column("model", "model"),
+        Column("gpus", "GPUs"),
+        Column("gpu", "GPU"),
+        Column("axes", "axes"),
+        Column("step", "sequences x tokens"),
+        Column("how", "how"),
+        Column("tokens_per_second", "tokens/s/GPU", "{:,.0f}"),
+        Column("published_tokens_per_second", "published", "{:,.0f}"),
+        Column("speed_off", "off", "{:+.0%}"),
+        Column("reserved_gib", "reserved GiB", "{:.1f}"),
+        Column("published_reserved_gib", "published", "{:.1f}"),
+        Column("memory_off", "off", "{:+.0%}"),
+        Column("peak_gib", "peak GiB", "{:.1f}"),
+        Column("left_out", "not modelled"),
+    ),
+    run=_run,
+)

@@ -5,41 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from nemo_like.bench.bench_report import Column, Table, surroundings
-from nemo_like.bench.suite_options import BenchOptions
+from nemo_like.bench import BenchOptions, Column, Measured, Suite
 from nemo_like.layers import find_layers
-from nemo_like.models import resolve_model
+from nemo_like.models import PRESETS, resolve_model
 from nemo_like.parallelizer import parallelize
 from nemo_like.torch_compat import fake_store
-
-HELP = "set-up time of parallelize() for 8B, 70B and 405B shapes, on meta, with a fake process group"
-READS = ("model", "plot")
 
 SHAPES = (("llama3-8b", 8), ("llama3-70b", 64), ("llama3-405b", 512))
 """(preset, ranks)."""
 
-COLUMNS = (
-    Column("model", "model"),
-    Column("ranks", "ranks"),
-    Column("parameters", "parameters", "{:,}"),
-    Column("layers", "layers"),
-    Column("build_s", "build on meta s", "{:.2f}"),
-    Column("find_s", "find layers s", "{:.3f}"),
-    Column("parallelize_s", "parallelize s", "{:.2f}"),
-)
+
+def shapes_of(options: BenchOptions, large: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    """The (preset, ranks) of a suite over `large` models; another preset in `options.model` runs alone, on 8 ranks."""
+    usual = {name for name, _ in large} | {BenchOptions.model}
+    return ((options.model, 8),) if options.model in PRESETS and options.model not in usual else large
 
 
-def run(options: BenchOptions) -> Table:
+def _run(options: BenchOptions) -> Measured:
     """Set up each shape once (or, for another preset in `options.model`, that one with 8 ranks)."""
-    rows = [_measure(*shape) for shape in options.shapes(SHAPES)]
-    about = {"strategy": "fsdp2", "ac": "selective"} | surroundings(torch.device("cpu"))
-    return Table("Set-up time", COLUMNS, rows, about, x="parameters", y="parallelize_s")
+    rows = [_measure(*shape) for shape in shapes_of(options, SHAPES)]
+    return Measured("Set-up time", rows, {"strategy": "fsdp2", "ac": "selective"})
 
 
 def _measure(name: str, ranks: int) -> dict[str, Any]:
@@ -88,3 +78,21 @@ def fake_process_group(ranks: int) -> Iterator[None]:
                 os.environ.pop(key)
             else:
                 os.environ[key] = value
+
+
+SCALE = Suite(
+    help="set-up time of parallelize() for 8B, 70B and 405B shapes, on meta, with a fake process group",
+    reads=("model", "plot"),
+    columns=(
+        Column("model", "model"),
+        Column("ranks", "ranks"),
+        Column("parameters", "parameters", "{:,}"),
+        Column("layers", "layers"),
+        Column("build_s", "build on meta s", "{:.2f}"),
+        Column("find_s", "find layers s", "{:.3f}"),
+        Column("parallelize_s", "parallelize s", "{:.2f}"),
+    ),
+    run=_run,
+    x="parameters",
+    y="parallelize_s",
+)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from nemo_like.commands.plan_survey import BATCH, BUDGET, CLOSE, SECONDS, TOKENS, SurveyedPlan, model_types
-from nemo_like.commands.tiny_models import cell
 from nemo_like.extras import require
+from tests.surveys.plans import BATCH, BUDGET, CLOSE, SECONDS, TOKENS, SurveyedPlan, model_types
+from tests.surveys.tiny_models import cell
 
 SECTION = "## Budgets"
 
@@ -53,37 +53,39 @@ def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
     codes = Counter([*(row[6] for row in cells), *(_cells(line)[2] for line in others.values())])
     errors = [float(row[4].rstrip("%")) / 100 for row in cells if row[3] == "yes"]
     close = sum(abs(error) <= CLOSE for error in errors)
-    return "\n".join((
-        SECTION,
-        "",
-        "Made by `nemo-like coverage --plan --output docs/model-coverage.md`; `--only` renews the rows of some types, "
-        "`--resume` goes on where it was stopped.",
-        "",
-        f"Of the {len(model_types())} model types of transformers {version}, {len(lines) + len(others)} were tried, and "
-        f"{len(lines)} of these train here tiny (CPU, torch {torch.__version__}) on random input of the kind that they "
-        f"name as their main one: {BATCH} x {TOKENS} tokens, two pictures, or two sounds. Each was planned (in at most "
-        f"{SECONDS} s of CPU time) for {BUDGET:.0%} of its activation bytes (or the least that it can hold, where that "
-        "is more), on one device in float32 with AdamW, and run for two steps; the peak of the second was compared with "
-        f"the prediction, by the CPU allocator's events. {len(errors)} were planned and ran; of {close} the peak is "
-        f"within {CLOSE:.0%} ({close / max(1, len(lines)):.1%} of those that train); {sum(e < -CLOSE for e in errors)} "
-        f"peaked more than {CLOSE:.0%} higher than predicted. Errors are (predicted - measured) / measured; held: what is "
-        "alive between forward and backward.",
-        "",
-        "The column `code` has the commit of this package that a row was made with (≤: with it or one before): "
-        + ", ".join(f"{count} rows with {code}" for code, count in codes.most_common())
-        + ".",
-        "",
-        _COLUMNS,
-        "|---|---|---|---|---|---|---|---|",
-        *(line for _, line in sorted(lines.items())),
-        "",
-        f"{len(others)} types do not train here on such input:",
-        "",
-        _OTHERS,
-        "|---|---|---|",
-        *(line for _, line in sorted(others.items())),
-        "",
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            SECTION,
+            "",
+            "Made by `python -m tests.surveys --plan --output docs/model-coverage.md`; `--only` renews the rows of some "
+            "types, `--resume` goes on where it was stopped.",
+            "",
+            f"Of the {len(model_types())} model types of transformers {version}, {len(lines) + len(others)} were tried, and "
+            f"{len(lines)} of these train here tiny (CPU, torch {torch.__version__}) on random input of the kind that they "
+            f"name as their main one: {BATCH} x {TOKENS} tokens, two pictures, or two sounds. Each was planned (in at most "
+            f"{SECONDS} s of CPU time) for {BUDGET:.0%} of its activation bytes (or the least that it can hold, where that "
+            "is more), on one device in float32 with AdamW, and run for two steps; the peak of the second was compared with "
+            f"the prediction, by the CPU allocator's events. {len(errors)} were planned and ran; of {close} the peak is "
+            f"within {CLOSE:.0%} ({close / max(1, len(lines)):.1%} of those that train); {sum(e < -CLOSE for e in errors)} "
+            f"peaked more than {CLOSE:.0%} higher than predicted. Errors are (predicted - measured) / measured; held: "
+            "what is alive between forward and backward.",
+            "",
+            "The column `code` has the commit of this package that a row was made with (≤: with it or one before): "
+            + ", ".join(f"{count} rows with {code}" for code, count in codes.most_common())
+            + ".",
+            "",
+            _COLUMNS,
+            "|---|---|---|---|---|---|---|---|",
+            *(line for _, line in sorted(lines.items())),
+            "",
+            f"{len(others)} types do not train here on such input:",
+            "",
+            _OTHERS,
+            "|---|---|---|",
+            *(line for _, line in sorted(others.items())),
+            "",
+        )
+    )
 
 
 _OTHERS = "| model type | what it raised | code |"

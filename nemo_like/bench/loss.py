@@ -1,4 +1,4 @@
-"""Suite ``loss``: head and cross entropy of given hidden states: bytes, time, and how far from float32.
+"""Suite ``loss``: head and cross entropy of hidden states: bytes, time, and how far from float32.
 
 Whole logits, `chunked_cross_entropy`, torch's `F.linear_cross_entropy`, and where they are installed Liger and
 cut-cross-entropy take turns, step by step.
@@ -7,8 +7,8 @@ cut-cross-entropy take turns, step by step.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -16,28 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like.bench.bench_report import Column, Table, surroundings
-from nemo_like.bench.measured_step import clock_for, cpu_events, use_threads
-from nemo_like.bench.suite_options import BenchOptions
+from nemo_like.bench.measured_step import peak_of, summarize, take_turns
+from nemo_like.bench.suite import BenchOptions, Measured, Suite
+from nemo_like.bench.table import Column
 from nemo_like.losses import chunked_cross_entropy
-
-HELP = "head and loss: whole logits, ours in chunks, torch's linear_cross_entropy; bytes, time, errors"
-READS = ("batch_size", "seq_len", "device", "dtype", "peers", "repeats", "warmup", "threads", "plot")
 
 VOCABULARIES = (32_000, 128_000, 256_000)
 WIDTH, CHUNK = 256, 64
 WHOLE, OURS = "whole logits", "ours"
-
-COLUMNS = (
-    Column("variant", "variant"),
-    Column("vocabulary", "vocabulary"),
-    Column("peak_mb", "peak MB beyond gradients", "{:.1f}"),
-    Column("chunks", "in chunks of logits", "{:.2f}"),
-    Column("step_ms", "step ms", "{:.0f}"),
-    Column("ratio", "step / whole", "{:.3f}"),
-    Column("loss_error", "loss error", "{:.1e}"),
-    Column("gradient_error", "gradient error", "{:.1e}"),
-)
 
 Loss = Callable[[Tensor, nn.Linear, Tensor], Tensor]
 
@@ -57,21 +43,23 @@ def _torchs(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
 
 def variants(device: torch.device, peers: bool) -> dict[str, Loss]:
     """Name → loss, for what is there on this machine."""
-    found: dict[str, Loss] = {WHOLE: _whole, OURS: _ours}
+    losses: dict[str, Loss] = {WHOLE: _whole, OURS: _ours}
     if peers and hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions"):
-        found["x torch: linear_cross_entropy"] = _torchs
+        losses["x torch: linear_cross_entropy"] = _torchs
     if peers and device.type == "cuda":
         try:
             liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
-            found["x Liger"] = lambda h, head, y: liger.LigerFusedLinearCrossEntropyFunction.apply(h, head.weight, y)[0]
+            losses["x Liger"] = lambda h, head, y: liger.LigerFusedLinearCrossEntropyFunction.apply(h, head.weight, y)[
+                0
+            ]
         except ImportError:
             pass  # not installed: the table has no such row
         try:
             cut = importlib.import_module("cut_cross_entropy")
-            found["x cut-cross-entropy"] = lambda h, head, y: cut.linear_cross_entropy(h, head.weight, y)
+            losses["x cut-cross-entropy"] = lambda h, head, y: cut.linear_cross_entropy(h, head.weight, y)
         except ImportError:
             pass
-    return found
+    return losses
 
 
 def run_loss(
@@ -92,19 +80,23 @@ def run_loss(
     exact = _exact(hidden, head, labels)
     rows = []
     for name, loss in losses.items():
-        peak = _peak(lambda: loss(hidden, head, labels), [hidden, head.weight], device)  # noqa: B023 - called at once
+        peak = _peak(functools.partial(loss, hidden, head, labels), [hidden, head.weight], device)
         value, grads = _step(loss, hidden, head, labels)
-        error = max(float((g.to(e.dtype) - e).norm() / e.norm()) for g, e in zip(grads, exact[1]))
-        rows.append({
-            "variant": name, "vocabulary": vocabulary, "peak_mb": peak / 1e6,
-            "chunks": peak / (CHUNK * vocabulary * dtype.itemsize), "peer": name.startswith("x "),
-            "loss_error": abs(float(value) / float(exact[0]) - 1), "gradient_error": error,
-        })  # fmt: skip
-    times = _times(losses, hidden, head, labels, repeats, warmup)
-    for row in rows:
-        mine = times[str(row["variant"])]
-        row["step_ms"] = statistics.median(mine) * 1e3
-        row["ratio"] = statistics.median(one / other for one, other in zip(mine, times[WHOLE]))
+        row = {
+            "variant": name,
+            "vocabulary": vocabulary,
+            "peak_mb": peak / 1e6,
+            "chunks": peak / (CHUNK * vocabulary * dtype.itemsize),
+            "peer": name.startswith("x "),
+            "loss_error": abs(float(value) / float(exact[0]) - 1),
+            "gradient_error": max(float((g.to(e.dtype) - e).norm() / e.norm()) for g, e in zip(grads, exact[1])),
+        }
+        rows.append(row)
+    steps = [functools.partial(_step, loss, hidden, head, labels) for loss in losses.values()]
+    timed = take_turns(steps, device, repeats, warmup)
+    for row, times in zip(rows, timed):
+        summary = summarize(times, timed[0])
+        row |= {"step_ms": summary["step_ms"], "ratio": summary["ratio"]}
     return rows
 
 
@@ -125,47 +117,17 @@ def _peak(loss: Callable[[], Tensor], leaves: list[Tensor], device: torch.device
     """The most bytes alive in one step, less those of the gradients that it leaves."""
     for leaf in leaves:
         leaf.grad = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        loss().backward()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
-    else:
-        peak = max(cpu_events(lambda: loss().backward()))
+    peak = peak_of(lambda: loss().backward(), device)
     gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
     for leaf in leaves:
         leaf.grad = None
     return peak - gradients
 
 
-def _times(
-    losses: dict[str, Loss], hidden: Tensor, head: nn.Linear, labels: Tensor, repeats: int, warmup: int
-) -> dict[str, list[float]]:
-    clock, device = clock_for(hidden.device), hidden.device
-    times: dict[str, list[float]] = {name: [] for name in losses}
-    for turn in range(warmup + repeats):
-        for name, loss in losses.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            start = clock()
-            _step(loss, hidden, head, labels)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if turn >= warmup:
-                times[name].append(clock() - start)
-    return times
-
-
-def run(options: BenchOptions, vocabularies: tuple[int, ...] = VOCABULARIES) -> Table:
-    """The suite: batch_size x seq_len hidden states of width 256, chunks of 64 tokens."""
-    use_threads(options.threads)
-    device = options.place()
-    dtype = options.dtype or torch.float32
-    tokens = options.batch_size * options.seq_len
+def _run(options: BenchOptions) -> Measured:
+    device, dtype, tokens = options.place(), options.dtype or torch.float32, options.batch_size * options.seq_len
     rows: list[dict[str, Any]] = []
-    for vocabulary in vocabularies:
+    for vocabulary in VOCABULARIES:
         rows += run_loss(tokens, vocabulary, device, dtype, options.repeats, options.warmup, options.peers)
     about = {
         "tokens": tokens,
@@ -174,4 +136,23 @@ def run(options: BenchOptions, vocabularies: tuple[int, ...] = VOCABULARIES) -> 
         "dtype": str(dtype),
         "repeats": options.repeats,
     }
-    return Table("Head and loss", COLUMNS, rows, about | surroundings(device), x="step_ms", y="peak_mb")
+    return Measured("Head and loss", rows, about)
+
+
+LOSS = Suite(
+    help="head and loss: whole logits, ours in chunks, torch's linear_cross_entropy; bytes, time, errors",
+    reads=("batch_size", "seq_len", "device", "dtype", "peers", "repeats", "warmup", "threads", "plot"),
+    columns=(
+        Column("variant", "variant"),
+        Column("vocabulary", "vocabulary"),
+        Column("peak_mb", "peak MB beyond gradients", "{:.1f}"),
+        Column("chunks", "in chunks of logits", "{:.2f}"),
+        Column("step_ms", "step ms", "{:.0f}"),
+        Column("ratio", "step / whole", "{:.3f}"),
+        Column("loss_error", "loss error", "{:.1e}"),
+        Column("gradient_error", "gradient error", "{:.1e}"),
+    ),
+    run=_run,
+    x="step_ms",
+    y="peak_mb",
+)

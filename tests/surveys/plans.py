@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.bench.measured_step import cpu_events
-from nemo_like.commands.code_version import code_version
-from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, one_line, within
 from nemo_like.extras import require
 from nemo_like.fake.remembered import RememberedTables
 from nemo_like.job import Job
@@ -23,6 +21,8 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner, apply_plan
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.profiling.first_step import bytes_between_steps
+from tests.surveys.code_version import code_version
+from tests.surveys.tiny_models import ATTEMPTS, build_tiny, one_line, within
 
 BUDGET = 0.35
 """Share of the activation bytes of no checkpointing."""
@@ -32,9 +32,15 @@ CLOSE = 0.01
 BATCH, TOKENS, SAMPLES = 4, 64, 16_000
 
 _HEADS = (
-    "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC",
-    "SPEECH_SEQ_2_SEQ", "",
-)  # fmt: skip
+    "CAUSAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "MASKED_LM",
+    "IMAGE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "CTC",
+    "SPEECH_SEQ_2_SEQ",
+    "",
+)
 """The kinds of head that are tried for a type, in this order; the last is the model without one."""
 
 
@@ -183,9 +189,13 @@ def planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]
     except Exception as error:  # noqa: BLE001 - as above
         return SurveyedPlan(model_type, name, planned=str(budget), problem=one_line(error))
     return SurveyedPlan(
-        model_type, name, str(budget), ran=True, peak_error=(predicted.total - peak) / peak,
+        model_type,
+        name,
+        str(budget),
+        ran=True,
+        peak_error=(predicted.total - peak) / peak,
         held_error=(predicted.held - alive) / max(1, alive),
-    )  # fmt: skip
+    )
 
 
 def _budget(planner: Planner) -> MemoryBudget:

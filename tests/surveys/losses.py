@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.commands.tiny_causes import CAUSES
-from nemo_like.commands.tiny_models import ATTEMPTS, build_tiny, cell, one_line, within
-from nemo_like.commands.tiny_rules import INPUTS
 from nemo_like.extras import require
 from nemo_like.log import forget_announcements, logger
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss
+from tests.surveys.tiny_causes import CAUSES
+from tests.surveys.tiny_models import ATTEMPTS, build_tiny, cell, one_line, within
+from tests.surveys.tiny_rules import INPUTS
 
 ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 SECTION = "## Losses in chunks"
@@ -137,7 +137,7 @@ def markdown(rows: list[LossRow]) -> str:
     lines = [
         SECTION,
         "",
-        "Made by `nemo-like coverage --losses --output docs/model-coverage.md`.",
+        "Made by `python -m tests.surveys --losses --output docs/model-coverage.md`.",
         "",
         f"transformers {version} has {len(rows)} classes named `*ForCausalLM`, `*ForConditionalGeneration` or "
         f"`*LMHeadModel`. {len(ran)} of them run here tiny in training mode, on text with labels, and on pictures or sound "

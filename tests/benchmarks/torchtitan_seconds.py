@@ -80,9 +80,14 @@ def layer_seconds(problem: BlockProblem, choice: Choice, how: HowRun, links: Lin
     ring = [0.0, 0.0] if attention is None else _ring(records[attention], kernels[attention] / how.cp, how, links)
     again = sum(kernels[k] for k in run) + sum(sums.get(k, 0.0) for k in run) + (ring[0] if attention in run else 0.0)
     return LayerSeconds(
-        sum(kernels), sum(s * BACKWARD_TIMES[facts(op.op).attention] for s, op in zip(kernels, records)), again,
-        sum(sums.values()), back, ring[0], ring[1],
-    )  # fmt: skip
+        sum(kernels),
+        sum(s * BACKWARD_TIMES[facts(op.op).attention] for s, op in zip(kernels, records)),
+        again,
+        sum(sums.values()),
+        back,
+        ring[0],
+        ring[1],
+    )
 
 
 def _kernel(records: Sequence[OpRecord], k: int, seconds: float, how: HowRun, device: Device) -> float:

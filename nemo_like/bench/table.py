@@ -8,21 +8,11 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from nemo_like.extras import require
-
-
-class Results(Protocol):
-    """What a suite returns."""
-
-    def table(self) -> str: ...
-
-    def to_json(self) -> str: ...
-
-    def plot(self, path: str | os.PathLike[str]) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,218 @@
+"""Suite ``memory``: every mode side by side on one model: step time, bytes, recompute FLOPs, gradients."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nemo_like.bench.measured_step import (
+    clock_for,
+    compare_gradients,
+    gradients_of,
+    measure_bytes,
+    measure_flops,
+    summarize,
+    time_steps,
+)
+from nemo_like.bench.modes import Copies, Mode, compiler_budget_modes, our_modes, peer_modes, pick
+from nemo_like.bench.suite import BenchOptions, Measured, Suite
+from nemo_like.bench.table import Column
+from nemo_like.distributed.launch import world_size
+from nemo_like.distributed.mesh import build_mesh
+from nemo_like.distributed.shard import shard_layers
+from nemo_like.layers import find_layers
+from nemo_like.models import ModelSource, resolve_model
+
+_ERRORS = (ValueError, TypeError, RuntimeError, ImportError, AttributeError, NotImplementedError)
+"""What a mode may raise on a model or machine that is not for it."""
+
+
+@dataclass
+class Candidate:
+    """A model in one mode, and its row of the table."""
+
+    mode: Mode
+    model: nn.Module
+    copies: Copies
+    row: dict[str, Any]
+
+
+class SideBySide:
+    """One model in several modes; ``none``, the first, is what the others are compared with.
+
+    A mode that cannot run here has its reason in `notes` instead of a row.
+    """
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options = options
+        self.device = options.place()
+        self.source = resolve_model(options.model)
+        self.sample = sample_of(self.source, options, self.device)
+        self.notes: list[str] = []
+
+    def run(self, modes: Sequence[Mode], also: Callable[[Candidate], None]) -> list[Candidate]:
+        """Prepare and measure each mode, then let all take turns; `also` measures more into a candidate's row."""
+        candidates = self._measured(self._prepared(modes), also)
+        models = [candidate.model for candidate in candidates]
+        timed = time_steps(models, self.sample, self.device, self.options.repeats, self.options.warmup)
+        for candidate, times in zip(candidates, timed):
+            candidate.row |= summarize(times, timed[0])
+        return candidates
+
+    def _prepared(self, modes: Sequence[Mode]) -> list[Candidate]:
+        """One model per mode. On one device they share their parameters, so that large models fit."""
+        base: nn.Module | None = None
+        candidates: list[Candidate] = []
+        for mode in modes:
+            if base is None or self.options.strategy != "single":
+                torch.manual_seed(0)
+                base = self.source.build(device=self.device, dtype=self.options.dtype)
+            model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+            try:
+                copies = mode.prepare(model, self.sample)
+                model = _distribute(model, self.options.strategy, self.device)
+            except _ERRORS as error:
+                self._leave_out(mode, "not run", error)
+                continue
+            row = {"mode": ("x " if mode.peer else "") + mode.name, "peer": mode.peer}
+            candidates.append(Candidate(mode, model, copies, row))
+        return candidates
+
+    def _measured(self, candidates: list[Candidate], also: Callable[[Candidate], None]) -> list[Candidate]:
+        """Those of `candidates` that ran, with their bytes and gradients."""
+        wanted: dict[str, torch.Tensor] = {}
+        ran = []
+        for candidate in candidates:
+            try:
+                gradients = gradients_of(candidate.model, self.sample)
+                wanted = wanted or {key: gradient.clone() for key, gradient in gradients.items()}
+                candidate.row["gradients"] = compare_gradients(wanted, gradients)
+                counted = measure_bytes(candidate.model, self.sample, self.device)
+                candidate.row |= {"peak_mb": counted.peak / 1e6, "held_mb": counted.held / 1e6}
+                also(candidate)
+            except _ERRORS as error:
+                self._leave_out(candidate.mode, "failed", error)
+                continue
+            ran.append(candidate)
+        return ran
+
+    def _leave_out(self, mode: Mode, what: str, error: Exception) -> None:
+        """Write a note; without ``none`` there is nothing to compare with, so its error is raised."""
+        if mode.name == "none":
+            raise error
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        self.notes.append(f"{mode.name}: {what}: {first_line}")
+
+
+def sample_of(source: ModelSource, options: BenchOptions, device: torch.device) -> Any:
+    """The input of every step."""
+    if options.input_shape is None:
+        return source.sample_input(options.batch_size, options.seq_len, device)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(options.input_shape, generator=generator).to(device, options.dtype)
+
+
+def tokens_of(options: BenchOptions) -> str:
+    """The size of a step, for a table."""
+    return f"{options.batch_size} x {options.seq_len} tokens"
+
+
+def choose_modes(options: BenchOptions, device: torch.device) -> list[Mode]:
+    """The modes that `options` asks for, ``none`` first.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    modes = our_modes(options.budgets) + (peer_modes() if options.peers else [])
+    if device.type == "cpu":  # tensors of the CPU are in host memory already
+        modes = [mode for mode in modes if not mode.offloads]
+    modes += [mode.under(backend) for backend in options.compile for mode in modes[:3]]  # none, full, selective
+    if options.peers:
+        modes += [mode for backend in options.compile for mode in compiler_budget_modes(backend)]
+    return pick(modes, options.modes)
+
+
+def _distribute(model: nn.Module, strategy: str, device: torch.device) -> nn.Module:
+    if strategy == "single" or world_size() == 1:
+        return model
+    if strategy == "ddp":
+        return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    shard_layers(model, find_layers(model), build_mesh(device_type=device.type))
+    return model
+
+
+def _run(options: BenchOptions) -> Measured:
+    compared = SideBySide(options)
+    modes = choose_modes(options, compared.device)
+    flops: dict[str, tuple[int, int]] = {}
+
+    def count_flops(candidate: Candidate) -> None:
+        if candidate.mode.backend is None:  # a compiled graph is one operator to the counter
+            flops[candidate.row["mode"]] = measure_flops(candidate.model, compared.sample)
+
+    candidates = compared.run([mode for mode in modes if not mode.isolated], count_flops)
+    for mode in (mode for mode in modes if mode.isolated):
+        torch.compiler.reset()
+        candidates += compared.run([modes[0], mode], count_flops)[1:]  # against a ``none`` of its own turns
+    tokens = options.batch_size * (options.seq_len if options.input_shape is None else 1) * world_size()
+    forward, whole = flops["none"]
+    for row in (candidate.row for candidate in candidates):
+        row["tokens_per_s"] = tokens / row["step_ms"] * 1000
+        if row["mode"] in flops:
+            row["recompute"] = (flops[row["mode"]][1] - whole) / forward if forward else 0.0
+    about = {
+        "model": options.model,
+        "step": f"input {options.input_shape}" if options.input_shape else tokens_of(options),
+        "strategy": options.strategy,
+        "ranks": world_size(),
+        "clock": "CPU time" if clock_for(compared.device) is time.process_time else "wall time",
+        "dtype": str(options.dtype or torch.float32),
+        "repeats": options.repeats,
+    }
+    note = (
+        "Peak and held: bytes beyond parameters, gradients and inputs, from PyTorch's allocator; held is between "
+        "forward and backward. Ratio: median over turns; the modes take turns. x: somebody else's code."
+    )
+    rows = [candidate.row for candidate in candidates]
+    return Measured(f"Modes of training {options.model}", rows, about, [*compared.notes, note])
+
+
+MEMORY = Suite(
+    help="all modes on one model: step time, peak and held bytes, recompute FLOPs, tokens/s, gradient equality",
+    reads=(
+        *(
+            "model",
+            "batch_size",
+            "seq_len",
+            "input_shape",
+            "device",
+            "dtype",
+            "strategy",
+            "modes",
+            "budgets",
+            "compile",
+        ),
+        *("peers", "repeats", "warmup", "threads", "plot"),
+    ),
+    columns=(
+        Column("mode", "mode"),
+        Column("ratio", "step time / none", "{:.2f}"),
+        Column("step_ms", "step ms", "{:.1f}"),
+        Column("spread", "spread", "{:.0%}"),
+        Column("tokens_per_s", "tokens/s", "{:,.0f}"),
+        Column("peak_mb", "peak MB", "{:.2f}"),
+        Column("held_mb", "held MB", "{:.2f}"),
+        Column("recompute", "recompute / forward FLOPs", "{:.1%}"),
+        Column("gradients", "gradients = none's"),
+    ),
+    run=_run,
+    x="ratio",
+    y="peak_mb",
+)

@@ -1,0 +1,1 @@
+"""Benchmarks of ourselves: `python -m tests.benchmarks SUITE` prints what pages of `docs/benchmarks/` show."""

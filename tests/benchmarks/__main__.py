@@ -1,0 +1,60 @@
+"""`python -m tests.benchmarks SUITE`: how fast we plan, set up and check, and published steps beside predicted ones."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from nemo_like.commands.bench_command import add_options, run_suite
+from nemo_like.console import examples, start_logging
+from tests.benchmarks.check import CHECK
+from tests.benchmarks.overhead import OVERHEAD
+from tests.benchmarks.planning import PLANNING
+from tests.benchmarks.published import PUBLISHED
+from tests.benchmarks.scale import SCALE
+from tests.benchmarks.verify import VERIFY
+
+PROGRAM = "python -m tests.benchmarks"
+
+SUITES = {
+    "published": PUBLISHED,
+    "planning": PLANNING,
+    "check": CHECK,
+    "scale": SCALE,
+    "verify": VERIFY,
+    "overhead": OVERHEAD,
+}
+"""The suites, by name."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one suite and return the exit status: 0 done, 2 bad input (one line says what), 130 interrupted."""
+    start_logging()
+    args = make_parser().parse_args(argv)
+    try:
+        return run_suite(SUITES[args.suite], args)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A suite's name, then the options of `nemo-like bench`."""
+    suites = "\n".join(f"  {name:<10} {suite.help}" for name, suite in SUITES.items())
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=f"suites:\n{suites}",
+        epilog=examples(PROGRAM, ("published --markdown", "overhead --threads 1")),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("suite", choices=SUITES, help="what to measure")
+    add_options(parser)
+    parser.set_defaults(own=parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
