@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from nemo_like.activation_checkpointing import ops
-from nemo_like.activation_checkpointing.engine import observer
-from nemo_like.activation_checkpointing.engine.kept import Kept
+from nemo_like.activation_checkpointing.engine import dispatch
+from nemo_like.activation_checkpointing.engine.handles import Kept
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, Decision
 from nemo_like.op_lookup import Op
 from nemo_like.tensors import tensors_in
@@ -237,7 +237,7 @@ def trace_regions() -> Iterator[Trace]:
     def start(name: str, kept: Callable[[], list[Kept]], inputs: list[Tensor]) -> _Recorder:
         return _Recorder(name, kept, inputs)
 
-    with observer.watching(start, lambda recorder: trace.regions.append(recorder.finish())):
+    with dispatch.watching(start, lambda recorder: trace.regions.append(recorder.finish())):
         yield trace
 
 

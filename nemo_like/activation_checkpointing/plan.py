@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from nemo_like.activation_checkpointing.engine.transfer import Transfer
+from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.log import warn_once

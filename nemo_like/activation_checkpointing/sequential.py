@@ -21,14 +21,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
-from nemo_like.activation_checkpointing.engine.containers import map_leaves
-from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, kinds_for
-from nemo_like.activation_checkpointing.engine.generator_mode import as_watched, watch_generators
+from nemo_like.activation_checkpointing.engine.deep_state import map_leaves
+from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, as_watched, kinds_for, watch_generators
+from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot
-from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld, module_of
+from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot, ModuleWorld, module_of
 from nemo_like.activation_checkpointing.engine.region import Region, within
-from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.log import warn_once

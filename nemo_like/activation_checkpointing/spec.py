@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypedDict, Unpack
 
-from nemo_like.activation_checkpointing.engine.transfer import Transfer
+from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
 
 KEEP_NOTHING = FullPolicy()

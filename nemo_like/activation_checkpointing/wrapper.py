@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.engine import run_region
-from nemo_like.activation_checkpointing.engine.transfer import Transfer
+from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.only_ours import FLAGS, second_replay
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy

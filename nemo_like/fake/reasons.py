@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.module_tree import bare_modules
 

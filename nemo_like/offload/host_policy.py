@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like.activation_checkpointing.engine.transfer import Transfer
+from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.module_tree import every_module

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.apply import apply_specs
-from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.handles import RegionError, Transfer
 from nemo_like.activation_checkpointing.engine.module_state import copied_in_forward
-from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.keep_routing import KeepRouting
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan, plan_specs

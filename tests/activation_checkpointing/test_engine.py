@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
-from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import (
     HOST,
     RECOMPUTE,

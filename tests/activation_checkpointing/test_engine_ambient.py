@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_like import torch_compat
 from nemo_like.activation_checkpointing.engine import ambient, checkpoint_region
-from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.activation_checkpointing.engine.flags import put_back, switches_for
+from nemo_like.activation_checkpointing.engine.ambient import put_back, switches_for
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
 from tests.models.blocks import LlamaBlock, assert_bitwise, gradients, region
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine import checkpoint_region
-from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import SKIP, DecisionTable, FullPolicy
 
 MODES = ["full", "selective", "submodule", "sequential"]

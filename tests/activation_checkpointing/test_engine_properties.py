@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
-from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import (
     HOST,
     RECOMPUTE,

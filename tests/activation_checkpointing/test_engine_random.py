@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing
-from nemo_like.activation_checkpointing.engine import checkpoint_region, cpu_random, host_random
+from nemo_like.activation_checkpointing.engine import checkpoint_region, random_state
 from nemo_like.activation_checkpointing.policy import SAVE, DecisionTable, FullPolicy, SelectivePolicy
 
 np = pytest.importorskip("numpy")
@@ -111,10 +111,10 @@ def test_the_replay_draws_what_forward_drew(ac: str, source: str) -> None:
 def test_where_the_states_cannot_be_read_in_place_the_public_functions_do(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_random, "_at", lambda kind, address: kind())  # zeros, from elsewhere
-    monkeypatch.setattr(host_random, "_python", host_random._Python())
-    monkeypatch.setattr(host_random, "_numpy", None)
-    assert host_random._python._twister is None
+    monkeypatch.setattr(random_state, "_at", lambda kind, address: kind())  # zeros, from elsewhere
+    monkeypatch.setattr(random_state, "_python", random_state._Python())
+    monkeypatch.setattr(random_state, "_numpy", None)
+    assert random_state._python._twister is None
     test_the_replay_draws_what_forward_drew("full", source)
 
 
@@ -157,7 +157,7 @@ UNMARKED = [CHANGES_OF_STATE["nothing"], CHANGES_OF_STATE["the seed that it had"
 
 @pytest.mark.parametrize("before", [0, 1, 623, 624])
 def test_a_mark_tells_of_draws_as_the_state_does(before: int) -> None:
-    random_numbers = cpu_random.CpuRandom()
+    random_numbers = random_state.CpuRandom()
     for change in CHANGES_OF_STATE.values():
         torch.manual_seed(0)
         torch.rand(before)
@@ -170,9 +170,9 @@ def test_a_mark_tells_of_draws_as_the_state_does(before: int) -> None:
 
 
 def test_where_no_mark_can_be_read_the_states_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_random._offset() is not None
-    monkeypatch.setattr(cpu_random, "_SEARCHED", 0)
-    assert cpu_random._offset() is None
+    assert random_state._offset() is not None
+    monkeypatch.setattr(random_state, "_SEARCHED", 0)
+    assert random_state._offset() is None
     test_a_mark_tells_of_draws_as_the_state_does(0)
 
 

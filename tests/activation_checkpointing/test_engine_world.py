@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like import apply_activation_checkpointing
-from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.wrapper import unwrap_checkpoint_wrapper
 
 MODES = ["full", "selective", "submodule", "sequential"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine import run_region
-from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.module_parts import walk_of
 from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy

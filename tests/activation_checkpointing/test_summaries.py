@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from nemo_like.activation_checkpointing.engine import summaries as module
-from nemo_like.activation_checkpointing.engine.summaries import summaries
+from nemo_like.activation_checkpointing.engine import verification as module
+from nemo_like.activation_checkpointing.engine.verification import summaries
 
 PIECE = 1024 * 2048
 SHAPES = [

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing import sequential
 from nemo_like.activation_checkpointing.engine import region
-from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 
 AROUND: contextvars.ContextVar[float] = contextvars.ContextVar("around", default=1.0)
 GLOBAL = {"calls": 0}

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing.engine import checkpoint_region
-from nemo_like.activation_checkpointing.engine.errors import RegionError
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, DecisionTable
 from nemo_like.distributed.documents import keep_documents_apart

@@ -26,10 +26,9 @@ import torch
 
 from nemo_like import torch_compat
 from nemo_like.activation_checkpointing.engine.compiled import compiled_region, make_selective_checkpoint_context_fn
-from nemo_like.activation_checkpointing.engine.errors import RegionError
 from nemo_like.activation_checkpointing.engine.halves import half_of_backward
+from nemo_like.activation_checkpointing.engine.handles import RegionError, Transfer
 from nemo_like.activation_checkpointing.engine.region import Region
-from nemo_like.activation_checkpointing.engine.transfer import Transfer
 from nemo_like.activation_checkpointing.policy import Policy
 
 __all__ = [

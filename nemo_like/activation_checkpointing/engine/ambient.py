@@ -9,22 +9,28 @@ back end, a replaced `F.scaled_dot_product_attention`, function modes (a context
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from operator import is_
+from contextlib import AbstractContextManager, ExitStack
+from operator import call, is_
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from nemo_like.activation_checkpointing.engine.context_variables import ContextVariables
-from nemo_like.activation_checkpointing.engine.cpu_random import CpuRandom, State
-from nemo_like.activation_checkpointing.engine.flags import put_back, read_switches, switches_for
-from nemo_like.activation_checkpointing.engine.generators import Generators
-from nemo_like.activation_checkpointing.engine.host_random import HostRandom
-from nemo_like.torch_compat import function_modes, sdp_priority, set_sdp_priority, without_function_modes
+from nemo_like.activation_checkpointing.engine.deep_state import is_container, is_plain, map_leaves
+from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
+from nemo_like.activation_checkpointing.engine.random_state import CpuRandom, Generators, HostRandom, State
+from nemo_like.torch_compat import (
+    SWITCH_READERS,
+    function_modes,
+    sdp_priority,
+    set_sdp_priority,
+    without_function_modes,
+)
 
 Restore = Callable[[], AbstractContextManager[Any]]
 Capture = Callable[[], Restore | None]
@@ -235,3 +241,147 @@ def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator
 
 
 register("transformer-engine attention back end", _transformer_engine_attention_cache)
+
+
+# Context variables: a replay runs in the context that forward ran in, and what it sets or collects there is dropped.
+#
+# What a variable holds is kept as a region's arguments are: tensors saved by autograd, containers as they were. So a
+# list in which forward collects something (as transformers collects hidden states) gets nothing a second time.
+
+_BUILT_IN = (list, dict, set)
+
+
+class ContextVariables:
+    """The context at the moment of creation."""
+
+    __slots__ = ("_context", "_empty", "_held", "_saved")
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._held: tuple[contextvars.ContextVar[Any], ...] = ()
+        self._empty: list[tuple[contextvars.ContextVar[Any], type]] = []
+        """Variables with an empty container, and its type: torch's compiler leaves some in every context."""
+        held = {}
+        for variable, value in self._context.items():
+            if is_container(value):
+                if not value and type(value) in _BUILT_IN:
+                    self._empty.append((variable, type(value)))
+                elif type(value) is not tuple or not all(map(is_plain, map(type, value))):  # which nobody can change
+                    held[variable] = value
+            elif isinstance(value, Tensor):
+                held[variable] = value
+        if held:
+            self._held = tuple(held)
+            self._saved = SavedInputs(map_leaves(_without_graph, tuple(held.values())), {})
+            self._context.run(_set, self._held, [None] * len(held))  # else they would be held twice
+
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function` in a copy of the context; raises RegionError if a tensor in it was changed in place."""
+        context = self._context.copy()
+        for variable, kind in self._empty:
+            context.run(variable.set, kind())
+        if self._held:
+            context.run(_set, self._held, self._saved.get(region)[0])
+        return context.run(function, *args, **kwargs)
+
+
+def _without_graph(leaf: Any) -> Any:
+    # A region that held the graph of a tensor which an earlier call of it put there would never be freed.
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _set(variables: tuple[contextvars.ContextVar[Any], ...], values: list[Any]) -> None:
+    for variable, value in zip(variables, values):
+        variable.set(value)
+
+
+# torch's global switches that decide in what type operators compute, and by which kernels, those of SDPA among them.
+
+Switch = tuple[Callable[[], Any], Callable[[Any], None]]
+"""How to read it, and how to set it to what was read."""
+
+_backends: Any = torch.backends
+SDPA_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _attributes(owner: Any, *names: str) -> list[Switch]:
+    def switch(name: str) -> Switch:
+        return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+    return [switch(name) for name in names]
+
+
+def _precision(old: Switch, backends: list[Any]) -> Switch:
+    """torch has two sets of names for float32's precision. After the newer one was used, asking by the older one raises."""
+
+    def read() -> Any:
+        try:
+            return old[0]()
+        except RuntimeError:
+            return [backend.fp32_precision for backend in backends]
+
+    def put(value: Any) -> None:
+        if not isinstance(value, list):
+            old[1](value)
+            return
+        for backend, wanted in zip(backends, value):
+            if backend.fp32_precision != wanted:
+                backend.fp32_precision = wanted
+
+    return read, put
+
+
+def _put_deterministic(value: bool) -> None:
+    torch.use_deterministic_algorithms(value, warn_only=SWITCH_READERS["warn_only"]())
+
+
+def _put_warn_only(value: bool) -> None:
+    torch.use_deterministic_algorithms(SWITCH_READERS["deterministic"](), warn_only=value)
+
+
+_ALWAYS: list[Switch] = [
+    *((SWITCH_READERS[kind], getattr(_backends.cuda, f"enable_{kind}_sdp")) for kind in SDPA_KERNELS),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (SWITCH_READERS["deterministic"], _put_deterministic),
+    (SWITCH_READERS["warn_only"], _put_warn_only),
+    _precision(
+        (SWITCH_READERS["matmul_precision"], torch.set_float32_matmul_precision),
+        [_backends.cuda.matmul, _backends.mkldnn.matmul],
+    ),
+    (SWITCH_READERS["mkldnn"], lambda value: setattr(_backends.mkldnn, "enabled", value)),
+]
+_ON_CUDA: list[Switch] = [
+    *_attributes(_backends.cudnn, "enabled", "benchmark", "deterministic"),
+    _precision(
+        _attributes(_backends.cudnn, "allow_tf32")[0],
+        [_backends.cudnn.conv, _backends.cudnn.rnn],
+    ),
+    *_attributes(
+        _backends.cuda.matmul,
+        "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation",
+    ),
+]  # fmt: skip
+_ON_CPU_AND_CUDA = _ALWAYS + _ON_CUDA
+
+
+_READ_ALWAYS = [read for read, _ in _ALWAYS]
+_READ_ON_CPU_AND_CUDA = [read for read, _ in _ON_CPU_AND_CUDA]
+
+
+def switches_for(device: str | None) -> list[Switch]:
+    """Those that exist; those of CUDA's libraries only where `device` is ``"cuda"``."""
+    return _ON_CPU_AND_CUDA if device == "cuda" else _ALWAYS
+
+
+def read_switches(device: str | None) -> list[Any]:
+    """What each of `switches_for` reads."""
+    return list(map(call, _READ_ON_CPU_AND_CUDA if device == "cuda" else _READ_ALWAYS))
+
+
+def put_back(switches: list[Switch], wanted: list[Any], stack: ExitStack) -> None:
+    """Set what was read as `wanted`, until `stack` ends."""
+    for (read, put), value in zip(switches, wanted):
+        now = read()
+        if now != value:
+            stack.callback(put, now)
+            put(value)

@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
-from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.activation_checkpointing.engine.generators import Generators
-from nemo_like.activation_checkpointing.engine.kept import (
+from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
     OnHost,
+    Placeholder,
+    RegionError,
     Skipped,
+    Transfer,
+    beside_placeholders,
     decision_of,
     from_host,
     map_kept,
-    map_tensors,
+    map_output,
     on_host,
     private_copy,
     storages,
     versions,
 )
-from nemo_like.activation_checkpointing.engine.placeholder import Placeholder, beside_placeholders
-from nemo_like.activation_checkpointing.engine.transfer import Transfer
+from nemo_like.activation_checkpointing.engine.random_state import Generators
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.log import warn_once
 from nemo_like.op_lookup import Op
@@ -38,6 +39,10 @@ from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_pytho
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
     from nemo_like.activation_checkpointing.policy import Policy
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from nemo_like.activation_checkpointing.engine.random_state import are_given, key_of, learn
 
 TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0
 """RANDOM: tracked, and draws random numbers."""
@@ -190,10 +195,10 @@ class ForwardMode(_Mode):
             entry.value = out
             entry.version = versions(out)
         elif decision is HOST:
-            entry.value = map_tensors(lambda t: OnHost(self.transfer.to_host(t)), out)
+            entry.value = map_output(lambda t: OnHost(self.transfer.to_host(t)), out)
             entry.version = frozenset(key for tensor in tensors_in(out) for key in storages(tensor))
         elif decision is SKIP:
-            entry.value = map_tensors(Skipped, out)
+            entry.value = map_output(Skipped, out)
             if not tensors_in(out):
                 raise RegionError(f"Region {self.region_name!r}: {func} returns no tensor and can't be skipped.")
         return entry
@@ -220,7 +225,7 @@ class ForwardMode(_Mode):
             elif entry.decision is SAVE and not entry.private:
                 mine = tensors_in(entry.value)
                 if any(storages(tensor) & written for tensor in mine):
-                    entry.value = map_tensors(private_copy, entry.value)
+                    entry.value = map_output(private_copy, entry.value)
                     entry.version = versions(entry.value)
                     entry.private = True
 
@@ -318,3 +323,74 @@ class ReplayMode(_Mode):
 
 
 _AFTER_THE_END = Kept(None, RECOMPUTE, 0)
+
+
+# Looks at the operators of a forward for the generators of random numbers that they are given.
+
+
+class _Watch(_Mode):
+    def __init__(self, generators: Generators, key: Any) -> None:
+        super().__init__()
+        self.generators, self.key, self.given = generators, key, False
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and kwargs.get("generator") is not None:
+            self.given = self.generators.note(kwargs["generator"]) or self.given
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            learn(self.key, self.given)
+
+
+class _PassBy(_Mode):
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def as_watched(*watching: AbstractContextManager[Any] | None) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes, for a replay, the like of what was `watching` its forward.
+
+    Some operators (the CTC loss, what asks `areAnyTensorSubclassLike` in C++) run other kernels under any dispatch mode.
+    """
+    return nullcontext if watching.count(None) == len(watching) else _PassBy
+
+
+def watch_generators(
+    generators: Generators | None, mode: ForwardMode | None, function: Any, arguments: Iterable[Any], own: Iterable[Any]
+) -> AbstractContextManager[Any] | None:
+    """The context for a forward of `function`: within it `generators` notes those that operators are given. None: no need.
+
+    Those among its `arguments` and its modules' `own` are noted at once. `mode`, where the region has one, looks at
+    every operator anyway, and is made to note them.
+    """
+    if mode is not None:
+        mode.generators = generators
+    if generators is None:
+        return None
+    generators.note_all((*arguments, *own))
+    generators.note_named(function)
+    key = key_of(function)
+    return _Watch(generators, key) if mode is None and are_given(key) else None
+
+
+# The one place where somebody may look on while regions run (`trace` does).
+
+start: Callable[..., Any] | None = None
+"""Makes, for one region's forward, a dispatch mode with a method ``packed(tensor)``; None: nobody looks on."""
+done: Callable[[Any], None] | None = None
+"""Called with that mode at the end of the region's forward."""
+
+
+@contextmanager
+def watching(at_start: Callable[..., Any], at_end: Callable[[Any], None]) -> Iterator[None]:
+    """Look on at every region whose forward starts inside; raises RuntimeError if somebody does already."""
+    global start, done
+    if start is not None:
+        raise RuntimeError("Regions are being traced already; end that trace first.")
+    start, done = at_start, at_end
+    try:
+        yield
+    finally:
+        start = done = None

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine.deep_state import DeepState, has_state, is_plain
-from nemo_like.activation_checkpointing.engine.generators import all_names, is_generator, names_of_globals
 from nemo_like.activation_checkpointing.engine.halves import Halves
-from nemo_like.activation_checkpointing.engine.outside import Outside
+from nemo_like.activation_checkpointing.engine.random_state import all_names, is_generator, names_of_globals
 
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -341,3 +340,37 @@ def _is_configuration(name: str, value: Any) -> bool:
         return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor)
     others = nn.Module | Tensor | type | types.ModuleType | types.FunctionType | dict
     return name.rpartition("_")[2] in _CONFIG and hasattr(value, "__dict__") and not isinstance(value, others)
+
+
+# Which of the tensors that autograd saves in a module's forward come from elsewhere: learned from its first replay.
+#
+# Of those a region keeps a weak reference to the memory, to notice a change in place before backward (see
+# `Region.check_same_version`). For the many that the forward makes itself that would take time and tell nothing.
+
+
+class Outside:
+    """What was learned of one module; `indices` is None while nothing is known."""
+
+    __slots__ = ("_count", "_stamp", "indices")
+
+    def __init__(self) -> None:
+        self._stamp: object = None
+        self._count = 0
+        self.indices: frozenset[int] | None = None
+
+    def check(self, stamp: object) -> frozenset[int] | None:
+        """`indices`, for a forward that begins; forgotten where `stamp` is another one (a mask is cached from now on)."""
+        if stamp is not self._stamp:
+            self._stamp, self.indices = stamp, None
+        return self.indices
+
+    def forward_done(self, count: int, used: frozenset[int] | None) -> None:
+        """After a forward that saved `count` tensors and knew of `used`: another number is another forward."""
+        if used is not None and used is self.indices and count != self._count:
+            self.indices = None
+
+    def learn(self, count: int, known: set[int]) -> None:
+        """After a replay of a forward that saved `count` tensors, of which those `known` were made in it, or are watched
+        by others: parameters and buffers by `ModuleWorld`, arguments by `SavedInputs`."""
+        self._count = count
+        self.indices = frozenset(range(count)) - known

@@ -13,28 +13,32 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like import torch_compat
-from nemo_like.activation_checkpointing.engine import observer, verification
+from nemo_like.activation_checkpointing.engine import dispatch, verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
-from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
-from nemo_like.activation_checkpointing.engine.errors import RegionError
-from nemo_like.activation_checkpointing.engine.generator_mode import as_watched, watch_generators
+from nemo_like.activation_checkpointing.engine.dispatch import (
+    ForwardMode,
+    ReplayMode,
+    as_watched,
+    kinds_for,
+    watch_generators,
+)
 from nemo_like.activation_checkpointing.engine.halves import SplitBackward, current_half
-from nemo_like.activation_checkpointing.engine.input_writes import watch_writes
-from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.kept import (
+from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
+    Placeholder,
+    RegionError,
+    SynchronousTransfer,
+    Transfer,
     decision_of,
-    map_tensors,
+    map_output,
     on_host,
     private_copy,
     storages,
     versions,
 )
+from nemo_like.activation_checkpointing.engine.inputs import SavedInputs, watch_writes
 from nemo_like.activation_checkpointing.engine.module_parts import PLAIN_TENSORS
-from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot
-from nemo_like.activation_checkpointing.engine.module_world import ModuleWorld, module_of
-from nemo_like.activation_checkpointing.engine.placeholder import Placeholder
-from nemo_like.activation_checkpointing.engine.transfer import SynchronousTransfer, Transfer
+from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot, ModuleWorld, module_of
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
 from nemo_like.log import warn_once
@@ -133,8 +137,8 @@ class Region:
             self.kept = self.forward_mode.kept
         watcher: Any = None
         pack: Callable[[Tensor], _Handle] = self.pack
-        if observer.start is not None:
-            watcher = observer.start(self.name, lambda: self.kept, tensors_in([args, kwargs]))
+        if dispatch.start is not None:
+            watcher = dispatch.start(self.name, lambda: self.kept, tensors_in([args, kwargs]))
             pack = _watched(self.pack, watcher)
         own = self.world.generators if self.world is not None else ()
         given = (*args, *kwargs.values())
@@ -156,8 +160,8 @@ class Region:
         except BaseException:
             self.drop()
             raise
-        if watcher is not None and observer.done is not None:
-            observer.done(watcher)
+        if watcher is not None and dispatch.done is not None:
+            dispatch.done(watcher)
         self.inputs.forward_done()
         self.ambient.forget_unused_rng()
         if self.buffers is not None and not self.buffers.forward_done():
@@ -209,7 +213,7 @@ class Region:
         for entry in self.kept:
             if entry.decision is SAVE:
                 # Detached up here, above autograd, so that the version counter is shared with the original.
-                entry.value = map_tensors(Tensor.detach, entry.value)
+                entry.value = map_output(Tensor.detach, entry.value)
 
     def keeps_on_host(self) -> bool:
         """Whether something that is kept waits on the host."""
@@ -379,7 +383,7 @@ class Region:
             if entry.decision is SAVE:
                 self.check_version(entry)
                 if stays:  # what is handed out becomes part of replay's graph, which knows this region
-                    value = map_tensors(private_copy if entry.private else Tensor.detach, value)
+                    value = map_output(private_copy if entry.private else Tensor.detach, value)
             values.append(value)
             if not stays:
                 entry.value = None

@@ -1,0 +1,225 @@
+"""The errors of the eager engine. All of them name the region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.activation_checkpointing.policy import Decision
+from nemo_like.op_lookup import Op
+from nemo_like.tensors import SEQUENCES, map_tensors, tensors_in
+from nemo_like.torch_compat import shape_only
+
+
+class RegionError(CheckpointError):
+    """Replay and forward of a region disagree, or a plan leaves out what backward needs."""
+
+
+# What stands for the output of a skipped call in a replay: shape, strides, dtype and device of a tensor, no numbers.
+
+
+class Placeholder(Tensor):
+    """Answers what can be asked of a tensor without its numbers.
+
+    So ``x.to(placeholder.dtype)``, ``x.type_as(placeholder)`` and ``torch.ones(..., device=placeholder.device)`` give what
+    they gave in forward. Whatever computes with it is answered by the replay's dispatch mode.
+    """
+
+    __torch_function__ = nn.Parameter.__torch_function__  # PyTorch's own: functions are not overridden
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"{func} was given a tensor that the plan skips, outside of the replay that skips it")
+
+
+def placeholder(like: Tensor, device: torch.device | None = None) -> Placeholder:
+    """One with the layout of `like`, on `device` (default: that of `like`)."""
+    made: Placeholder = shape_only(Placeholder, tuple(like.shape), like.dtype, device or like.device, like.stride())
+    return made
+
+
+def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What `func` returns, as placeholders, from the shapes of its arguments alone.
+
+    A placeholder that `func` writes into is returned itself.
+    """
+    shapes: dict[int, Tensor] = {}
+    given: dict[int, Placeholder] = {}
+
+    def shape_of(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        if id(tensor) not in shapes:
+            shapes[id(tensor)] = made = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            )
+            if isinstance(tensor, Placeholder):
+                given[id(made)] = tensor
+        return shapes[id(tensor)]
+
+    first = next(t for t in tensors_in((args, kwargs)) if isinstance(t, Placeholder))
+    device = kwargs.get("device")
+    target = first.device if device is None else torch.device(device)
+    if device is not None:
+        kwargs = kwargs | {"device": torch.device("meta")}
+    made = func(*map_tensors(shape_of, args), **map_tensors(shape_of, kwargs))
+    return map_tensors(lambda t: given[id(t)] if id(t) in given else placeholder(t, target), made)
+
+
+# How a kept output gets to host memory and back: a protocol, and the simplest back end that fulfils it.
+
+
+class WaitingTensor(Protocol):
+    """One tensor that waits in host memory. It owns its data."""
+
+    def get(self) -> Tensor:
+        """The tensor on its own device again, with its sizes and strides; may be called more than once."""
+
+
+class Transfer(Protocol):
+    """Moves tensors to the host and back. `nemo_like.offload` has one that overlaps copies with computing."""
+
+    def to_host(self, tensor: Tensor) -> WaitingTensor:
+        """Start the copy. The caller may drop the tensor at once."""
+
+    def prefetch(self, handle: WaitingTensor) -> None:
+        """Start the way back, so that a `get` soon after need not wait."""
+
+    # Optional: `before_change(handle)`, called before the source of a copy is changed in place: whatever the caller does
+    # next on its stream must come after the copy has read its source.
+
+
+class _Copy:
+    __slots__ = ("device", "host")
+
+    def __init__(self, host: Tensor, device: torch.device) -> None:
+        self.host = host
+        self.device = device
+
+    def get(self) -> Tensor:
+        if self.device.type == "cpu":
+            return self.host.clone(memory_format=torch.preserve_format)
+        return self.host.to(self.device)
+
+
+class SynchronousTransfer:
+    """Copies at once and waits: right everywhere, overlapped nowhere. The engine's default.
+
+    >>> SynchronousTransfer().to_host(torch.ones(2)).get()
+    tensor([1., 1.])
+    """
+
+    def to_host(self, tensor: Tensor) -> WaitingTensor:
+        """Copy `tensor` to host memory (a copy of its own even where it is there already)."""
+        return _Copy(tensor.detach().to("cpu", copy=True), tensor.device)
+
+    def prefetch(self, handle: WaitingTensor) -> None:
+        """Nothing to start."""
+
+
+# What forward keeps of one tracked call, and walks over an operator's outputs and arguments.
+
+
+class Kept:
+    """One tracked call of forward: what it was, what was decided, and its output where that was kept."""
+
+    __slots__ = ("decision", "op", "packs_before", "private", "rng_after", "value", "version")
+
+    def __init__(self, op: Op, decision: Decision, packs_before: int) -> None:
+        self.op = op
+        self.decision = decision
+        self.packs_before = packs_before
+        self.value: Any = None
+        self.version: Any = None
+        self.rng_after: Any = None
+        """The random-number state after a call that drew and is kept."""
+        self.private = False
+        """The value is a copy of our own, made because the original was about to be changed in place."""
+
+    def recompute(self) -> None:
+        """Drop what is kept: replay computes it, unless it must never run twice."""
+        if self.decision is Decision.SKIP or not facts(self.op).pinned:
+            self.decision, self.value, self.rng_after = Decision.RECOMPUTE, None, None
+
+
+decision_of: Callable[[Kept], Decision] = attrgetter("decision")
+
+
+class OnHost:
+    """A tensor of an output that waits in host memory."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: WaitingTensor) -> None:
+        self.handle = handle
+
+
+class Skipped:
+    """What is known of the output of a skipped call: enough for a placeholder."""
+
+    __slots__ = ("like",)
+
+    def __init__(self, output: Tensor) -> None:
+        self.like = placeholder(output)
+
+    def placeholder(self) -> Tensor:
+        return placeholder(self.like)
+
+
+def from_host(item: OnHost) -> Tensor:
+    """The tensor, on its own device again."""
+    return item.handle.get()
+
+
+def private_copy(tensor: Tensor) -> Tensor:
+    """A copy of our own, which may be changed in place."""
+    return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+def map_output(function: Callable[[Any], Any], value: Any) -> Any:
+    """`function` on each tensor of an operator's output (a tensor, or a tuple or list of tensors and others)."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, SEQUENCES):
+        return type(value)(map_output(function, item) for item in value)
+    return value
+
+
+def map_kept(function: Callable[[Any], Any], value: Any) -> Any:
+    """As `map_output`, also on tensors that are on the host or skipped."""
+    if isinstance(value, (OnHost, Skipped)):
+        return function(value)
+    if isinstance(value, SEQUENCES):
+        return type(value)(map_kept(function, item) for item in value)
+    return function(value) if isinstance(value, Tensor) else value
+
+
+def on_host(value: Any) -> list[OnHost]:
+    """The parts of a kept output that wait in host memory."""
+    if isinstance(value, OnHost):
+        return [value]
+    return [item for part in value for item in on_host(part)] if isinstance(value, SEQUENCES) else []
+
+
+def versions(value: Any) -> Any:
+    """How often the tensors of an operator's output were changed in place."""
+    return value._version if isinstance(value, Tensor) else [tensor._version for tensor in tensors_in(value)]
+
+
+def storages(tensor: Tensor) -> set[int]:
+    """What identifies the memory behind `tensor`, through wrapper subclasses (DTensor, quantised types)."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        parts = (getattr(tensor, name) for name in flatten()[0])
+        return {
+            key for part in parts if isinstance(part, Tensor) for key in storages(part)
+        }  # a DTensor names its mesh, too
+    if tensor.layout is not torch.strided:
+        return set()  # sparse, mkldnn: no storage of their own to name; their version counters tell of changes
+    return {tensor.untyped_storage()._cdata}
