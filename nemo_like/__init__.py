@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from nemo_like.distributed.materialize import materialize
     from nemo_like.fake_rank import dry_run
     from nemo_like.job import Job
+    from nemo_like.legacy import ActivationCheckpointTransform, SelectiveCheckpointer
     from nemo_like.losses import chunked_cross_entropy
     from nemo_like.options import (
         DDP,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from nemo_like.planning.planner import plan_for
     from nemo_like.planning.stage_plans import plan_pipeline
     from nemo_like.profiling import MemoryProfiler, ProfileReport
-    from nemo_like.strategies import ActivationCheckpointTransform, SelectiveCheckpointer
 
 __version__ = "0.1.0"
 """The only place that says it: packaging reads this line, without importing the package."""
@@ -62,7 +62,7 @@ _WHERE = {
     "planning.planner": ("plan_for",),
     "planning.stage_plans": ("plan_pipeline",),
     "profiling": ("MemoryProfiler", "ProfileReport"),
-    "strategies": ("ActivationCheckpointTransform", "SelectiveCheckpointer"),
+    "legacy": ("ActivationCheckpointTransform", "SelectiveCheckpointer"),
 }  # fmt: skip
 """The public names by the module that each is imported from when it is first asked for."""
 _MODULES = {name: f"nemo_like.{module}" for module, names in _WHERE.items() for name in names}

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from nemo_like import __version__, commands
-from nemo_like.console import examples, start_logging
+from nemo_like._util.console import examples, start_logging
 
 _SUFFIX = "_command"
 

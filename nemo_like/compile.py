@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import bare, every_module
 from nemo_like.activation_checkpointing.kv_sharing import shares_states_explicitly
 from nemo_like.activation_checkpointing.wrapper import (
     SELECTIVE_AC_WRAPPER_FLAG,
@@ -13,8 +15,6 @@ from nemo_like.activation_checkpointing.wrapper import (
     unwrap_checkpoint_wrapper,
 )
 from nemo_like.layers import find_layers
-from nemo_like.log import warn_once
-from nemo_like.module_tree import bare, every_module
 from nemo_like.offload import OffloadWrapper
 from nemo_like.options import parse_compile
 from nemo_like.torch_compat import wrapped_module

@@ -24,6 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from nemo_like._util.log import say_once, unsaid
+from nemo_like._util.module_tree import bare, bare_modules
+from nemo_like._util.tensors import split_sample
+from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.context_parallel.methods import method_of
@@ -34,12 +38,9 @@ from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
-from nemo_like.log import say_once, unsaid
 from nemo_like.models import source_of
-from nemo_like.module_tree import bare, bare_modules
 from nemo_like.options import DDP, ExpertParallel, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
-from nemo_like.options.words import a_or_an, check_whole
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.expert_twin import planned_group, planned_imbalance
@@ -50,7 +51,6 @@ from nemo_like.planning.planned_rank import PlannedRank, plan_rank
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
 from nemo_like.resolve import layers_for
-from nemo_like.tensors import split_sample
 from nemo_like.torch_compat import fake_store, forget_meshes
 
 _UNCHECKED = {"NEMO_LIKE_VERIFY": "0", "NEMO_LIKE_COMPARE_PEAK": "0"}

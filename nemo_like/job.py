@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.words import check_whole
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.options import (
     DDP,
@@ -40,7 +41,6 @@ from nemo_like.options import (
     parse_strategy,
 )
 from nemo_like.options.allocator import AllocatorConfig
-from nemo_like.options.words import check_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
+from nemo_like._util.tensors import map_tensors, tensors_in
+from nemo_like._util.words import a_or_an
 from nemo_like.options import did_you_mean
-from nemo_like.options.words import a_or_an
-from nemo_like.tensors import map_tensors, tensors_in
 
 
 def _llama(

@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like._util.log import is_rank_zero, say_once, warn_once
+from nemo_like._util.module_tree import bare, check_model
+from nemo_like._util.words import parse_dtype
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
-from nemo_like.activation_checkpointing.keep_routing import keep_routing
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.activation_checkpointing.spec import CheckpointSpec, keep_routing
 from nemo_like.compile import compile_layers
 from nemo_like.distributed.agreement import check_agreement, compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
@@ -47,15 +49,18 @@ from nemo_like.distributed.tensor_parallel import (
     cut_outside_of_regions,
 )
 from nemo_like.distributed.units import sharded_by_caller
-from nemo_like.float8 import check_float8, effective_matmuls, float8_linears, scale_before_forward
 from nemo_like.job import Job, signed_by_job
 from nemo_like.layers import Layer, find_layers
-from nemo_like.log import is_rank_zero, say_once, warn_once
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
-from nemo_like.module_tree import bare, check_model
 from nemo_like.options import DDP, FSDP2, ChunkedLoss, Single
-from nemo_like.options.words import parse_dtype
-from nemo_like.precision import autocast_forward, check_autocast
+from nemo_like.precision import (
+    autocast_forward,
+    check_autocast,
+    check_float8,
+    effective_matmuls,
+    float8_linears,
+    scale_before_forward,
+)
 from nemo_like.profiling.first_step import watch_first_step
 from nemo_like.resolve import layers_for, resolve
 

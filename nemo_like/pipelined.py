@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from nemo_like._util.log import is_rank_zero, logger
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.context_parallel import check_context_parallel
@@ -25,7 +26,6 @@ from nemo_like.distributed.pipeline.split_parts import SplitParts
 from nemo_like.distributed.pipeline.stage import Stage
 from nemo_like.distributed.pipeline.stage_parts import check_stages, stage_parts
 from nemo_like.job import Job
-from nemo_like.log import is_rank_zero, logger
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import CheckpointConfig, MemoryBudget, PipelineParallel
 from nemo_like.resolve import layers_for

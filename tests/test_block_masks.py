@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
-from nemo_like.distributed.context_parallel import block_masks, layout
+from nemo_like.distributed.context_parallel import masks, sequence_ops
+from nemo_like.distributed.context_parallel.attention import replace_flex
 from nemo_like.distributed.context_parallel.methods import method_of
 from nemo_like.distributed.context_parallel.parts import Parts
-from nemo_like.distributed.context_parallel.plain_flex import replace_flex
 from nemo_like.distributed.context_parallel.verify_cut import first_tokens
 
 
@@ -31,23 +31,23 @@ def _dense(mask: object) -> torch.Tensor:
 
 @pytest.mark.parametrize("at_once", [2**28, 1])
 def test_a_part_sees_what_its_rows_of_the_whole_see(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_masks, "_AT_ONCE", at_once)
+    monkeypatch.setattr(masks, "_AT_ONCE", at_once)
     length, ranks = 597, 2  # 600 with padding
     whole = create_block_mask(_sliding, 1, 2, length, length, device="cpu")
-    expected = layout.pad(_dense(whole), 3, ranks)
+    expected = sequence_ops.pad(_dense(whole), 3, ranks)
     for rank in range(ranks):
         parts = Parts(ranks, rank, "", method_of("all_gather"))
-        made = block_masks.of_part(parts, whole, (1, 2, 300, 600), length, "cpu")
+        made = masks.of_part(parts, whole, (1, 2, 300, 600), length, "cpu")
         assert made.shape == (1, 2, 300, 600)
-        rows = layout.positions(600, ranks, rank)
+        rows = sequence_ops.positions(600, ranks, rank)
         real = rows < length
         found = _dense(made)
         assert torch.equal(found[:, :, real], expected[:, :, rows[real]])
         assert torch.equal(found[:, :, ~real], (rows[~real, None] == torch.arange(600)).expand(1, 2, -1, -1))
-        assert block_masks.of_part(parts, whole, (1, 2, 300, 600), length, "cpu") is made, "made once"
-        assert block_masks.of_part(parts, made, (1, 2, 300, 600), length, "cpu") is made
+        assert masks.of_part(parts, whole, (1, 2, 300, 600), length, "cpu") is made, "made once"
+        assert masks.of_part(parts, made, (1, 2, 300, 600), length, "cpu") is made
         for _ in range(20):
-            block_masks.of_part(
+            masks.of_part(
                 parts, create_block_mask(_sliding, 1, 1, 300, 300, device="cpu"), (1, 2, 300, 600), 600, "cpu"
             )
         assert len(parts.masks.blocks) == 8

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nemo_like import parallelize
+from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import SelectivePolicy, apply_full_layer_checkpointing_to_layers
 from nemo_like.activation_checkpointing.engine import RegionError, make_selective_checkpoint_context_fn
 from nemo_like.compile import compile_layers, parse_compile
-from nemo_like.log import forget_announcements
 from tests.models.decoders import LAYERS, PlainDecoder, batch, build, loss_of
 from tests.models.families import FAMILIES
 from tests.models.kv_shared import build as build_kv_shared

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nemo_like import apply_activation_checkpointing, parallelize
-from nemo_like.float8 import float8_linears
 from nemo_like.options import Precision
+from nemo_like.precision import float8_linears
 from tests.models.blocks import NewBytes
 
 transformers = pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nemo_like import CheckpointConfig, CheckpointWrapper, parallelize
+from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.log import forget_announcements
 from nemo_like.planning.planner import plan_for
 from tests.models.decoders import batch, build, loss_of
 

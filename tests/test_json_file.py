@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from nemo_like.json_file import write_json
+from nemo_like._util.json_file import write_json
 
 
 def test_what_cannot_be_written_leaves_the_old_file_and_nothing_beside_it(tmp_path):

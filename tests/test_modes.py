@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import CheckpointWrapper, MemoryBudget, OffloadConfig, parallelize
+from nemo_like._util.module_tree import bare_name
 from nemo_like.layers import find_layers
-from nemo_like.module_tree import bare_name
 from nemo_like.offload import offloader_of
 from tests.models import decoders, kv_shared
 from tests.models.families import FAMILIES

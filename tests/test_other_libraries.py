@@ -16,8 +16,8 @@ import transformers
 from torch import nn
 
 from nemo_like import parallelize
+from nemo_like._util.tensors import tensors_in
 from nemo_like.layers import find_layers
-from nemo_like.tensors import tensors_in
 
 Model = tuple[nn.Module, dict[str, Any]]
 

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nemo_like
 from nemo_like import CheckpointConfig, CheckpointWrapper, apply_activation_checkpointing, parallelize
+from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import SelectivePolicy, unwrap_checkpoint_wrapper
-from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
-from nemo_like.log import forget_announcements
+from nemo_like.activation_checkpointing.policy import TorchPolicy
 from nemo_like.options import FSDP2, Precision
 from tests.models.decoders import NAMES, PlainDecoder, batch, build, loss_of
 

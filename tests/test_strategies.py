@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.activation_checkpointing.timesteps import UnrolledCell
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from nemo_like.log import forget_announcements
+from nemo_like.legacy import ActivationCheckpointTransform, SelectiveCheckpointer
 from nemo_like.models import resolve_model
 from nemo_like.options import CheckpointConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
 from nemo_like.profiling import CpuMeter, MemoryProfiler, StorageRegistry
-from nemo_like.strategies import ActivationCheckpointTransform, SelectiveCheckpointer
 
 
 class Mlp(nn.Module):

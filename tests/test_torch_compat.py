@@ -19,10 +19,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import nemo_like
 from nemo_like import torch_compat
+from nemo_like._util.op_lookup import resolve_op
 from nemo_like.activation_checkpointing.ops import compute_intensive_ops, default_save_ops
-from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE
-from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
-from nemo_like.op_lookup import resolve_op
+from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, TorchPolicy
 
 pytestmark = pytest.mark.compat
 

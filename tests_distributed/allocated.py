@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.context_parallel.parts import MARK
 from nemo_like.distributed.pipeline import Pipeline
-from nemo_like.tensors import tensors_in
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
-from nemo_like.module_tree import bare_name
+from nemo_like._util.module_tree import bare_name
 from tests.models.families import COMMON, FAMILIES, HEADED, VOCAB, hf, text
 from tests.models.tied_decoder import Attention, TiedDecoder
 

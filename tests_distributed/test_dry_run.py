@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_like import parallelize
+from nemo_like._util.log import forget_announcements
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.fake_rank import DryRun, dry_run
 from nemo_like.job import Job
-from nemo_like.log import forget_announcements
 from nemo_like.options import (
     FSDP2,
     ContextParallel,

@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
-from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, TorchPolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from tests.models.blocks import LlamaBlock
 from tests_distributed.spawn import run_ranks

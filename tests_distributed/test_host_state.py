@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import Job, parallelize
+from nemo_like._util.tensors import tensors_in
 from nemo_like.options import FSDP2, Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.sharding import sharding_of
-from nemo_like.tensors import tensors_in
 from tests.models.fit_models import llama
 from tests_distributed.allocated import loop_peak_bytes
 from tests_distributed.spawn import run_ranks

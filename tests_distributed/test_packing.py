@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import ContextParallel, parallelize
+from nemo_like._util.log import forget_announcements
 from nemo_like.distributed.documents import keep_documents_apart
-from nemo_like.log import forget_announcements
 from nemo_like.options import PipelineParallel
 from tests_distributed.cut_models import LOSS, batch, build, differences, gradients, loss_of, step, without_dropout
 from tests_distributed.packed_rows import one_by_one, packed, packed_pictures, wrong_forms

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from nemo_like import parallelize
-from nemo_like.log import forget_announcements
+from nemo_like._util.log import forget_announcements
 from tests_distributed.small_model import WIDTH
 from tests_distributed.spawn import run_ranks
 from tests_distributed.test_stale_weights import Block

@@ -3,14 +3,14 @@
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.engine.compiled import make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.kv_sharing import detect_kv_sharing_and_maybe_disable_cache
-from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
-from nemo_like.activation_checkpointing.spec import CheckpointSpec
-from nemo_like.activation_checkpointing.surfaces import (
+from nemo_like.activation_checkpointing.legacy import (
     apply_full_layer_checkpointing_to_layers,
     apply_selective_checkpointing_to_layers,
     apply_submodule_checkpointing,
     is_selective_activation_checkpointing,
 )
+from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.wrapper import (
     SELECTIVE_AC_WRAPPER_FLAG,
     CheckpointWrapper,

@@ -11,13 +11,17 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from nemo_like._util.module_tree import bare, bare_children, bare_modules, check_model, join
 from nemo_like.activation_checkpointing import kv_sharing
-from nemo_like.activation_checkpointing.only_ours import watch_for_others
 from nemo_like.activation_checkpointing.sequential import Chunk, Segment, SegmentMember
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.timesteps import UnrolledCell
-from nemo_like.activation_checkpointing.wrapper import SELECTIVE_AC_WRAPPER_FLAG, CheckpointWrapper, check_wrappable
-from nemo_like.module_tree import bare, bare_children, bare_modules, check_model, join
+from nemo_like.activation_checkpointing.wrapper import (
+    SELECTIVE_AC_WRAPPER_FLAG,
+    CheckpointWrapper,
+    check_wrappable,
+    watch_for_others,
+)
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import disable_dynamo_lru_cache
 

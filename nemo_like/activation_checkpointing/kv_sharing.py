@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.module_tree import every_module
+from nemo_like._util.module_tree import every_module
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.transformers_compat import SHARED_STATES, USE_CACHE, parameter_names
 

@@ -19,7 +19,7 @@ class Nameless(nn.Module):
     Put it in front of the wrapper class. Then every walk over the whole model meets the bare model's names, each once:
     by `named_children` or `named_modules`, and by asking each module for the parameters and buffers of its own, which
     the wrapper shares with the module inside. So does a walk by `modules` or `apply`, which looks for classes: the wrapper
-    answers for the class inside (`nemo_like.module_tree.every_module` has both). `children` gives the module inside.
+    answers for the class inside (`nemo_like._util.module_tree.every_module` has both). `children` gives the module inside.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:

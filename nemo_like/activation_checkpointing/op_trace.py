@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
+from nemo_like._util.op_lookup import Op
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.engine import dispatch
 from nemo_like.activation_checkpointing.engine.handles import Kept
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, Decision
-from nemo_like.op_lookup import Op
-from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode
 
 

@@ -14,13 +14,88 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
-from nemo_like.activation_checkpointing import op_flops
-from nemo_like.activation_checkpointing.op_flops import FlopRule
-from nemo_like.log import say_once
-from nemo_like.op_lookup import Op, argument, argument_positions, find_op, packet_name, resolve_op
-from nemo_like.tensors import tensors_in
+from nemo_like._util.log import say_once
+from nemo_like._util.op_lookup import Op, argument, argument_positions, find_op, packet_name, resolve_op
+from nemo_like._util.tensors import tensors_in
 from nemo_like.torch_compat import async_tensor_parallel, partitioner_compute_intensive_ops
+
+# FLOP rules of operators, by the shapes of their arguments; a multiply-add is two.
+#
+# Rules of our own stand only where PyTorch's registry (`torch.utils.flop_counter`) has none or reads the shapes of a
+# layout wrongly; for all else the registry's is used.
+
+FlopRule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
+"""``(op, args, kwargs, output)`` → FLOPs."""
+
+_OFFSETS_Q = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
+_OFFSETS_K = ("cum_seq_k", "cu_seqlens_k", "cu_seq_k")
+_LONGEST_Q = ("max_q", "max_seqlen_q")
+_LONGEST_K = ("max_k", "max_seqlen_k")
+
+
+def rule_of_torch(op: Any) -> FlopRule | None:
+    """PyTorch's own formula for `op`, as a rule; None where it has none."""
+    formula = flop_registry.get(getattr(op, "overloadpacket", op))
+    if formula is None:
+        return None
+    return lambda op, args, kwargs, out: int(formula(*args, **kwargs, out_val=out))
+
+
+def matrix_product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """``(M, K) x (K, N)``."""
+    return 2 * math.prod(args[0].shape) * args[1].shape[-1]
+
+
+def grouped_mm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """``(rows, K) x (groups, K, N)``, each row with its own group's matrix, and the other forms.
+
+    They are ``(groups, M, K) x (groups, K, N)``, ``(M, K) x (K, N)`` with `K` cut into groups, and
+    ``(groups, M, K) x (K, N)`` with `N` cut into groups.
+    """
+    first, second = args[0].shape, args[1].shape
+    if len(first) == 3 and len(second) == 2:
+        return 2 * first[1] * first[2] * second[1]
+    return 2 * math.prod(first) * second[-1]
+
+
+def linear(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """``(..., K)`` times the transpose of ``(N, K)``; the bias is not counted, as in PyTorch's `addmm`."""
+    return 2 * math.prod(args[0].shape) * args[1].shape[0]
+
+
+def attention_heads_first(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Query, key, value ``(B, H, S, D)``, or ``(T, H, D)`` with offsets: ``2 B H S_q S_k (D_qk + D_v)``.
+
+    `H` is the query's: a key head that several query heads share is multiplied with each.
+    """
+    return _attention(op, args, kwargs, heads=1, tokens=2)
+
+
+def attention_tokens_first(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """As `attention_heads_first`, for kernels that take ``(B, S, H, D)``."""
+    return _attention(op, args, kwargs, heads=2, tokens=1)
+
+
+def _attention(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], heads: int, tokens: int) -> int:
+    query, key, value = args[:3]
+    widths = query.shape[-1] + value.shape[-1]
+    offsets_q = argument(op, args, kwargs, *_OFFSETS_Q)
+    if offsets_q is None:
+        return 2 * query.shape[0] * query.shape[heads] * query.shape[tokens] * key.shape[tokens] * widths
+    offsets_k = argument(op, args, kwargs, *_OFFSETS_K)
+    lengths_q = _lengths(offsets_q, argument(op, args, kwargs, *_LONGEST_Q))
+    lengths_k = lengths_q if offsets_k is None else _lengths(offsets_k, argument(op, args, kwargs, *_LONGEST_K))
+    pairs = sum(q * k for q, k in zip(lengths_q, lengths_k, strict=True))
+    return 2 * query.shape[-2] * pairs * widths
+
+
+def _lengths(offsets: torch.Tensor, longest: Any) -> list[int]:
+    """Lengths of the sequences that `offsets` (0, ..., total) cuts; where a trace has no numbers, the longest for all."""
+    if type(offsets) is torch.Tensor and offsets.device.type != "meta":
+        return [int(length) for length in offsets.diff().tolist()]
+    return [int(longest)] * (offsets.shape[0] - 1)
 
 
 @dataclass(frozen=True)
@@ -59,10 +134,10 @@ class OpFacts:
         return not (self.free or self.mutating)
 
 
-_SDPA = OpFacts(saved=True, attention=True, flops=op_flops.attention_heads_first)
-_FLASH = OpFacts(saved=True, attention=True, flops=op_flops.attention_tokens_first)
+_SDPA = OpFacts(saved=True, attention=True, flops=attention_heads_first)
+_FLASH = OpFacts(saved=True, attention=True, flops=attention_tokens_first)
 _MATMUL = OpFacts(saved=True, alternates=True)
-_GROUPED = OpFacts(saved=True, flops=op_flops.grouped_mm)
+_GROUPED = OpFacts(saved=True, flops=grouped_mm)
 # Replaying a collective makes every rank join in once more.
 _COLLECTIVE = OpFacts(saved=True, pinned=True, collective=True)
 # Every rank repeats the same ones in the same order, so a plan may choose to.
@@ -88,10 +163,10 @@ _ROWS: dict[str, OpFacts] = {
     # A graph that inductor has compiled is one operator here, and dear.
     "inductor_compiled_code": OpFacts(saved=True),
     "aten.mm.default": _MATMUL,
-    "aten.linear.default": OpFacts(saved=True, alternates=True, flops=op_flops.linear),
-    "aten._grouped_mm.default": OpFacts(saved=True, alternates=True, flops=op_flops.grouped_mm),
+    "aten.linear.default": OpFacts(saved=True, alternates=True, flops=linear),
+    "aten._grouped_mm.default": OpFacts(saved=True, alternates=True, flops=grouped_mm),
     "aten._scaled_mm.default": OpFacts(saved=True),
-    "aten._scaled_mm_v2.default": OpFacts(saved=True, flops=op_flops.matrix_product),
+    "aten._scaled_mm_v2.default": OpFacts(saved=True, flops=matrix_product),
     "aten._scaled_grouped_mm.default": _GROUPED,
     "aten._scaled_grouped_mm_v2.default": _GROUPED,
     # topk may break ties in another order the second time, and then an expert gets other tokens.
@@ -160,7 +235,7 @@ def facts(op: Op) -> OpFacts:
         free=free or namespace in _FREE_NAMESPACES,
         random=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
         mutating=bool(schema is not None and schema.is_mutable) or _writes_first(op),
-        flops=row.flops or op_flops.rule_of_torch(op),
+        flops=row.flops or rule_of_torch(op),
     )
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.deep_state import map_leaves
@@ -29,8 +31,6 @@ from nemo_like.activation_checkpointing.engine.module_state import BufferSnapsho
 from nemo_like.activation_checkpointing.engine.region import Region, within
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from nemo_like.log import warn_once
-from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import left_to_python
 
 

@@ -5,13 +5,18 @@ Nothing here looks into a model or changes one: `nemo_like.activation_checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
+from torch import nn
+
+from nemo_like._util.module_tree import bare, bare_children, join
+from nemo_like._util.op_lookup import Op
 from nemo_like.activation_checkpointing.engine.handles import Transfer
-from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
+from nemo_like.activation_checkpointing.ops import routing_ops
+from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decide, Decision, FullPolicy, Policy
 
 KEEP_NOTHING = FullPolicy()
 
@@ -149,3 +154,103 @@ def segment_sizes(count: int, segments: int | None = None, weights: Sequence[flo
         sizes.append(end - start)
         end = start
     return sizes[::-1]
+
+
+# Keep, in every mode, what says which token goes to which expert.
+
+
+@dataclass(frozen=True, eq=False)
+class KeepRouting:
+    """`inner`, but that the results of routing are kept whatever it says: the chosen experts, and the numbers of tokens
+    that ranks exchange. A replay that routed otherwise by one token would send other numbers of rows than forward.
+    """
+
+    inner: Policy
+
+    keeps_nothing = False
+
+    @property
+    def strict(self) -> bool:
+        """As `inner`."""
+        return getattr(self.inner, "strict", True)
+
+    def tracked_ops(self) -> Collection[Op] | None:
+        """Those of `inner`, and of routing."""
+        tracked = self.inner.tracked_ops()
+        return None if tracked is None else frozenset(tracked) | routing_ops()
+
+    def start(self) -> Decide:
+        """The decisions of `inner`, asked only about what it tracks."""
+        return _Run(self.inner)
+
+
+class _Run:
+    """One region's decisions."""
+
+    def __init__(self, inner: Policy) -> None:
+        self._decide: Callable[..., Decision] = inner.start()
+        tracked = inner.tracked_ops()
+        self._asked = None if tracked is None else frozenset(tracked)
+        self._routing = routing_ops()
+        self.needs_call = getattr(self._decide, "needs_call", False)
+        finish = getattr(self._decide, "finish", None)
+        if finish is not None:
+            self.finish = finish
+
+    def __call__(self, op: Op, index: int, *call: Any) -> Decision:
+        decision = self._decide(op, index, *call) if self._asked is None or op in self._asked else SAVE
+        return SAVE if op in self._routing and decision not in (SAVE, HOST) else decision
+
+
+def keep_routing(specs: Iterable[CheckpointSpec], experts: Collection[str]) -> list[CheckpointSpec]:
+    """`specs`, with `KeepRouting` around the policy of each whose region holds a module named in `experts`."""
+    return [
+        replace(spec, policy=KeepRouting(spec.policy))
+        if spec.policy is not None
+        and not spec.use_reentrant
+        and any(_holds(member, experts) for member in spec.members)
+        else spec
+        for spec in specs
+    ]
+
+
+def _holds(member: str, names: Collection[str]) -> bool:
+    return any(name == member or name.startswith(f"{member}.") for name in names)
+
+
+# Which sub-modules of a layer are replayed one by one: its norms, attentions and MLPs.
+
+
+def submodules_to_checkpoint(layer: nn.Module, *, skip_attention: bool = False) -> list[str]:
+    """Names within `layer` of its norms, attentions (or linear attentions) and MLPs, in registration order.
+
+    `skip_attention`: leave attentions out, because replaying one would write a shared key/value cache twice.
+    """
+    return [name for name, child in _replayable(layer) if not (skip_attention and _is_attention(name, child))]
+
+
+def _replayable(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(name within the layer, child), looking into plain lists (T5's ``layer``)."""
+    for name, registered in bare_children(layer):
+        child = bare(registered)
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _replayable(child, join(prefix, name))
+        elif _is_replayable(name, child):
+            yield join(prefix, name), child
+
+
+def _is_replayable(name: str, child: nn.Module) -> bool:
+    """Norms, attentions and MLPs; not single projections and convolutions, which alone gain nothing from a replay."""
+    if not any(True for _ in child.parameters()):
+        return False
+    return "norm" in type(child).__name__.lower() or _is_attention(name, child) or _is_composite(child)
+
+
+def _is_attention(name: str, child: nn.Module) -> bool:
+    words = f"{name.rpartition('.')[2]} {type(child).__name__}".lower()
+    return "norm" not in words and any(word in words for word in ("attn", "attention", "mixer", "mamba"))
+
+
+def _is_composite(child: nn.Module) -> bool:
+    """Whether it computes with more than one parameter-bearing piece: an MLP or a mixture of experts."""
+    return len(list(child.children())) > 0 or len(list(child.parameters(recurse=False))) > 2

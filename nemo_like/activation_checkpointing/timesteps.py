@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import FullPolicy
-from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import tree_flatten, tree_map, tree_unflatten
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]

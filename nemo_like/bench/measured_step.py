@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_like._util.module_tree import bare_name
+from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.launch import world_size
-from nemo_like.module_tree import bare_name
 from nemo_like.profiling.layer_trace import run_model
 from nemo_like.profiling.meters import AllocatorEvents
-from nemo_like.tensors import tensors_in
 
 
 @dataclass(frozen=True)

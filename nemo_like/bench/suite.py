@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.words import check_whole
 from nemo_like.bench.table import Column, Table, surroundings
 from nemo_like.compile import parse_compile
 from nemo_like.distributed.launch import checked_device, local_device
 from nemo_like.options import MemoryBudget
-from nemo_like.options.words import check_whole
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from nemo_like._util.console import check_picture, check_writable, refuse_unread
+from nemo_like._util.words import field_names
 from nemo_like.bench import SUITES, BenchOptions, Suite
-from nemo_like.console import check_picture, check_writable, refuse_unread
 from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
 from nemo_like.options import normalise, parse_dtype, parse_shape
-from nemo_like.options.words import field_names
 
 HELP = "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients"
 EXAMPLES = (

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
 
 HELP = "print a script that has a shell complete the commands and their options"
 EXAMPLES = (

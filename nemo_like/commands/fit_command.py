@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_like.console import check_picture, check_writable, refuse_unread
+from nemo_like._util.console import check_picture, check_writable, refuse_unread
 from nemo_like.flags import add_flags, add_pins, allocator_here
 from nemo_like.options import OPTIMIZERS, StepSpec, normalise, parse_dtype
 

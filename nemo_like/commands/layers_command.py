@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
+from nemo_like._util.words import write_bytes
 from nemo_like.layers import Layer, find_layers, is_frozen, select_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import parse_dtype
-from nemo_like.options.words import write_bytes
 
 HELP = "print the layers of a model: its groups, the units to shard and to checkpoint, their parameters and bytes"
 EXAMPLES = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_like.console import check_picture, check_writable, refuse_unread
+from nemo_like._util.console import check_picture, check_writable, refuse_unread
 from nemo_like.flags import FLAGS, add_flags, job_of
 from nemo_like.job import Job
 from nemo_like.models import resolve_model

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nemo_like.console import refuse_unread
+from nemo_like._util.console import refuse_unread
+from nemo_like._util.tensors import describe, map_tensors, split_sample
+from nemo_like._util.words import check_whole
 from nemo_like.models import ModelSource, check_positions
 from nemo_like.options import parse_shape
-from nemo_like.options.words import check_whole
 from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quiet_fakes
 from nemo_like.planning.plan_search import MOST_SEQUENCES, MOST_TOKENS, Reach, full_peak, largest_batch, least_gpus
 from nemo_like.planning.planner import Planner
-from nemo_like.tensors import describe, map_tensors, split_sample
 
 VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
 _Planner = TypeVar("_Planner")

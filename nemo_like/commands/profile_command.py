@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
+from nemo_like._util.console import check_picture, refuse_unread
+from nemo_like._util.tensors import describe, split_sample
+from nemo_like._util.words import check_whole
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.commands.plan_inputs import VOCAB_SIZE, sample_for
-from nemo_like.console import check_picture, refuse_unread
 from nemo_like.distributed.launch import checked_device
 from nemo_like.models import resolve_model
 from nemo_like.options import parse_bytes, parse_dtype
-from nemo_like.options.words import check_whole
 from nemo_like.profiling import MemoryProfiler, recommend
-from nemo_like.tensors import describe, split_sample
 
 HELP = "measure what each layer of a model saves for backward and how long it takes, and what to replay for a budget"
 EXAMPLES = (

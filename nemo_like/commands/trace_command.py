@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.console import refuse_unread
+from nemo_like._util.tensors import split_sample
 from nemo_like.activation_checkpointing.op_trace import table_of, trace_regions
 from nemo_like.commands.plan_inputs import VOCAB_SIZE, sample_for
-from nemo_like.console import refuse_unread
 from nemo_like.distributed.launch import checked_device
 from nemo_like.models import resolve_model
 from nemo_like.options import normalise, parse_dtype
 from nemo_like.parallelizer import parallelize
-from nemo_like.tensors import split_sample
 
 HELP = "print what a policy keeps and computes again, operator by operator, beside keeping all and keeping nothing"
 EXAMPLES = (

@@ -2,7 +2,7 @@
 
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
-from nemo_like.distributed.context_parallel.own_loops import shard_sequence, unshard_sequence
+from nemo_like.distributed.context_parallel.sequence_ops import shard_sequence, unshard_sequence
 from nemo_like.distributed.expert_parallel import balanced_bias, summed_expert_load, watch_expert_load
 from nemo_like.distributed.launch import init_distributed, shutdown, world_size
 from nemo_like.distributed.materialize import materialize

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like.module_tree import check_model
-from nemo_like.options.words import check_bool
+from nemo_like._util.module_tree import check_model
+from nemo_like._util.words import check_bool
 from nemo_like.torch_compat import accumulate_zeros, accumulated_gradient, fsdp_param_groups
 
 

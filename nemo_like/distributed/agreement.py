@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import base_model
 from nemo_like.distributed import launch
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.job import Job, default_words, is_default
-from nemo_like.log import warn_once
-from nemo_like.module_tree import base_model
 from nemo_like.options import Single, normalise
 from nemo_like.torch_compat import is_fake
 

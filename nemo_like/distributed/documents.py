@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like.distributed.context_parallel.cached import counts_positions
-from nemo_like.distributed.context_parallel.mixers import counts_ids, sequence_mixers
+from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import bare, bare_modules, base_model, join
+from nemo_like.distributed.context_parallel.stacks import counts_ids, counts_positions, sequence_mixers
 from nemo_like.distributed.document_numbers import (
     PackedRows,
     documents_of,
@@ -34,9 +35,7 @@ from nemo_like.distributed.document_numbers import (
 )
 from nemo_like.layers.groups import group_of
 from nemo_like.layers.structure import class_of
-from nemo_like.log import warn_once
 from nemo_like.losses.targets import IGNORED, predicts_next_token
-from nemo_like.module_tree import bare, bare_modules, base_model, join
 from nemo_like.transformers_compat import ATTENTION, USE_CACHE, given_cache, mask_functions, model_base
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.module_tree import every_module
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine.module_parts import walk_of
-from nemo_like.module_tree import every_module
-from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import after_each_forward, gather_before_backward_of
 
 _CALLS = 4

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.tensors import describe, tensors_in
+from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.log import warn_once
-from nemo_like.options.words import write_bytes
-from nemo_like.tensors import describe, tensors_in
 
 _WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64")
 

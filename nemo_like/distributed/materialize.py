@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like._util.module_tree import check_model
+from nemo_like._util.words import a_or_an
 from nemo_like.distributed import launch
 from nemo_like.distributed.expert_parallel.list_state import list_pieces
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
@@ -24,8 +26,6 @@ from nemo_like.distributed.sources import (
     check_names,
     open_source,
 )
-from nemo_like.module_tree import check_model
-from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import ActivationWrapper, wrapped_module
 
 InitFn = Callable[[nn.Module], Any]

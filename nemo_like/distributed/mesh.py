@@ -21,9 +21,9 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from nemo_like._util.words import a_or_an
 from nemo_like.distributed import launch
 from nemo_like.options import did_you_mean
-from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import flatten_mesh, root_mesh
 
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

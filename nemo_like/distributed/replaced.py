@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nemo_like.module_tree import bare_name
+from nemo_like._util.module_tree import bare_name
 
 _Reference = weakref.ref[nn.Parameter]
 _replaced: dict[int, tuple[_Reference, str]] = {}

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nemo_like._util.log import warn_once
 from nemo_like.distributed.agreement import all_have, gather_objects, mesh_groups, ranks_in_words
 from nemo_like.distributed.launch import rank
 from nemo_like.distributed.units import Unit
-from nemo_like.log import warn_once
 from nemo_like.torch_compat import before_each_gather, read_dtypes_again, unseen
 from nemo_like.transformers_compat import layers_dropped_in_vain
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from nemo_like._util.log import warn_once
 from nemo_like.distributed.agreement import gather, mesh_groups, wire_device
-from nemo_like.log import warn_once
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from nemo_like._util.log import say_once
+from nemo_like._util.module_tree import every_module
 from nemo_like.distributed import launch
 from nemo_like.distributed.kept_on_layers import gather_for_what_is_kept
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
@@ -20,8 +22,6 @@ from nemo_like.distributed.replaced import refuse_to_train
 from nemo_like.distributed.same_layers import compare_layers
 from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
 from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
-from nemo_like.log import say_once
-from nemo_like.module_tree import every_module
 from nemo_like.options import FSDP2
 from nemo_like.torch_compat import explain_sharded_weights, sharded_versions
 

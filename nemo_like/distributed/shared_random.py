@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine.module_parts import walk_of
 from nemo_like.activation_checkpointing.engine.random_state import put_state, state_of
 from nemo_like.distributed.agreement import gather, mesh_groups, number_of, wire_device
-from nemo_like.log import warn_once
-from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import is_fake, unseen
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from nemo_like._util.extras import require
+from nemo_like._util.words import a_or_an
 from nemo_like.distributed.expert_parallel.own_experts import copy_own_experts, own_experts
 from nemo_like.distributed.fused_names import fused_weights, in_the_model, pieces_of
 from nemo_like.distributed.slots import Slot, copy_whole, list_names
 from nemo_like.distributed.strided_shards import in_boxes
-from nemo_like.extras import require
-from nemo_like.options.words import a_or_an
 
 
 class CheckpointUnreadableError(RuntimeError):

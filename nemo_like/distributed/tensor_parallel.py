@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.words import a_or_an
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.distributed.row_lookup import look_up_own_rows
 from nemo_like.distributed.shared_random import SharedRandom
 from nemo_like.distributed.tp_plan import Rule, resolve_plan
 from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients, own_outputs
 from nemo_like.layers import Layer, find_layers
-from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import computes_in_chunks
-from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import loss_is_parallel
 
 _MARK = "_nemo_like_tensor_parallel"

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.utils import parametrize
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import glob_to_regex
+from nemo_like._util.words import a_or_an
 from nemo_like.distributed.tp_styles import COLWISE, ROWWISE, InstalledStyle, installed_styles, known_styles, make_style
-from nemo_like.log import warn_once
-from nemo_like.module_tree import glob_to_regex
 from nemo_like.options import did_you_mean
-from nemo_like.options.words import a_or_an
 
 # What attention modules call their numbers of heads.
 _HEADS = (

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nemo_like.module_tree import every_module
-from nemo_like.options.words import a_or_an
+from nemo_like._util.module_tree import every_module
+from nemo_like._util.words import a_or_an
 from nemo_like.torch_compat import CheckpointWrapper, wrapped_module
 
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from nemo_like._util.log import say_once
+from nemo_like._util.tensors import map_tensors, tensors_in
 from nemo_like.fake.cuda_attention import Call, attend
-from nemo_like.log import say_once
-from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import below_autograd
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.tensors import tensors_in
+from nemo_like._util.tensors import tensors_in
 from nemo_like.torch_compat import HOOKS
 
 SMALL = 1 << 20

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.log import warn_once
 from nemo_like.fake.model_copy import SMALL
-from nemo_like.log import warn_once
 
 _LIBRARIES = ("builtins", "abc", "typing", "torch", "transformers", "peft", "nemo_like")
 """Whose classes are none of the model's own."""

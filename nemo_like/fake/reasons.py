@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.layers.structure import is_list_of_experts
-from nemo_like.module_tree import bare_modules
 
 _LOOKS = ("DataDependentOutputException", "DynamicOutputShapeException")
 """What fake tensors raise where somebody looks at a value that they do not have, by name: the classes are private."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like.tensors import tensors_in
+from nemo_like._util.tensors import tensors_in
 
 
 class RememberedTables:

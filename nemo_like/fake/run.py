@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.module_tree import bare
+from nemo_like._util.op_lookup import packet_name
+from nemo_like._util.tensors import describe, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import kv_sharing, ops
 from nemo_like.fake.cuda_ops import CudaOps
 from nemo_like.fake.model_copy import SMALL, call_with, random_numbers_put_back
 from nemo_like.fake.outside_state import OutsideState
 from nemo_like.fake.reasons import PLAN, Aim, named_reason
 from nemo_like.fake.remembered import RememberedTables
-from nemo_like.module_tree import bare
-from nemo_like.op_lookup import packet_name
-from nemo_like.tensors import describe, map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
 

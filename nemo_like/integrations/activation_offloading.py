@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.layers import find_layers
-from nemo_like.log import warn_once
 from nemo_like.offload import Offloader, offload_activations
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.handles import KeptHandle
 from nemo_like.options import OffloadConfig
-from nemo_like.options.words import a_or_an, check_whole
 
 _HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier", "head", "output", "proj_out")
 """Attributes that models without `get_output_embeddings` call their output head."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.extras import require
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.extras import require
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 

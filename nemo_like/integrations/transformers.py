@@ -22,19 +22,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from nemo_like._util.extras import require
+from nemo_like._util.log import say_once
+from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.agreement import compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
-from nemo_like.extras import require
 from nemo_like.integrations.accelerate import accelerate_settings
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
 from nemo_like.integrations.trl import takes_log_probs_in_chunks
-from nemo_like.log import say_once
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import CheckpointConfig, ChunkedLoss, ContextParallel, MemoryBudget, parse_ac
-from nemo_like.options.words import a_or_an
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 _transformers = require("transformers", "hf", "for the Trainer integration")

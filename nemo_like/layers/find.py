@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from nemo_like._util.module_tree import bare, bare_children, bare_modules, check_model, join
 from nemo_like.layers.groups import groups_of
 from nemo_like.layers.named import LayersNotFoundError, named_by_caller
 from nemo_like.layers.structure import (
@@ -24,7 +25,6 @@ from nemo_like.layers.structure import (
     is_strict_block,
     parameter_count,
 )
-from nemo_like.module_tree import bare, bare_children, bare_modules, check_model, join
 from nemo_like.transformers_compat import NO_SPLIT
 
 # Sibling modules of one class are stages (Swin stages), and their inner blocks are the layers, from this share of their

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from nemo_like.module_tree import bare, bare_children
+from nemo_like._util.module_tree import bare, bare_children
 
 GROUPS = ("language", "vision", "audio", "other")
 

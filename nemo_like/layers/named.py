@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from nemo_like._util.module_tree import bare, bare_children, bare_modules, bare_name, glob_to_regex, join
+from nemo_like._util.words import a_or_an
 from nemo_like.layers.structure import is_container
-from nemo_like.module_tree import bare, bare_children, bare_modules, bare_name, glob_to_regex, join
 from nemo_like.options import did_you_mean
-from nemo_like.options.words import a_or_an
 
 
 class LayersNotFoundError(ValueError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nemo_like.module_tree import bare, bare_children
+from nemo_like._util.module_tree import bare, bare_children
 
 _MIXER_WORDS = re.compile(r"attention|attn|mixer|mamba|ssm|rwkv|retention|recurrent", re.IGNORECASE)
 _NORM_WORDS = re.compile(r"norm", re.IGNORECASE)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemo_like.log import warn_once
+from nemo_like._util.log import warn_once
 from nemo_like.losses.heads import autocast_dtype
 from nemo_like.losses.stand_in import HeadCall, Recipe, StandIn
 from nemo_like.options import ChunkedLoss

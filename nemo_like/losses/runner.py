@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from nemo_like._util.words import a_or_an
 from nemo_like.losses.heads import AutogradHead, GradientSums, Head, LinearHead, like_logits, open_head, unwrap_logits
 from nemo_like.losses.rows import RowLoss, pieces
 from nemo_like.options import ChunkedLoss
-from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import graph_is_kept, is_fake, without_fsdp_hooks
 
 

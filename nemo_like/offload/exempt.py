@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from nemo_like._util.words import a_or_an
 from nemo_like.offload.handles import is_wrapper_subclass, take_apart
-from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import base_of
 
 PARAMETER = "a parameter, or a view of one"

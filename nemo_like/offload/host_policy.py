@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.module_tree import every_module
 from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from nemo_like.module_tree import every_module
 from nemo_like.torch_compat import ActivationWrapper, is_compiled
 
 

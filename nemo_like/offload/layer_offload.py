@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.module_tree import check_model, every_module
+from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.apply import apply_specs
+from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
-from nemo_like.activation_checkpointing.surfaces import names_in
-from nemo_like.module_tree import check_model, every_module
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.host_policy import HostPolicy, keep_on_host, moves_everything
 from nemo_like.offload.offloader import Offloader
 from nemo_like.options import OffloadConfig
-from nemo_like.options.words import a_or_an
 from nemo_like.torch_compat import ActivationWrapper
 from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.log import warn_once
+from nemo_like._util.log import warn_once
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.copies import (
     Dead,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.module_tree import check_model
+from nemo_like._util.module_tree import check_model
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.host_policy import keep_as_before, keep_on_host, moves_everything
 from nemo_like.offload.packing import Packer, storages_in

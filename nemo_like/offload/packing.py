@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.log import warn_once
+from nemo_like._util.log import warn_once
 from nemo_like.offload import exempt
 from nemo_like.offload.backends import Backend, default_backend
 from nemo_like.offload.handles import (

@@ -4,6 +4,15 @@ Nothing here touches a model. Everything raises `ValueError` (a wrong value) or 
 the value, the reason and what is accepted. A default stands here and nowhere else.
 """
 
+from nemo_like._util.words import (
+    did_you_mean,
+    dtype_word,
+    field_names,
+    normalise,
+    parse_bytes,
+    parse_dtype,
+    parse_shape,
+)
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.options.checkpointing import AC_STRATEGIES, CheckpointConfig, MemoryBudget, parse_ac
 from nemo_like.options.chunked_loss import COMPILE_BACKENDS, LOSSES, ChunkedLoss, parse_compile
@@ -26,15 +35,6 @@ from nemo_like.options.pipelining import PipelineParallel
 from nemo_like.options.plan_search import PlanSearch
 from nemo_like.options.schedules import SCHEDULES, Schedule
 from nemo_like.options.step_spec import OPTIMIZERS, StepSpec
-from nemo_like.options.words import (
-    did_you_mean,
-    dtype_word,
-    field_names,
-    normalise,
-    parse_bytes,
-    parse_dtype,
-    parse_shape,
-)
 
 __all__ = [
     "AC_STRATEGIES",

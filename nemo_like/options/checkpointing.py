@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_like.extras import require
-from nemo_like.op_lookup import resolve_op
-from nemo_like.options.words import a_or_an, check_whole, did_you_mean, field_names, normalise, parse_bytes, write_bytes
+from nemo_like._util.extras import require
+from nemo_like._util.op_lookup import resolve_op
+from nemo_like._util.words import a_or_an, check_whole, did_you_mean, field_names, normalise, parse_bytes, write_bytes
 
 AC_STRATEGIES: tuple[str, ...] = ("none", "full", "selective", "submodule", "sequential")
 

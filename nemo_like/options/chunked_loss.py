@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_like.options.words import check_bool, did_you_mean, normalise, parse_bytes
+from nemo_like._util.words import check_bool, did_you_mean, normalise, parse_bytes
 
 LOSSES: tuple[str, ...] = ("model", "chunked")
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")

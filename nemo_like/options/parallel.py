@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from nemo_like.options.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
+from nemo_like._util.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
 
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")

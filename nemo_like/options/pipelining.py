@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_like._util.words import check_whole, did_you_mean, normalise
 from nemo_like.options.schedule_file import ScheduleFile, is_schedule_file, read_schedule
 from nemo_like.options.schedules import SCHEDULE_OBJECTS, SCHEDULES, Schedule
-from nemo_like.options.words import check_whole, did_you_mean, normalise
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_like.options.words import parse_bytes
+from nemo_like._util.words import parse_bytes
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.words import check_bool, check_whole, did_you_mean, normalise
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
-from nemo_like.options.words import check_bool, check_whole, did_you_mean, normalise
 
 OPTIMIZERS: tuple[str, ...] = tuple(OPTIMIZER_OBJECTS)
 ZERO_GRAD: tuple[str, ...] = ("free", "zero")

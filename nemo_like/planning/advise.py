@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from nemo_like._util.words import write_bytes
 from nemo_like.job import Job
 from nemo_like.options import CheckpointConfig
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import device_of
 
 

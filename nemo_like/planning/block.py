@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from nemo_like._util.op_lookup import Op
 from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
-from nemo_like.op_lookup import Op
 from nemo_like.planning import closure, solver
 from nemo_like.planning.block_trace import BlockTrace, OpRecord
 from nemo_like.planning.devices import Device, op_seconds

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.op_lookup import argument, packet_name
+from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import ops
 from nemo_like.fake.model_copy import call_with
 from nemo_like.fake.run import FakeRun, FakeTensor
-from nemo_like.op_lookup import argument, packet_name
-from nemo_like.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.torch_compat import OpOverload, TorchDispatchMode
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nemo_like._util.json_file import write_json
 from nemo_like.distributed.launch import current_device, local_world_size, pick_device_type, rank, world_size
-from nemo_like.json_file import write_json
 from nemo_like.planning.devices import RATES, device_at_hand, rates_file
 
 SECONDS = 3.0

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.module_tree import bare
+from nemo_like._util.tensors import by_argument, describe, map_tensors, split_sample, tensors_in
+from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
 from nemo_like.fake.reasons import named_reason
 from nemo_like.fake.run import FakeRun, cache_off, call_flags, replaced_forwards, run_forward
-from nemo_like.module_tree import bare
-from nemo_like.options.words import a_or_an
 from nemo_like.planning.block_trace import trace_block
 from nemo_like.planning.kinds import Kind, ModelTrace, TracedCall, call_key, handed_on, settings_of
 from nemo_like.planning.recorded import record_again, recording
-from nemo_like.tensors import by_argument, describe, map_tensors, split_sample, tensors_in
 from nemo_like.torch_compat import tree_leaves
 from nemo_like.transformers_compat import given_cache, parameter_names
 

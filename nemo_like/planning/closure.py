@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
 from nemo_like.planning.solver import Op, Point, frontier, non_dominated
 
 EVERY_STATES = 1 << 16

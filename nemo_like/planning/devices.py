@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.log import warn_once
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
 from nemo_like.job import Job
-from nemo_like.log import warn_once
 from nemo_like.options import did_you_mean
 from nemo_like.planning.block_trace import OpRecord
 from nemo_like.torch_compat import OpOverload

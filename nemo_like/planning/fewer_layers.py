@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.storage_ledger import Level, StepMoment
-from nemo_like.tensors import tensors_in
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.module_tree import bare
 from nemo_like.distributed.pipeline.cut import STAGE_MARK
-from nemo_like.float8 import check_float8, float8_linears
 from nemo_like.job import Job
-from nemo_like.module_tree import bare
 from nemo_like.planning.devices import Device
+from nemo_like.precision import check_float8, float8_linears
 
 _LEAST = (8, 9)
 """Compute capability of the first GPUs that multiply in float8."""

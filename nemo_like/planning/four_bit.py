@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
 
 BLOCK, NESTED_BLOCK = 64, 256
 _TABLES = 16 + 256 + 1

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.tensors import map_tensors, tensors_in
 from nemo_like.activation_checkpointing.engine import half_of_backward, run_region
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.fake.model_copy import leaves_of, with_state
@@ -24,7 +25,6 @@ from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.planning.program.records import BlockEvents
-from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import backward_in_halves
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.fake.run import FakeRun
 from nemo_like.planning.block_trace import BlockTrace
 from nemo_like.planning.recorded import Record
-from nemo_like.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.torch_compat import tree_flatten
 
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")

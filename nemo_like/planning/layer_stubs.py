@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.planning.kinds import Kind
-from nemo_like.tensors import Place, by_argument, map_tensors, tensors_in
 
 Lap = Callable[[Mapping[int, torch.Tensor]], Callable[[Mapping[Place, torch.Tensor]], None]]
 """To be called when a stand-in's backward begins, with its gradients by the position of the output; what it returns, with

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.tensors import map_tensors, tensors_in
 from nemo_like.fake.model_copy import call_with
 from nemo_like.fake.run import check_layouts
 from nemo_like.planning.block_trace import TraceMismatchError
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.scratch import scratch_bytes
-from nemo_like.tensors import map_tensors, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode
 
 

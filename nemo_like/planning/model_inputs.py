@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.fake.model_copy import call_with, model_copy
 from nemo_like.fake.run import FakeRun
 from nemo_like.losses.targets import IGNORED
-from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import FAKE_LOGGER
 
 SAMPLING_RATE = 16_000

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.module_tree import bare
+from nemo_like._util.tensors import Place, by_argument, tensors_in
 from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import cache_off, replaced_forwards
 from nemo_like.losses.model_loss import chunked_calls
-from nemo_like.module_tree import bare
 from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.planning.block_memory import with_gradients
 from nemo_like.planning.devices import Device
@@ -34,7 +35,6 @@ from nemo_like.planning.recorded import record_again
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.step_time import OpSeconds
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
-from nemo_like.tensors import Place, by_argument, tensors_in
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_like._util.extras import require
+from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
-from nemo_like.extras import require
 from nemo_like.options import MemoryBudget
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.plan_report import FRACTIONS, MODES
 from nemo_like.planning.program.rank import ActionBytes
 from nemo_like.planning.program.readers import Peak

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from nemo_like._util.module_tree import bare, bare_modules
 from nemo_like.activation_checkpointing.plan import LayerPlan, Plan, layer_signature
-from nemo_like.module_tree import bare, bare_modules
 from nemo_like.planning.block import Choice
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_like._util.extras import require
+from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.extras import require
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.block import Choice

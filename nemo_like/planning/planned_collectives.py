@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nemo_like.op_lookup import find_op
+from nemo_like._util.op_lookup import find_op
 
 _GROUP = "planned"
 

@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.extras import MissingExtraError, require
+from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import bare, check_model
+from nemo_like._util.tensors import describe, tensors_in
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.engine.handles import RegionError, Transfer
 from nemo_like.activation_checkpointing.engine.module_state import copied_in_forward
-from nemo_like.activation_checkpointing.keep_routing import KeepRouting
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan, plan_specs
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
+from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.context_parallel.parts import MasksOfAllLayers
 from nemo_like.distributed.expert_parallel.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
-from nemo_like.extras import MissingExtraError, require
 from nemo_like.fake.model_copy import model_copy
-from nemo_like.float8 import effective_matmuls
 from nemo_like.job import Job, as_code
 from nemo_like.layers import find
-from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
-from nemo_like.module_tree import bare, check_model
 from nemo_like.options import (
     FSDP2,
     ChunkedLoss,
@@ -71,7 +71,7 @@ from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_time import exposed_seconds
 from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules, rank_twin
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
-from nemo_like.tensors import describe, tensors_in
+from nemo_like.precision import effective_matmuls
 
 RNG_STATE = torch.get_rng_state().numel()
 """Bytes of the state of the CPU's generator."""

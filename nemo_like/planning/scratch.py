@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.op_lookup import argument, find_op
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.op_lookup import argument, find_op
 
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default

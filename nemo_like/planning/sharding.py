@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from nemo_like._util.module_tree import bare
 from nemo_like.distributed.expert_parallel import Experts
 from nemo_like.distributed.expert_parallel.shard_experts import expert_shard_dim
 from nemo_like.distributed.units import UnitPlan, padded_rows, plan_units, shard_dim
-from nemo_like.module_tree import bare
 from nemo_like.options import FSDP2, Precision
 from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.planning.tensor_twin import PartOfWeight

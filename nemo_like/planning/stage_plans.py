@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.block import Choice
 from nemo_like.planning.planner import asked_job
 from nemo_like.planning.program.readers import Peak

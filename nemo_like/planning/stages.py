@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.context_parallel.layout import padded_length
+from nemo_like._util.module_tree import bare_modules
+from nemo_like._util.tensors import split_sample, tensors_in
+from nemo_like.distributed.context_parallel.sequence_ops import padded_length
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, MicrobatchCall, Received, StageEnd, call_of, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, Action, all_actions_of
@@ -21,7 +23,6 @@ from nemo_like.distributed.pipeline.stage_parts import stage_parts
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
-from nemo_like.module_tree import bare_modules
 from nemo_like.options import PipelineParallel
 from nemo_like.planning.block import Choice
 from nemo_like.planning.devices import device_of
@@ -31,7 +32,6 @@ from nemo_like.planning.planner import Planner
 from nemo_like.planning.program.rank import ActionBytes, rank_peak
 from nemo_like.planning.program.readers import Peak, StepPoint
 from nemo_like.planning.tied_stages import HeldOnce, held_once
-from nemo_like.tensors import split_sample, tensors_in
 
 Choices = Sequence[Sequence[Choice]]
 """For each stage, one choice per layer call."""

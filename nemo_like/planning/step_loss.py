@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.fake.reasons import in_a_line, without_values
-from nemo_like.tensors import tensors_in
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:

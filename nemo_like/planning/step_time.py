@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_like._util.log import say_once
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import ops
-from nemo_like.log import say_once
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, TrainedParameter
 from nemo_like.planning.devices import Device
 from nemo_like.planning.sharding import Sharding
-from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.ops import draws
 from nemo_like.planning.scratch import scratch_bytes
-from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, autograd_node, next_sequence_number, sequence_number, unseen
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"

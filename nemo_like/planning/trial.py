@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nemo_like._util.module_tree import base_model
+from nemo_like._util.tensors import split_sample, tensors_in
 from nemo_like.distributed.context_parallel import cut_for_planning
 from nemo_like.distributed.context_parallel.methods import method_of
 from nemo_like.fake.model_copy import call_with, model_copy
@@ -21,10 +23,8 @@ from nemo_like.fake.run import FakeRun, cache_off, call_flags
 from nemo_like.job import Job
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import LABELS
-from nemo_like.module_tree import base_model
 from nemo_like.options import ContextParallel, TensorParallel
 from nemo_like.planning.tensor_twin import UnknownStyleError, known_rules, tensor_twin
-from nemo_like.tensors import split_sample, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, quiet_fake_tensors
 
 _TOKENS = 8

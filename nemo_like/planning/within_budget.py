@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import MemoryBudget
-from nemo_like.options.words import write_bytes
 from nemo_like.planning import solver
 from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.last_within import last_within

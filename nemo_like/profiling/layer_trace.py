@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.profiling.meters import Clock, CpuMeter, CudaMeter, StorageRegistry, storages_of
-from nemo_like.profiling.recommend import Moment
-from nemo_like.tensors import tensors_in
+from nemo_like.profiling.profile_report import Moment
 from nemo_like.torch_compat import left_to_python
 
 LossFn = Callable[[Any], torch.Tensor]

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.log import say_once
+from nemo_like._util.module_tree import check_model
+from nemo_like._util.words import check_whole
 from nemo_like.distributed.launch import checked_device
 from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
 from nemo_like.fake.outside_state import OutsideState
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
-from nemo_like.log import say_once
-from nemo_like.module_tree import check_model
-from nemo_like.options.words import check_whole
 from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
-from nemo_like.profiling.profile_report import MB, LayerProfile, ProfileReport
-from nemo_like.profiling.recommend import LayerCall, cheapest_layers
+from nemo_like.profiling.profile_report import MB, LayerCall, LayerProfile, ProfileReport, cheapest_layers
 from nemo_like.torch_compat import tree_map
 
 

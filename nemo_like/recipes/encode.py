@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_like.options.words import a_or_an
+from nemo_like._util.words import a_or_an
 from nemo_like.recipes.sample_files import BadSampleError
 
 

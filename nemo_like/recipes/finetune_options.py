@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nemo_like.console import flag
+from nemo_like._util.console import flag
 from nemo_like.options import FLOAT8, parse_dtype
 from nemo_like.recipes.option_sources import parse_command_line
 from nemo_like.recipes.run_options import RunOptions, job_option, option

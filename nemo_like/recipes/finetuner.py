@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.console import check_picture, flag
-from nemo_like.extras import require
+from nemo_like._util.console import check_picture, flag
+from nemo_like._util.extras import require
 from nemo_like.losses.targets import IGNORED
 from nemo_like.models import ModelSource, check_positions
 from nemo_like.recipes.agree import Ranks

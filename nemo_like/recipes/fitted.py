@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.console import as_flag
+from nemo_like._util.json_file import write_json
+from nemo_like._util.log import say_once
+from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import FORMAT, Plan, layer_signature
-from nemo_like.console import as_flag
 from nemo_like.distributed.launch import local_world_size
 from nemo_like.flags import RESHARD, reshard_word
-from nemo_like.json_file import write_json
-from nemo_like.log import say_once
 from nemo_like.options import FSDP2, MemoryBudget, normalise, parse_ac, parse_bytes
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.fit import Candidate, FitReport, fit
 from nemo_like.recipes.agree import Ranks

@@ -11,7 +11,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from nemo_like.log import warn_once
+from nemo_like._util.log import warn_once
 
 # A launcher passes one Ctrl-C on to ranks that got it from the terminal already, so a second signal within this many
 # seconds is the same request; one after it comes from a person who does not want to wait for the step.

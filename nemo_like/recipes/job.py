@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.accumulate import set_gradient_sync
 from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.larger_batch import most_elements
@@ -38,7 +39,6 @@ from nemo_like.recipes.run_options import RunOptions
 from nemo_like.recipes.run_state import check_same_run, gather_state
 from nemo_like.recipes.schedule import Schedule
 from nemo_like.recipes.step_flops import Speed, Utilisation
-from nemo_like.tensors import tensors_in
 
 
 class TrainingJob:

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from nemo_like.log import warn_once
+from nemo_like._util.log import warn_once
 from nemo_like.recipes.agree import Ranks
 
 # What DCP raises where any rank failed is not a subclass of Exception (torch 2.13 and 2.14).

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.console import check_new_folder, flag
+from nemo_like._util.console import check_new_folder, flag
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.recipes.option_sources import parse_command_line
 from nemo_like.recipes.run_options import RunOptions, job_option, option

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.console import as_flag
+from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError
-from nemo_like.console import as_flag
 from nemo_like.flags import changed_flags
 from nemo_like.options import MemoryBudget, parse_ac, parse_dtype
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.advise import changes, helping
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.planner import Planner

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemo_like.console import examples, flag
-from nemo_like.extras import require
+from nemo_like._util.console import examples, flag
+from nemo_like._util.extras import require
+from nemo_like._util.words import a_or_an
 from nemo_like.options import did_you_mean
-from nemo_like.options.words import a_or_an
 from nemo_like.recipes.run_options import RunOptions
 
 

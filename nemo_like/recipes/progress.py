@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.log import is_rank_zero
+from nemo_like._util.log import is_rank_zero
 
 _GIB = 2**30
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_like._util.extras import require
+from nemo_like._util.log import warn_once
 from nemo_like.distributed.slots import copy_whole
 from nemo_like.distributed.sources import Source
-from nemo_like.extras import require
 from nemo_like.layers import find_layers
-from nemo_like.log import warn_once
 
 BLOCK = 64
 """Weights that share a scale."""

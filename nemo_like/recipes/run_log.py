@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemo_like.extras import require
-from nemo_like.log import warn_once
+from nemo_like._util.extras import require
+from nemo_like._util.log import warn_once
 
 
 class RunLog:

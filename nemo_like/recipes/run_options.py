@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nemo_like.console import check_writable, flag
+from nemo_like._util.console import check_writable, flag
 from nemo_like.distributed.launch import BACKENDS
 from nemo_like.flags import FLAGS, check_flag, job_of
 from nemo_like.job import Job

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_like.log import say_once, warn_once
+from nemo_like._util.log import say_once, warn_once
 from nemo_like.losses.targets import IGNORED
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import mix

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
 
 MAX_LINE_BYTES = 4 * 2**20
 """A longer line is refused: it is a file that lost its line ends, or a book that should be cut where it makes sense."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
 from nemo_like.recipes.data import Corpus, TextData
 
 END = "<|endoftext|>"

@@ -20,8 +20,8 @@ from nemo_like.activation_checkpointing.policy import (
     FullPolicy,
     PlanMismatchError,
     SelectivePolicy,
+    TorchPolicy,
 )
-from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from tests.models.blocks import LlamaBlock, NewBytes, RouterBlock, assert_bitwise, gradients, region
 
 pytestmark = pytest.mark.compat

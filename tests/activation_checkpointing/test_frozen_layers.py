@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import CheckpointConfig, apply_activation_checkpointing, parallelize
+from nemo_like._util.module_tree import bare
 from nemo_like.layers import find_layers
-from nemo_like.module_tree import bare
 from nemo_like.profiling import MemoryProfiler
 from nemo_like.resolve import config_specs
 from tests.models.decoders import VOCAB, WIDTH, PlainDecoder

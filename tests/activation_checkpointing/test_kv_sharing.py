@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nemo_like import cli, parallelize
+from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import (
     apply_selective_checkpointing_to_layers,
     apply_submodule_checkpointing,
@@ -19,7 +20,6 @@ from nemo_like.activation_checkpointing import (
 )
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.layers import find_layers
-from nemo_like.log import forget_announcements
 from tests.models.decoders import batch, loss_of
 from tests.models.decoders import build as build_decoder
 from tests.models.kv_shared import build

@@ -10,9 +10,9 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from nemo_like import parallelize
+from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from nemo_like.log import forget_announcements
 from tests.models.blocks import train
 
 D = 16

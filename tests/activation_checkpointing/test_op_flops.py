@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_like._util.op_lookup import find_op
 from nemo_like.activation_checkpointing import ops as table
-from nemo_like.op_lookup import find_op
 
 aten = torch.ops.aten
 B, H, KV, S, T, D, V = 2, 6, 3, 5, 7, 8, 4

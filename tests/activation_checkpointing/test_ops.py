@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.attention.varlen  # registers torch_attn
 
-from nemo_like import log
+from nemo_like._util import log
+from nemo_like._util.op_lookup import find_op, resolve_op
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing import policy as policies
 from nemo_like.layers import find_layers
-from nemo_like.op_lookup import find_op, resolve_op
 from nemo_like.options import CheckpointConfig
 from nemo_like.resolve import config_specs
 from tests.models.decoders import PlainDecoder

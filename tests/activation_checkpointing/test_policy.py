@@ -20,9 +20,9 @@ from nemo_like.activation_checkpointing.policy import (
     FullPolicy,
     Policy,
     SelectivePolicy,
+    TorchPolicy,
     named_ops_policy,
 )
-from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
 from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, gradients, region
 
 aten = torch.ops.aten

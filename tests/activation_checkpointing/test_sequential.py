@@ -16,9 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.engine import RegionError
+from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import segment_sizes, segments_of
-from nemo_like.activation_checkpointing.surfaces import names_in
 from nemo_like.models import resolve_model
 from nemo_like.profiling import CpuMeter, StorageRegistry
 

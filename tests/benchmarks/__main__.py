@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from nemo_like._util.console import examples, start_logging
 from nemo_like.commands.bench_command import add_options, run_suite
-from nemo_like.console import examples, start_logging
 from tests.benchmarks.check import CHECK
 from tests.benchmarks.overhead import OVERHEAD
 from tests.benchmarks.planning import PLANNING

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like._util.console import start_logging
 from nemo_like.cli import command_names, main, make_parser
-from nemo_like.console import start_logging
 from nemo_like.recipes.finetune_options import EXAMPLES as FINETUNE
 from nemo_like.recipes.finetune_options import parse_finetune_options
 from nemo_like.recipes.job_options import EXAMPLES as PRETRAIN

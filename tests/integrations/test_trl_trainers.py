@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.integrations import ActivationOffloadingMixin
-from nemo_like.log import forget_announcements
 from nemo_like.losses import chunked_log_probs
 from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.options import OffloadConfig

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
+from nemo_like._util.module_tree import bare_name, glob_to_regex
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers, is_frozen, layer_groups, select_layers
 from nemo_like.layers.structure import weighted_parts
-from nemo_like.module_tree import bare_name, glob_to_regex
 
 DIM = 8
 

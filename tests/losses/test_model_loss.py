@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nemo_like.log import forget_announcements
+from nemo_like._util.log import forget_announcements
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss
 from tests.losses.whole_logits import Peak

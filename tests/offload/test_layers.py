@@ -273,7 +273,7 @@ def test_a_looped_layer_is_wrapped_once() -> None:
 
 
 def test_budgets_and_refusals_keep_tensors_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
-    from nemo_like.log import forget_announcements
+    from nemo_like._util.log import forget_announcements
 
     plain = stack_of(lambda x, scale: (x * scale).exp(), count=4)
     x = torch.randn(64, 16)

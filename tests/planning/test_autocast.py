@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from nemo_like import PlanSearch, cli, parallelize
+from nemo_like._util.log import forget_announcements
+from nemo_like._util.tensors import tensors_in
 from nemo_like.layers import find_layers
-from nemo_like.log import forget_announcements
 from nemo_like.models import resolve_model
 from nemo_like.options import Precision
 from nemo_like.planning import plan_for
 from nemo_like.planning.block_trace import record
 from nemo_like.planning.capture import trace_model
-from nemo_like.tensors import tensors_in
 from tests.models.decoders import batch, build
 from tests.said import said
 

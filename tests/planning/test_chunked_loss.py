@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from nemo_like import ChunkedLoss, Job, cli, parallelize
+from nemo_like._util.log import forget_announcements
+from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from nemo_like.log import forget_announcements
-from nemo_like.options.words import write_bytes
 from nemo_like.planning import BudgetError, plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.plan_advice import advice

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from nemo_like._util.module_tree import bare
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.layers import find
-from nemo_like.module_tree import bare
 from nemo_like.planning import block, block_trace, capture, closure, devices, solver
 from tests.planning.brute_force import at_budget
 

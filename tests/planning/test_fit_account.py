@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from nemo_like._util.extras import MissingExtraError
 from nemo_like.cli import main
-from nemo_like.extras import MissingExtraError
 from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nemo_like import Job, parallelize
+from nemo_like._util.extras import MissingExtraError
 from nemo_like.activation_checkpointing.plan import Plan, PlanError
-from nemo_like.extras import MissingExtraError
 from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit

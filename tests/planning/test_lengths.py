@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_like import parallelize
-from nemo_like.log import forget_announcements
+from nemo_like._util.log import forget_announcements
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.lengths import planned_length, read_histogram
 

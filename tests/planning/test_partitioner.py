@@ -12,12 +12,12 @@ from torch._functorch import config
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import ops
 from nemo_like.planning import closure
 from nemo_like.planning.block import BlockProblem
 from nemo_like.planning.block_trace import OpRecord, trace_block
 from nemo_like.planning.devices import op_seconds, resolve_device
-from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import fake_tensor_types
 from tests.models.llama_style import D, LlamaStyle, S
 from tests.planning.brute_force import at_budget

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nemo_like import FSDP2, Job, Plan, PlanSearch, Precision, StepSpec, parallelize
+from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from nemo_like.module_tree import bare_modules
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.plan_advice import advice
 from nemo_like.planning.plan_report import PlanReport, as_json, make_report

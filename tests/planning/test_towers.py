@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_like import cli
-from nemo_like.log import forget_announcements
+from nemo_like._util.log import forget_announcements
 from nemo_like.planning import plan_for
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")

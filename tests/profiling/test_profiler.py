@@ -13,7 +13,7 @@ from torch import nn
 
 from nemo_like.layers import LayersNotFoundError
 from nemo_like.profiling import BudgetUnmeetableError, MemoryProfiler, ProfileReport
-from nemo_like.profiling.recommend import LayerCall, Moment, cheapest_layers, predict_peak
+from nemo_like.profiling.profile_report import LayerCall, Moment, cheapest_layers, predict_peak
 
 pytestmark = pytest.mark.compat
 

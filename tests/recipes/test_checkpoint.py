@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like.log import forget_announcements
+from nemo_like._util.log import forget_announcements
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore
 

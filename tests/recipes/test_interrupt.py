@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from nemo_like.log import forget_announcements
+from nemo_like._util.log import forget_announcements
 from nemo_like.recipes.interrupt import Interrupt
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like._util.words import write_bytes
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import plan_for
 from nemo_like.recipes.agree import Ranks

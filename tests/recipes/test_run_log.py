@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.log import forget_announcements
+from nemo_like._util.log import forget_announcements
 from nemo_like.recipes.finetune_options import FinetuneOptions, parse_finetune_options
 from nemo_like.recipes.option_sources import config_text
 from nemo_like.recipes.run_log import RunLog, plot_log, read_log

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from nemo_like import SelectivePolicy
 from nemo_like.activation_checkpointing import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.engine import checkpoint_region
-from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE
-from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
+from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, TorchPolicy
 from tests.models.blocks import assert_bitwise
 
 MM, SIGMOID, CAT = "aten.mm", "aten.sigmoid", "aten.cat"

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nemo_like import SelectivePolicy
 from nemo_like.activation_checkpointing import FullPolicy, Policy
 from nemo_like.activation_checkpointing.engine import checkpoint_region
-from nemo_like.activation_checkpointing.torch_policy import TorchPolicy
+from nemo_like.activation_checkpointing.policy import TorchPolicy
 from tests.models.blocks import NewBytes, assert_bitwise
 
 KEEP, DROP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from nemo_like.console import check_writable, examples, refuse_unread, start_logging
+from nemo_like._util.console import check_writable, examples, refuse_unread, start_logging
+from nemo_like._util.words import check_whole
 from nemo_like.options import did_you_mean
-from nemo_like.options.words import check_whole
 from tests.surveys import layers, losses, plan_page, plans
 
 PROGRAM = "python -m tests.surveys"

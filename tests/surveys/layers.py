@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
 from nemo_like.layers import LayersNotFoundError, find_layers
 
 # Least share of a model's non-embedding parameters that should lie inside the layers found.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.extras import require
-from nemo_like.log import forget_announcements, logger
+from nemo_like._util.extras import require
+from nemo_like._util.log import forget_announcements, logger
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss
 from tests.surveys.tiny_causes import CAUSES

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
 from tests.surveys.plans import BATCH, BUDGET, CLOSE, SECONDS, TOKENS, SurveyedPlan, model_types
 from tests.surveys.tiny_models import cell
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.extras import require
 from nemo_like.bench.measured_step import cpu_events
-from nemo_like.extras import require
 from nemo_like.fake.remembered import RememberedTables
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, StepSpec

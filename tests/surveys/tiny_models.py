@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
 from tests.surveys.tiny_rules import SETTINGS
 
 # What makes a configuration small. By the field's name, wherever in the tree of configurations it stands.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from nemo_like._util.log import warn_once
 from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 from nemo_like.activation_checkpointing.engine.dispatch import COPY, RANDOM, TRACKED, ForwardMode, ReplayMode, kinds_for
@@ -34,7 +35,6 @@ from nemo_like.activation_checkpointing.policy import (
     Policy,
     SelectivePolicy,
 )
-from nemo_like.log import warn_once
 from nemo_like.torch_compat import without_innermost_saved_tensor_hooks
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

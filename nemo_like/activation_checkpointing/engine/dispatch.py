@@ -7,9 +7,13 @@ metadata calls) passes through uncounted, so that it may differ between forward 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.op_lookup import Op
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 from nemo_like.activation_checkpointing.engine.handles import (
@@ -29,20 +33,13 @@ from nemo_like.activation_checkpointing.engine.handles import (
     storages,
     versions,
 )
-from nemo_like.activation_checkpointing.engine.random_state import Generators
+from nemo_like.activation_checkpointing.engine.random_state import Generators, Key, are_given, key_of, learn
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
-from nemo_like.log import warn_once
-from nemo_like.op_lookup import Op
-from nemo_like.tensors import tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_python
 
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
     from nemo_like.activation_checkpointing.policy import Policy
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-
-from nemo_like.activation_checkpointing.engine.random_state import are_given, key_of, learn
 
 TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0
 """RANDOM: tracked, and draws random numbers."""
@@ -394,3 +391,42 @@ def watching(at_start: Callable[..., Any], at_end: Callable[[Any], None]) -> Ite
         yield
     finally:
         start = done = None
+
+
+# A forward that changes its own inputs in place, as Mixtral's router does with ``router_jitter_noise``.
+#
+# Replay needs such an input as it was. It is copied just before the operator that writes into it, so that a forward which
+# changes nothing pays nothing, but for a look at every operator in the first call of each module.
+
+_writes: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
+"""Module or code → whether it trains → whether its forward writes into its inputs; absent: not seen yet."""
+
+
+class _WatchWrites(_Mode):
+    def __init__(self, inputs: SavedInputs, key: Key) -> None:
+        super().__init__()
+        self.inputs, self.key = inputs, key
+
+    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if ops.facts(func).mutating:
+            self.inputs.before_change(func, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None and self.key[0] is not None:
+            _writes.setdefault(self.key[0], {})[self.key[1]] = self.inputs.changed
+
+
+def watch_writes(inputs: SavedInputs, mode: ForwardMode | None, function: Any) -> AbstractContextManager[Any] | None:
+    """The context for a forward of `function`: within it `inputs` keep what is about to be changed. None: no need.
+
+    `mode`, where the region has one, looks at every operator anyway, and is made to tell them.
+    """
+    if mode is not None:
+        mode.inputs = inputs
+        return None
+    key = key_of(function)
+    if key[0] is None or _writes.get(key[0], {}).get(key[1], True):
+        return _WatchWrites(inputs, key)
+    return None

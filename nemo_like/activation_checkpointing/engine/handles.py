@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from nemo_like._util.op_lookup import Op
+from nemo_like._util.tensors import SEQUENCES, map_tensors, tensors_in
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import Decision
-from nemo_like.op_lookup import Op
-from nemo_like.tensors import SEQUENCES, map_tensors, tensors_in
 from nemo_like.torch_compat import shape_only
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.module_tree import every_module
 from nemo_like.activation_checkpointing.engine.deep_state import is_plain
 from nemo_like.activation_checkpointing.engine.handles import RegionError, storages
 from nemo_like.activation_checkpointing.engine.module_parts import (
@@ -25,7 +26,6 @@ from nemo_like.activation_checkpointing.engine.module_parts import (
     requires_grad_of,
     walk_of,
 )
-from nemo_like.module_tree import every_module
 from nemo_like.torch_compat import is_fake, sparse_parts
 
 _SMALL = 1 << 16

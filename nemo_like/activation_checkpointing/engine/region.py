@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like import torch_compat
+from nemo_like._util.log import warn_once
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine import dispatch, verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.dispatch import (
@@ -21,6 +23,7 @@ from nemo_like.activation_checkpointing.engine.dispatch import (
     as_watched,
     kinds_for,
     watch_generators,
+    watch_writes,
 )
 from nemo_like.activation_checkpointing.engine.halves import SplitBackward, current_half
 from nemo_like.activation_checkpointing.engine.handles import (
@@ -36,13 +39,11 @@ from nemo_like.activation_checkpointing.engine.handles import (
     storages,
     versions,
 )
-from nemo_like.activation_checkpointing.engine.inputs import SavedInputs, watch_writes
+from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_parts import PLAIN_TENSORS
 from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot, ModuleWorld, module_of
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
-from nemo_like.log import warn_once
-from nemo_like.tensors import tensors_in
 
 
 class _Handle:

@@ -13,26 +13,34 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from nemo_like._util.module_tree import bare
 from nemo_like.distributed.context_parallel import attention
-from nemo_like.distributed.context_parallel.cached import count_from_the_whole, counts_positions
-from nemo_like.distributed.context_parallel.longest import LongestPosition, reads_the_longest
-from nemo_like.distributed.context_parallel.methods import method_of
-from nemo_like.distributed.context_parallel.parts import MARK, CutStack, Parts
-from nemo_like.distributed.context_parallel.plain import (
+from nemo_like.distributed.context_parallel.attention import (
     AttentionHooks,
     OwnPositions,
     PositionHook,
     counts_along,
+    replace_flex,
 )
-from nemo_like.distributed.context_parallel.plain_flex import replace_flex
-from nemo_like.distributed.context_parallel.relative_bias import over_whole_sequences
+from nemo_like.distributed.context_parallel.methods import method_of
+from nemo_like.distributed.context_parallel.parts import MARK, CutStack, Parts
 from nemo_like.distributed.context_parallel.sequence_ops import name_group
-from nemo_like.distributed.context_parallel.stack_calls import StackHooks, gather_before, gather_behind
-from nemo_like.distributed.context_parallel.stacks import find_stacks
+from nemo_like.distributed.context_parallel.stack_calls import (
+    LongestPosition,
+    StackHooks,
+    gather_before,
+    gather_behind,
+    reads_the_longest,
+)
+from nemo_like.distributed.context_parallel.stacks import (
+    count_from_the_whole,
+    counts_positions,
+    find_stacks,
+    over_whole_sequences,
+)
 from nemo_like.distributed.context_parallel.whole_loss import RootHooks
 from nemo_like.layers import Layer
 from nemo_like.layers.structure import is_callable, is_container
-from nemo_like.module_tree import bare
 from nemo_like.options import CONTEXT_METHODS, ContextParallel
 from nemo_like.transformers_compat import OWN_ATTENTION, absent
 

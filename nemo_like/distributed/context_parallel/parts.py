@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.context_parallel import layout
+from nemo_like._util.module_tree import bare
+from nemo_like.distributed.context_parallel import sequence_ops
 from nemo_like.distributed.context_parallel.sequence_ops import gather_sequence
-from nemo_like.module_tree import bare
 from nemo_like.transformers_compat import USE_CACHE, cache_argument, parameter_names
 
 MARK = "_nemo_like_sequence_parts"
@@ -126,7 +126,7 @@ class Parts:
 
     def cut(self, whole: Tensor, dim: int, value: float = 0) -> Tensor:
         """This rank's part on `dim` of a whole, not yet padded sequence."""
-        return layout.cut(layout.pad(whole, dim, self.ranks, value), dim, self.ranks, self.rank)
+        return sequence_ops.cut(sequence_ops.pad(whole, dim, self.ranks, value), dim, self.ranks, self.rank)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """The whole, padded sequence on `dim`; with gradients."""
@@ -155,7 +155,7 @@ class Parts:
 
     def positions(self, padded: int, device: object) -> Tensor:
         """Of this rank's tokens in a sequence of `padded` tokens."""
-        return layout.positions(padded, self.ranks, self.rank, device)  # type: ignore[arg-type]
+        return sequence_ops.positions(padded, self.ranks, self.rank, device)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -176,7 +176,7 @@ class StackCall:
 
     @property
     def padded(self) -> bool:
-        return layout.padded_length(self.length, self.parts.ranks) != self.length
+        return sequence_ops.padded_length(self.length, self.parts.ranks) != self.length
 
 
 def gathers_whole(call: StackCall | None) -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.context_parallel import layout, masks
-from nemo_like.distributed.context_parallel.cached import GatheringCache, OwnMasks, cache_for
-from nemo_like.distributed.context_parallel.mixers import positions_of_ids
+from nemo_like.distributed.context_parallel import masks, sequence_ops
 from nemo_like.distributed.context_parallel.parts import CURRENT, CutStack, Parts, StackCall, gathers_whole
+from nemo_like.distributed.context_parallel.stacks import GatheringCache, OwnMasks, cache_for, positions_of_ids
 from nemo_like.distributed.document_numbers import documents_of
+from nemo_like.layers.structure import class_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.torch_compat import is_fake
-from nemo_like.transformers_compat import MASK_OF_IDS, USE_CACHE
+from nemo_like.transformers_compat import MASK_OF_IDS, USE_CACHE, rope_follows_length
 
 _LENGTH = "_nemo_like_whole_length"
 _WHOLE = "_nemo_like_whole_states"
@@ -56,7 +56,7 @@ class StackHooks:
             main = main_input(given)
             assert main is not None  # `_call` looked
             dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-            self._parts.make_triangles(layout.padded_length(call.length, self._parts.ranks), dtype, main.device)
+            self._parts.make_triangles(sequence_ops.padded_length(call.length, self._parts.ranks), dtype, main.device)
         cut = {name: self._cut(call, name, value, given) for name, value in given.items()}
         self._positions(call, given, cut)
         if USE_CACHE in names or USE_CACHE in given:
@@ -99,7 +99,11 @@ class StackHooks:
         documents = documents_of(positions, main.shape[0]) if known else None
         if documents is not None:
             documents = torch.cat(
-                [documents, documents[:, -1:].expand(-1, layout.padded_length(length, self._parts.ranks) - length)], 1
+                [
+                    documents,
+                    documents[:, -1:].expand(-1, sequence_ops.padded_length(length, self._parts.ranks) - length),
+                ],
+                1,
             )
         masked = mask is not None
         if masked and not self._parts.method.takes_masks:  # one that hides nothing is none
@@ -115,12 +119,12 @@ class StackHooks:
             if value is None:
                 return None
             if isinstance(value, Tensor) and value.ndim == 2:
-                return layout.pad(value, 1, parts.ranks)
+                return sequence_ops.pad(value, 1, parts.ranks)
             if isinstance(value, Tensor) and value.ndim == 4 and value.shape[-1] == length:
                 return masks.cut_given(parts, value, length)
             raise NotImplementedError(f"cp cannot cut the attention mask {_shape(value)}; give (B, S) or (B, 1, S, S).")
         if name == "encoder_attention_mask":
-            return None if value is None else layout.pad(value, value.ndim - 1, parts.ranks)
+            return None if value is None else sequence_ops.pad(value, value.ndim - 1, parts.ranks)
         if name == "deepstack_visual_embeds":
             return _deepstack(parts, value, given.get("visual_pos_masks"))
         if not isinstance(value, Tensor) or name in _PARTS:
@@ -151,7 +155,7 @@ class StackHooks:
         parts, names = self._parts, self._stack.arguments
         main = main_input(cut)
         assert main is not None  # `_call` looked
-        padded = layout.padded_length(call.length, parts.ranks)
+        padded = sequence_ops.padded_length(call.length, parts.ranks)
         whole = given.get("position_ids")
         call.longest = whole.max() if isinstance(whole, Tensor) else call.length - 1
         if "position_ids" in names and whole is None:
@@ -169,7 +173,7 @@ class StackHooks:
         # A mask that is there tells transformers how many keys there are, and that position_ids are no sign of packing.
         if "attention_mask" in names and cut.get("attention_mask") is None:
             real = torch.ones(main.shape[0], call.length, dtype=torch.long, device=main.device)
-            cut["attention_mask"] = layout.pad(real, 1, parts.ranks)
+            cut["attention_mask"] = sequence_ops.pad(real, 1, parts.ranks)
         states = given.get("encoder_hidden_states")
         if states is None:
             return
@@ -181,7 +185,7 @@ class StackHooks:
             )
         if cut.get("encoder_attention_mask") is None and "encoder_attention_mask" in names:
             real = torch.ones(states.shape[0], length, dtype=torch.long, device=states.device)
-            cut["encoder_attention_mask"] = layout.pad(real, 1, parts.ranks)
+            cut["encoder_attention_mask"] = sequence_ops.pad(real, 1, parts.ranks)
 
 
 def _reads_a_mask(module: nn.Module) -> bool:
@@ -201,7 +205,7 @@ def main_input(given: dict[str, Any]) -> Tensor | None:
 
 def _continued(positions: Tensor, ranks: int) -> Tensor:
     """Positions (..., S) with padding that goes on counting, so that it is no document of its own."""
-    missing = layout.padded_length(positions.shape[-1], ranks) - positions.shape[-1]
+    missing = sequence_ops.padded_length(positions.shape[-1], ranks) - positions.shape[-1]
     if not missing:
         return positions
     more = positions[..., -1:] + torch.arange(1, missing + 1, device=positions.device, dtype=positions.dtype)
@@ -237,7 +241,7 @@ def exchange(output: Any, old: Tensor, new: Tensor) -> Any:
 
 def _gathered(call: StackCall, output: Any, states: Tensor) -> Any:
     """`output` with whole sequences in the place of a part's hidden `states`; None: as it is."""
-    part = layout.padded_length(call.length, call.parts.ranks) // call.parts.ranks
+    part = sequence_ops.padded_length(call.length, call.parts.ranks) // call.parts.ranks
     if not gathers_whole(call) or states.shape[1] != part or getattr(states, _WHOLE, False):
         return None
     whole = call.parts.gather(states, 1)[:, : call.length]
@@ -256,7 +260,7 @@ def gather_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     call = CURRENT.get()
     if call is None or call.parts.idle or gathers_whole(call):
         return None
-    part = layout.padded_length(call.length, call.parts.ranks) // call.parts.ranks
+    part = sequence_ops.padded_length(call.length, call.parts.ranks) // call.parts.ranks
 
     def whole(value: Any) -> Any:
         fits = isinstance(value, Tensor) and value.ndim == 3 and value.shape[1] == part
@@ -267,3 +271,64 @@ def gather_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _shape(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+# Rotary embeddings whose frequencies follow the longest position of their call (longrope, dynamic).
+#
+# A rank's part has a longest position of its own, and that of padding is longer than any of the sequence. So what makes such
+# embeddings is given this rank's positions, none beyond the longest of the whole sequence, and that one behind them.
+
+_POSITIONS = "position_ids"
+
+
+def reads_the_longest(module: nn.Module) -> bool:
+    """Whether `module` makes something of positions alone, and reads the longest of them."""
+    forward = inspect.unwrap(class_of(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or _POSITIONS not in code.co_varnames or any(True for _ in module.parameters()):
+        return False
+    return rope_follows_length(module) or not {"max", "amax"}.isdisjoint(code.co_names)
+
+
+class LongestPosition:
+    """The hooks of a module for which `reads_the_longest` holds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = tuple(inspect.signature(class_of(module).forward).parameters)[1:]
+        self._tokens: list[int | None] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pre-hook."""
+        call, given = CURRENT.get(), dict(zip(self._names, args)) | kwargs
+        positions = given.get(_POSITIONS)
+        if call is None or call.parts.idle or not isinstance(positions, Tensor):
+            self._tokens.append(None)
+            return None
+        self._tokens.append(positions.shape[-1])
+        return (), given | {_POSITIONS: _with_longest(positions, call)}
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward hook, also after an exception."""
+        tokens = self._tokens.pop() if self._tokens else None
+        if tokens is None or output is None:
+            return None
+
+        def own(made: Any) -> Any:
+            if isinstance(made, tuple):
+                return tuple(map(own, made))
+            if not isinstance(made, Tensor) or made.ndim < 2 or made.shape[-2] != tokens + 1:
+                raise NotImplementedError(
+                    f"cp gives {type(module).__name__} the longest position of the whole sequence behind the {tokens} of a "
+                    f"part, and what it makes of them ({_shape(made)}) has no dim for it before its last. Use cp=1."
+                )
+            return made.narrow(-2, 0, tokens)
+
+        return own(output)
+
+
+def _with_longest(positions: Tensor, call: StackCall) -> Tensor:
+    if isinstance(call.longest, Tensor):
+        longest = call.longest.to(positions)
+    else:
+        longest = torch.full((), call.longest, dtype=positions.dtype, device=positions.device)
+    return torch.cat([positions.minimum(longest), longest.expand(*positions.shape[:-1], 1)], -1)

@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemo_like.distributed.context_parallel import layout
-from nemo_like.distributed.context_parallel.block_masks import first_tokens as first_of_mask
-from nemo_like.distributed.context_parallel.block_masks import is_block_mask
+from nemo_like._util.log import warn_once
+from nemo_like.distributed.context_parallel import sequence_ops
+from nemo_like.distributed.context_parallel.masks import first_tokens as first_of_mask
+from nemo_like.distributed.context_parallel.masks import is_block_mask
 from nemo_like.distributed.context_parallel.parts import WHOLE, Parts
 from nemo_like.distributed.context_parallel.sequence_ops import find_group
 from nemo_like.distributed.context_parallel.stack_calls import main_input, tensors_of
 from nemo_like.distributed.shared_random import generators
-from nemo_like.log import warn_once
 from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
 from nemo_like.losses.stand_in import StandIn
 
@@ -249,7 +249,7 @@ def first_tokens(
     for name, value in given.items():
         if "token_type" in name or not _MEDIA.search(name):
             own = length if not _own_length(name, value) else value.shape[1]
-            few = tokens * ranks - (layout.padded_length(own, ranks) != own)
+            few = tokens * ranks - (sequence_ops.padded_length(own, ranks) != own)
             made[name] = _first(value, own, min(own, few))
     for name, value in made.items():
         if not isinstance(value, Tensor) or value.is_floating_point():

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_like._util.module_tree import base_model
 from nemo_like.distributed.context_parallel.parts import Parts
 from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_parts
 from nemo_like.distributed.context_parallel.stack_calls import exchange, main_input, tensors_of
@@ -27,7 +28,6 @@ from nemo_like.layers.structure import class_of
 from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.targets import IGNORED
-from nemo_like.module_tree import base_model
 from nemo_like.transformers_compat import LOGITS_TO_KEEP, PREPARE_DECODER, SHIFT_RIGHT, given_cache, parameter_names
 
 _CHECKED = (1, 8)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.module_tree import bare
-from nemo_like.options.words import a_or_an
-from nemo_like.tensors import tensors_in
+from nemo_like._util.module_tree import bare
+from nemo_like._util.tensors import tensors_in
+from nemo_like._util.words import a_or_an
 
 
 def check_list(fqn: str, experts: nn.Module) -> None:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from nemo_like._util.module_tree import check_model
 from nemo_like.distributed.expert_parallel.find_experts import EVERY, Experts, find_experts
 from nemo_like.distributed.mesh import axis_size
-from nemo_like.module_tree import check_model
 from nemo_like.torch_compat import in_backward
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.module_tree import bare_modules, glob_to_regex
+from nemo_like._util.words import a_or_an
 from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts, check_list
 from nemo_like.layers.structure import is_list_of_experts
-from nemo_like.module_tree import bare_modules, glob_to_regex
-from nemo_like.options.words import a_or_an
 
 ROUTED, EVERY, EACH = "routed", "every", "each"
 _DISPATCHED = "ep_dispatch_experts"  # what plans of transformers call a module that is called with the routing

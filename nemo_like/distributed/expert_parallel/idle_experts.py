@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.module_tree import bare, bare_modules, glob_to_regex
+from nemo_like._util.tensors import map_tensors, tensors_in
 from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts
 from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.layers.structure import is_list_of_experts
-from nemo_like.module_tree import bare, bare_modules, glob_to_regex
-from nemo_like.tensors import map_tensors, tensors_in
 
 
 def reduce_idle_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[str, ...]:

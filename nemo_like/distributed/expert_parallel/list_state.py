@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from nemo_like._util.module_tree import bare_modules
 from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts
-from nemo_like.module_tree import bare_modules
 
 Pieces = Mapping[str, Sequence[str]]
 """Name of a stacked weight → the names that it has in each expert of the list, in order."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from nemo_like._util.module_tree import bare_modules, glob_to_regex
 from nemo_like.distributed.expert_parallel.exchange import group_key
 from nemo_like.distributed.expert_parallel.expert_adapters import adapters_on, pass_through, with_adapters
 from nemo_like.distributed.expert_parallel.expert_lists import BlockOfList, StackedExperts
@@ -22,7 +23,6 @@ from nemo_like.distributed.expert_parallel.grouped import expert_of_rows, fused_
 from nemo_like.distributed.expert_parallel.row_dispatch import AllToAll, Dispatch
 from nemo_like.distributed.expert_parallel.tensor_ranks import TensorRanks
 from nemo_like.distributed.mesh import axis_size
-from nemo_like.module_tree import bare_modules, glob_to_regex
 from nemo_like.options import ExpertParallel
 from nemo_like.options.parallel import DISPATCHES
 from nemo_like.torch_compat import free_last_gather, in_backward, root_mesh

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from nemo_like.log import warn_once
-from nemo_like.module_tree import every_module
+from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import every_module
 
 _NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 _Counters = dict[tuple[str, str], int]

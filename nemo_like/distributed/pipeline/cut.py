@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.module_tree import bare, join
+from nemo_like._util.tensors import map_tensors
+from nemo_like._util.words import a_or_an
 from nemo_like.distributed.documents import PackedCalls
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
 from nemo_like.losses.model_loss import loss_hooks
-from nemo_like.module_tree import bare, join
 from nemo_like.options import ChunkedLoss
-from nemo_like.options.words import a_or_an
-from nemo_like.tensors import map_tensors
 
 STAGE_MARK = "_nemo_like_pipeline_stage"
 """Attribute of a stage's tree."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.module_state import ModuleWorld
 from nemo_like.distributed.context_parallel.verify_cut import evaluating, put_back
 from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank
 from nemo_like.losses.batch_means import LossCalls
-from nemo_like.module_tree import bare_modules
 from nemo_like.torch_compat import answering_calls
 
 

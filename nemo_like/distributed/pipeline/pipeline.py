@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.agreement import check_same_batch, sharing_groups
 from nemo_like.distributed.clip import clip_stages_
-from nemo_like.distributed.context_parallel.layout import padded_length
+from nemo_like.distributed.context_parallel.sequence_ops import padded_length
 from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.pipeline.by_microbatch import ByMicrobatch
 from nemo_like.distributed.pipeline.cut import merged

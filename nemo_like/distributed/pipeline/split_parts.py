@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.tensors import split_sample
 from nemo_like.distributed.pipeline.cut import Received, StageEnd, loss_of
 from nemo_like.distributed.pipeline.dealing import StageSlice, TensorForm, slices
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.fake.reasons import STAGES
 from nemo_like.fake.run import FakeRun, cache_off, run_forward
 from nemo_like.layers import Layer
-from nemo_like.tensors import split_sample
 
 Split = Callable[[nn.Module, int, int], nn.Module]
 _ARGUMENT = "PipelineParallel.split"

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.tensors import split_sample, tensors_in
+from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.cut import StageEnd, cut
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice
@@ -23,8 +25,6 @@ from nemo_like.fake.model_copy import call_with, model_copy
 from nemo_like.fake.reasons import STAGES, place_of
 from nemo_like.fake.run import FakeRun, cache_off, call_flags, replaced_forwards, run_forward
 from nemo_like.layers import Layer, find_layers
-from nemo_like.options.words import a_or_an
-from nemo_like.tensors import split_sample, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, answering_calls
 
 

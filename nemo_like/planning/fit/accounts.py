@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from nemo_like._util.words import write_bytes
 from nemo_like.options.optimizers import TrainedParameter
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.block import Choice
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.explained import Account, RankPeak, Row, rows_of

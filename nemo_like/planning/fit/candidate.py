@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.larger_batch import most_elements
 from nemo_like.job import Job
@@ -14,7 +15,6 @@ from nemo_like.planning.fit.layouts import Configuration, Layout
 from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.seconds import StepSeconds
 from nemo_like.planning.verdict import Need
-from nemo_like.tensors import tensors_in
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.log import say_once
+from nemo_like._util.module_tree import check_model
+from nemo_like._util.words import write_bytes
 from nemo_like.distributed.expert_parallel import find_experts
 from nemo_like.distributed.expert_parallel.find_experts import EACH
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
-from nemo_like.log import say_once
 from nemo_like.models import check_positions, resolve_model
-from nemo_like.module_tree import check_model
 from nemo_like.options import MemoryBudget, Precision, parse_bytes
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.fit.advice import binds, ways_out
 from nemo_like.planning.fit.candidate import Candidate

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_like._util.extras import require
 from nemo_like.activation_checkpointing.plan import Part
-from nemo_like.extras import require
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.fitting import FitReport
 from nemo_like.planning.program.readers import StepPoint

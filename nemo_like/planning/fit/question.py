@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from nemo_like._util.words import check_whole
 from nemo_like.job import KEYWORDS, Job
 from nemo_like.options import (
     FSDP2,
@@ -23,7 +24,6 @@ from nemo_like.options import (
     normalise,
 )
 from nemo_like.options.parallel import check_imbalance
-from nemo_like.options.words import check_whole
 from nemo_like.planning.devices import Device, device_of
 
 MODES = ("none", "full", "selective", "plan")

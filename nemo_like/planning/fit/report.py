@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from nemo_like._util.words import write_bytes
 from nemo_like.flags import reshard_word
 from nemo_like.options import PipelineParallel, StepSpec
-from nemo_like.options.words import write_bytes
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.fitting import FitReport

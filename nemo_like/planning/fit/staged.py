@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.distributed.expert_parallel.find_experts import find_experts
 from nemo_like.distributed.pipeline.dealing import StageParts
@@ -27,7 +28,6 @@ from nemo_like.planning.stage_seconds import pipeline_seconds
 from nemo_like.planning.stages import Choices, PipelinePlanner, hidden_of, parts_of
 from nemo_like.planning.tensor_twin import has_known_rules
 from nemo_like.planning.verdict import Need, verdict
-from nemo_like.tensors import tensors_in
 
 
 class StagedShape:

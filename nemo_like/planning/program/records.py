@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from nemo_like.tensors import Place
+from nemo_like._util.tensors import Place
 
 Log = tuple[tuple[int, int], ...]
 """In order: the number of a storage, and its bytes; 0 bytes: it is freed."""

@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_like._util.tensors import Place
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import OffloadConfig
 from nemo_like.planning.program.readers import Away, Frame, Storages
 from nemo_like.planning.program.records import BackwardCall, BlockEvents, Log, OuterEvents
 from nemo_like.planning.program.units import ROOT, TAIL, Pass, Units
 from nemo_like.planning.sharding import Sharding, UnitBytes
-from nemo_like.tensors import Place
 
 
 @dataclass(frozen=True)

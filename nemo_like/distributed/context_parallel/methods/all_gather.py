@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.context_parallel import masks
-from nemo_like.distributed.context_parallel.attention import is_causal, with_whole_bias, without_padding
+from nemo_like.distributed.context_parallel.attention import is_causal, over_whole, with_whole_bias, without_padding
 from nemo_like.distributed.context_parallel.parts import ContextMethod, Parts, StackCall
-from nemo_like.distributed.context_parallel.plain_flex import over_whole
 
 
 class GatherKeys(ContextMethod):

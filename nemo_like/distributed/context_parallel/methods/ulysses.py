@@ -8,11 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nemo_like.distributed.context_parallel.attention import uses_interface, with_whole_bias, without_padding
+from nemo_like._util.words import a_or_an
+from nemo_like.distributed.context_parallel.attention import (
+    over_whole,
+    uses_interface,
+    with_whole_bias,
+    without_padding,
+)
 from nemo_like.distributed.context_parallel.parts import ContextMethod, CutStack, Parts, StackCall
-from nemo_like.distributed.context_parallel.plain_flex import over_whole
 from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
-from nemo_like.options.words import a_or_an
 
 
 class Ulysses(ContextMethod):

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.apply import apply_specs, refuse_checkpointed
-from nemo_like.choice import choose_layers, class_names, layers_of_classes
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
-from nemo_like.log import warn_once
 from nemo_like.options import CheckpointConfig
-from nemo_like.options.words import a_or_an
 from nemo_like.profiling import MemoryProfiler, ProfileReport
-from nemo_like.resolve import config_specs
+from nemo_like.resolve import choose_layers, class_names, config_specs, layers_of_classes
 
 
 class SelectiveCheckpointer:

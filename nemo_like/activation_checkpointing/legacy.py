@@ -6,14 +6,13 @@ from collections.abc import MutableSequence, Sequence
 
 from torch import nn
 
+from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import bare, bare_modules, check_model
+from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.policy import Policy, SelectivePolicy
-from nemo_like.activation_checkpointing.spec import CheckpointSpec, one_region_each
-from nemo_like.activation_checkpointing.submodules import submodules_to_checkpoint
-from nemo_like.log import warn_once
-from nemo_like.module_tree import bare, bare_modules, check_model
+from nemo_like.activation_checkpointing.spec import CheckpointSpec, one_region_each, submodules_to_checkpoint
 from nemo_like.options import normalise
-from nemo_like.options.words import a_or_an
 
 
 def is_selective_activation_checkpointing(value: object) -> bool:

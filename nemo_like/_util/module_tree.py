@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nemo_like.options.words import a_or_an
+from nemo_like._util.words import a_or_an
 
 # Attribute under which a wrapper registers what it wraps. The two last belong to wrappers whose attribute is the plain
 # word "module", so those are told apart by class name.

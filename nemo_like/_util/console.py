@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nemo_like.extras import require
+from nemo_like._util.extras import require
 from nemo_like.torch_compat import PYTREE_LOGGER
 
 
