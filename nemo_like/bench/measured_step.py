@@ -54,6 +54,7 @@ def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> Bytes:
     if device.type == "cuda":
         with CudaMeter(device) as meter:
             loss = step_loss(model, sample)
+            torch.cuda.synchronize(device)
             held = meter.live
             loss.backward()
         return Bytes(held, meter.take_peak())

@@ -50,7 +50,6 @@ _ERRORS = (ValueError, TypeError, RuntimeError, ImportError, AttributeError, Not
 MIN_BYTES = 1 << 16
 """Smaller storages stay, so that small models on a CPU show something too."""
 
-
 _TIMES = (
     Column("mode", "mode"),
     Column("ratio", "step time / none", "{:.2f}"),
