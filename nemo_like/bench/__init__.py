@@ -4,10 +4,8 @@ Each suite is a `Suite` object in a module of this package; ``SUITES[name].measu
 """
 
 from nemo_like.bench.loss import LOSS
-from nemo_like.bench.memory import MEMORY
-from nemo_like.bench.offload import OFFLOAD
-from nemo_like.bench.suite import BenchOptions, Measured, Suite
-from nemo_like.bench.table import Column, Table
+from nemo_like.bench.side_by_side import MEMORY, OFFLOAD
+from nemo_like.bench.suite import BenchOptions, Column, Measured, Suite, Table
 
 SUITES = {"memory": MEMORY, "offload": OFFLOAD, "loss": LOSS}
 """The suites of `nemo-like bench`, by name."""

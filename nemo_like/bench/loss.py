@@ -6,6 +6,7 @@ cut-cross-entropy take turns, step by step.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -17,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like.bench.measured_step import peak_of, summarize, take_turns
-from nemo_like.bench.suite import BenchOptions, Measured, Suite
-from nemo_like.bench.table import Column
+from nemo_like.bench.suite import BenchOptions, Column, Measured, Suite
 from nemo_like.losses import chunked_cross_entropy
 
 VOCABULARIES = (32_000, 128_000, 256_000)
@@ -47,18 +47,14 @@ def variants(device: torch.device, peers: bool) -> dict[str, Loss]:
     if peers and hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions"):
         losses["x torch: linear_cross_entropy"] = _torchs
     if peers and device.type == "cuda":
-        try:
+        with contextlib.suppress(ImportError):  # not installed: the table has no such row
             liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
             losses["x Liger"] = lambda h, head, y: liger.LigerFusedLinearCrossEntropyFunction.apply(h, head.weight, y)[
                 0
             ]
-        except ImportError:
-            pass  # not installed: the table has no such row
-        try:
+        with contextlib.suppress(ImportError):
             cut = importlib.import_module("cut_cross_entropy")
             losses["x cut-cross-entropy"] = lambda h, head, y: cut.linear_cross_entropy(h, head.weight, y)
-        except ImportError:
-            pass
     return losses
 
 

@@ -16,7 +16,7 @@ from nemo_like._util.module_tree import bare_name
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.launch import world_size
 from nemo_like.profiling.layer_trace import run_model
-from nemo_like.profiling.meters import AllocatorEvents
+from nemo_like.profiling.meters import AllocatorEvents, CudaMeter
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,17 @@ def zero_gradients(model: nn.Module) -> None:
 def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> Bytes:
     """One step's bytes from the allocator: CUDA's statistics, or PyTorch's allocation events on the CPU."""
     zero_gradients(model)
+    if device.type == "cuda":
+        with CudaMeter(device) as meter:
+            loss = step_loss(model, sample)
+            torch.cuda.synchronize(device)
+            held = meter.live
+            loss.backward()
+        return Bytes(held, meter.take_peak())
     parts: list[torch.Tensor] = []
-    if device.type != "cuda":
-        held = cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
-        parts.pop().backward()
-        return Bytes(held, peak_bytes(model, sample, device))
-    held = 0
-
-    def step() -> None:
-        nonlocal held
-        loss = step_loss(model, sample)
-        torch.cuda.synchronize(device)
-        held = torch.cuda.memory_allocated(device) - before
-        loss.backward()
-
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    peak = peak_of(step, device)
-    return Bytes(held, peak)
+    held = cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
+    parts.pop().backward()
+    return Bytes(held, peak_bytes(model, sample, device))
 
 
 def peak_bytes(model: nn.Module, sample: Any, device: torch.device) -> int:
@@ -81,12 +74,9 @@ def peak_of(run: Callable[[], Any], device: torch.device) -> int:
     """The most that is alive at one time while `run` runs, beyond what was there before it."""
     if device.type != "cuda":
         return max(cpu_events(run))
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    with CudaMeter(device) as meter:
+        run()
+    return meter.take_peak()
 
 
 def cpu_events(run: Callable[[], Any]) -> list[int]:

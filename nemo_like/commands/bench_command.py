@@ -21,7 +21,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", choices=SUITES, default="memory", help="what to measure (default: memory)")
+    parser.add_argument("--suite", choices=list(SUITES), default="memory", help="what to measure (default: memory)")
     add_options(parser)
 
 

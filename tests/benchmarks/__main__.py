@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=examples(PROGRAM, ("published --markdown", "overhead --threads 1")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suite", choices=SUITES, help="what to measure")
+    parser.add_argument("suite", choices=list(SUITES), help="what to measure")
     add_options(parser)
     parser.set_defaults(own=parser)
     return parser

@@ -45,19 +45,22 @@ def measure(name: str, ranks: int, ac: str, axes: dict[str, int], tokens: int = 
     source = resolve_model(name)
     start = time.process_time()
     job = Job.of(ac=ac, world_size=ranks, precision="bf16", **axes)
-    found = dry_run(source.build("meta"), job, source.sample_input(1, tokens))
-    seconds, off = time.process_time() - start, None if found.against is None else found.against - found.peak_bytes
+    checked = dry_run(source.build("meta"), job, source.sample_input(1, tokens))
+    seconds, off = (
+        time.process_time() - start,
+        None if checked.against is None else checked.against - checked.peak_bytes,
+    )
     return {
         "model": name,
         "ranks": ranks,
         "axes": " ".join(f"{axis}={size}" for axis, size in axes.items()),
         "ac": ac,
         "seconds": seconds,
-        "peak_bytes": found.peak_bytes,
-        "planned_bytes": found.against,
+        "peak_bytes": checked.peak_bytes,
+        "planned_bytes": checked.against,
         "off": off,
-        "share": None if off is None else 100 * off / found.peak_bytes,
-        "at": found.at,
+        "share": None if off is None else 100 * off / checked.peak_bytes,
+        "at": checked.at,
     }
 
 

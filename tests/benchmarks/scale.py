@@ -39,7 +39,7 @@ def _measure(name: str, ranks: int) -> dict[str, Any]:
         model = source.build(device="meta")
         built = time.perf_counter()
         layers = find_layers(model)
-        found = time.perf_counter()
+        searched = time.perf_counter()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         begin = time.perf_counter()
         parallelize(model, strategy="fsdp2", ac="selective", device="cpu")
@@ -50,7 +50,7 @@ def _measure(name: str, ranks: int) -> dict[str, Any]:
         "parameters": parameters,
         "layers": len(layers),
         "build_s": built - start,
-        "find_s": found - built,
+        "find_s": searched - built,
         "parallelize_s": end - begin,
     }
 

@@ -16,7 +16,7 @@ from torch import nn
 from nemo_like.activation_checkpointing.engine.verification import VARIABLE
 from nemo_like.bench import BenchOptions, Column, Measured, Suite
 from nemo_like.bench.measured_step import peak_bytes, step_loss, time_steps, zero_gradients
-from nemo_like.bench.memory import choose_modes, sample_of
+from nemo_like.bench.side_by_side import choose_modes, sample_of
 from nemo_like.models import resolve_model
 from nemo_like.profiling.meters import quiet_profiler
 

@@ -83,11 +83,11 @@ def build(model_type: str) -> nn.Module:
 def look_at(model_type: str, model: nn.Module) -> CoverageRow:
     """Find the layers of `model` and check them against what does not depend on how they were found."""
     try:
-        found = find_layers(model)
+        layers = find_layers(model)
     except LayersNotFoundError as error:
         return CoverageRow(model_type, type(model).__name__, str(error).splitlines()[0], built=True)
-    problems = [*_overlaps([layer.module for layer in found]), *_missed(model, [layer.module for layer in found])]
-    counts = Counter((layer.group, type(layer.module).__name__) for layer in found)
+    problems = [*_overlaps([layer.module for layer in layers]), *_missed(model, [layer.module for layer in layers])]
+    counts = Counter((layer.group, type(layer.module).__name__) for layer in layers)
     groups = tuple((group, name, count) for (group, name), count in counts.items())
     return CoverageRow(
         model_type,
@@ -95,7 +95,7 @@ def look_at(model_type: str, model: nn.Module) -> CoverageRow:
         "; ".join(problems),
         built=True,
         groups=groups,
-        share=share_inside(model, [layer.module for layer in found]),
+        share=share_inside(model, [layer.module for layer in layers]),
     )
 
 
@@ -106,9 +106,9 @@ def share_inside(model: nn.Module, layers: list[nn.Module]) -> float:
     embedding: set[int] = set()
     for name, module in model.named_modules():
         is_head = isinstance(module, nn.Linear) and (name.endswith("head") or module.out_features in vocabularies)
-        own = {id(parameter) for parameter in module.parameters()}
-        if (is_head or "embed" in type(module).__name__.lower()) and not inside & own:
-            embedding |= own
+        parameters = {id(parameter) for parameter in module.parameters()}
+        if (is_head or "embed" in type(module).__name__.lower()) and not inside & parameters:
+            embedding |= parameters
     counted = [parameter for parameter in model.parameters() if id(parameter) not in embedding]
     total = sum(parameter.numel() for parameter in counted)
     return sum(parameter.numel() for parameter in counted if id(parameter) in inside) / total if total else 0.0

@@ -79,12 +79,12 @@ class SurveyedPlan:
 def model_types() -> dict[str, tuple[str, ...]]:
     """For each model type of the installed transformers the classes to try, by name."""
     auto = require("transformers.models.auto.modeling_auto", "hf", "to list its model types")
-    found: dict[str, list[str]] = {name: [] for name in sorted(auto.MODEL_MAPPING_NAMES)}
+    tried: dict[str, list[str]] = {name: [] for name in sorted(auto.MODEL_MAPPING_NAMES)}
     for head in _HEADS:
         mapping = getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES" if head else "MODEL_MAPPING_NAMES", {})
         for name, classes in mapping.items():
-            found.setdefault(name, []).extend([classes] if isinstance(classes, str) else classes)
-    return {name: tuple(dict.fromkeys(classes)) for name, classes in sorted(found.items()) if classes}
+            tried.setdefault(name, []).extend([classes] if isinstance(classes, str) else classes)
+    return {name: tuple(dict.fromkeys(classes)) for name, classes in sorted(tried.items()) if classes}
 
 
 def survey(types: Iterable[str]) -> Iterator[SurveyedPlan]:

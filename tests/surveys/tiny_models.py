@@ -89,8 +89,8 @@ def _small(config_class: Any, without: tuple[str, ...]) -> dict[str, Any]:
     for key, value in known.items():
         if ("dropout" in key or key.endswith("layerdrop")) and isinstance(value, float):
             values[key] = 0.0
-    own = SETTINGS.get(getattr(config_class, "model_type", ""), {})
-    values |= {key: value for key, value in own.items() if key not in without}
+    settings = SETTINGS.get(getattr(config_class, "model_type", ""), {})
+    values |= {key: value for key, value in settings.items() if key not in without}
     for key, sub in (getattr(config_class, "sub_configs", None) or {}).items():
         model_type = (known.get(key) or {}).get("model_type") if isinstance(known.get(key), dict) else None
         if not hasattr(sub, "for_model") and hasattr(sub, "model_type"):
