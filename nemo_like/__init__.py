@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from nemo_like.activation_checkpointing.policy import SelectivePolicy
     from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
     from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-    from nemo_like.distributed.materialize import materialize
+    from nemo_like.distributed.weights.materialize import materialize
     from nemo_like.fake_rank import dry_run
     from nemo_like.job import Job
     from nemo_like.legacy import ActivationCheckpointTransform, SelectiveCheckpointer

@@ -35,20 +35,23 @@ from nemo_like.distributed.expert_parallel import (
     shard_experts,
     split_experts,
 )
-from nemo_like.distributed.larger_batch import size_watch, warn_of_larger_batches
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
-from nemo_like.distributed.replaced import parameters_of, refuse_to_train, watch_replaced
-from nemo_like.distributed.same_weights import start_from_the_same_weights
 from nemo_like.distributed.shard import ask_for_weights, check_reshard, check_sharding, shard_layers
-from nemo_like.distributed.state_dict import refuse_to_save_shards
-from nemo_like.distributed.tensor_parallel import (
+from nemo_like.distributed.tensor.apply import (
     apply_tensor_parallel,
     check_packed_weights,
     cut_outside_of_regions,
 )
 from nemo_like.distributed.units import sharded_by_caller
+from nemo_like.distributed.weights.replaced import (
+    parameters_of,
+    refuse_to_train,
+    start_from_the_same_weights,
+    watch_replaced,
+)
+from nemo_like.distributed.weights.state_dict import refuse_to_save_shards
 from nemo_like.job import Job, signed_by_job
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
@@ -61,7 +64,7 @@ from nemo_like.precision import (
     float8_linears,
     scale_before_forward,
 )
-from nemo_like.profiling.first_step import watch_first_step
+from nemo_like.profiling.first_step import size_watch, warn_of_larger_batches, watch_first_step
 from nemo_like.resolve import layers_for, resolve
 
 _MARK = "_nemo_like_parallelized"

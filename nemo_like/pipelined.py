@@ -16,18 +16,17 @@ from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.context_parallel import check_context_parallel
 from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.expert_parallel import find_experts
-from nemo_like.distributed.larger_batch import size_watch
 from nemo_like.distributed.launch import local_device
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.schedules import stages_of
-from nemo_like.distributed.pipeline.split_parts import SplitParts
 from nemo_like.distributed.pipeline.stage import Stage
-from nemo_like.distributed.pipeline.stage_parts import check_stages, stage_parts
+from nemo_like.distributed.pipeline.stage_parts import SplitParts, check_stages, stage_parts
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import CheckpointConfig, MemoryBudget, PipelineParallel
+from nemo_like.profiling.first_step import size_watch
 from nemo_like.resolve import layers_for
 
 

@@ -7,8 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like.distributed.pipeline.batches import Counted, cut_batch, first_rows, joined, targets_of
-from nemo_like.distributed.pipeline.loss_shares import MEAN, SUM, BatchShares, LossShares
+from nemo_like.distributed.pipeline.batches import (
+    MEAN,
+    SUM,
+    BatchShares,
+    Counted,
+    LossShares,
+    cut_batch,
+    first_rows,
+    joined,
+    targets_of,
+)
 from nemo_like.losses.batch_means import LossCall, LossCalls, mean_of
 
 LABELS = torch.tensor([[1, 2, 3, 4], [5, -100, -100, -100], [6, 7, -100, 8]])

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from nemo_like import materialize, parallelize
 from nemo_like.distributed import get_model_state, get_optimizer_state, set_model_state, set_optimizer_state
 from nemo_like.distributed.mesh import build_mesh
-from nemo_like.distributed.strided_shards import in_boxes
-from nemo_like.distributed.tp_styles import InstalledStyle, installed_styles
+from nemo_like.distributed.tensor.plan import InstalledStyle, installed_styles
+from nemo_like.distributed.weights.slots import in_boxes
 from nemo_like.options import FSDP2, PipelineParallel, TensorParallel
 from nemo_like.recipes.run_state import gather_state
 from tests_distributed.small_model import WIDTH, SmallModel

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.distributed.gradients import clip_grad_norm_
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from tests.models.tiny import Decoder, tokens, whole

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nemo_like.distributed.slots import bare_name
+from nemo_like.distributed.weights.slots import bare_name
 from tests_distributed.finetune_job import make_model, questions, run_finetune, write_lines
 from tests_distributed.spawn import run_ranks
 

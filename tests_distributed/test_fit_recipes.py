@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_like._util.log import forget_announcements
-from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
+from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
 from nemo_like.models import resolve_model
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.recipes import fitted, pretrain

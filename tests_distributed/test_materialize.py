@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from nemo_like import parallelize
-from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
-from nemo_like.distributed.sources import CheckpointUnreadableError
+from nemo_like.distributed.weights.materialize import materialize
+from nemo_like.distributed.weights.sources import CheckpointUnreadableError
 from tests.models import decoders
 from tests.models.tiny import Decoder, llama, tokens, whole
 from tests_distributed.spawn import run_ranks

@@ -9,7 +9,7 @@ import torch
 
 from nemo_like import ContextParallel, Job, parallelize
 from nemo_like.activation_checkpointing.engine import run_region
-from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, Precision, StepSpec
 from nemo_like.planning import PipelinePlanner, Plan
 from nemo_like.planning.devices import resolve_device

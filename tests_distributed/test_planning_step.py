@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like import FSDP2, ChunkedLoss, Job, StepSpec, parallelize
-from nemo_like.distributed.accumulate import set_gradient_sync
-from nemo_like.distributed.clip import clip_grad_norm_
+from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.losses.model_loss import chunked_in_evaluation
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
-from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
+from nemo_like.distributed.tensor.apply import apply_tensor_parallel
 from tests_distributed.allocated import allocator_events
 from tests_distributed.spawn import run_ranks
 

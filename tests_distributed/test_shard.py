@@ -353,7 +353,7 @@ class _Experts(Decoder):
 
 
 def _microbatches(rank: int, world_size: int, how: str) -> None:
-    from nemo_like.distributed.accumulate import set_gradient_sync
+    from nemo_like.distributed.gradients import set_gradient_sync
 
     found = {}
     for deferred in (False, True):
@@ -446,7 +446,7 @@ def test_parameters_that_cannot_be_sharded_are_whole_on_every_rank() -> None:
 
 def _cpu_offload(rank: int, world_size: int) -> None:
 
-    from nemo_like.distributed.materialize import materialize
+    from nemo_like.distributed.weights.materialize import materialize
 
     with torch.device("meta"):
         model = Decoder()

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from nemo_like import Job, StepSpec, materialize, parallelize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
-from nemo_like.distributed.state_dict import get_model_state
 from nemo_like.distributed.units import shard_dim
+from nemo_like.distributed.weights.state_dict import get_model_state
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from tests_distributed.allocated import step_peak_bytes

@@ -14,7 +14,7 @@ from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
-from nemo_like.distributed.state_dict import (
+from nemo_like.distributed.weights.state_dict import (
     get_model_state,
     get_optimizer_state,
     set_model_state,

@@ -17,7 +17,7 @@ from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like._util.log import logger
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
-from nemo_like.distributed.tensor_parallel import apply_tensor_parallel
+from nemo_like.distributed.tensor.apply import apply_tensor_parallel
 from nemo_like.layers import find_layers
 from nemo_like.options import TensorParallel
 from tests.models.families import FAMILIES

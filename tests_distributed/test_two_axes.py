@@ -7,11 +7,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from nemo_like.distributed.clip import clip_grad_norm_
-from nemo_like.distributed.materialize import materialize
+from nemo_like.distributed.gradients import clip_grad_norm_
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
-from nemo_like.distributed.state_dict import get_model_state, set_model_state
+from nemo_like.distributed.weights.materialize import materialize
+from nemo_like.distributed.weights.state_dict import get_model_state, set_model_state
 from tests.models.tiny import Decoder, gradients, tokens
 from tests_distributed.spawn import run_ranks
 

@@ -1,20 +1,18 @@
 """Many ranks: mesh, FSDP2 over the layers, materializing, clipping, state dicts, the process group's life."""
 
-from nemo_like.distributed.accumulate import set_gradient_sync
-from nemo_like.distributed.clip import clip_grad_norm_
 from nemo_like.distributed.context_parallel.sequence_ops import shard_sequence, unshard_sequence
 from nemo_like.distributed.expert_parallel import balanced_bias, summed_expert_load, watch_expert_load
+from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync, with_unused_sample
 from nemo_like.distributed.launch import init_distributed, shutdown, world_size
-from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh, validate_mesh
 from nemo_like.distributed.shard import shard_layers
-from nemo_like.distributed.state_dict import (
+from nemo_like.distributed.weights.materialize import materialize
+from nemo_like.distributed.weights.state_dict import (
     get_model_state,
     get_optimizer_state,
     set_model_state,
     set_optimizer_state,
 )
-from nemo_like.distributed.unused_sample import with_unused_sample
 
 __all__ = [
     "balanced_bias",

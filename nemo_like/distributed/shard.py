@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import every_module
+from nemo_like._util.tensors import tensors_in
+from nemo_like.activation_checkpointing.engine.module_parts import walk_of
 from nemo_like.distributed import launch
-from nemo_like.distributed.kept_on_layers import gather_for_what_is_kept
+from nemo_like.distributed.agreement import compare_layers
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
-from nemo_like.distributed.replaced import refuse_to_train
-from nemo_like.distributed.same_layers import compare_layers
-from nemo_like.distributed.slots import CPU_OFFLOAD_MARK
 from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
+from nemo_like.distributed.weights.replaced import refuse_to_train
+from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
 from nemo_like.options import FSDP2
-from nemo_like.torch_compat import explain_sharded_weights, sharded_versions
+from nemo_like.torch_compat import (
+    after_each_forward,
+    explain_sharded_weights,
+    gather_before_backward_of,
+    sharded_versions,
+)
 
 
 def shard_layers(
@@ -297,3 +304,52 @@ class _MaterializeFirst:
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is self:  # done for good
                 del module._forward_pre_hooks[number]
+
+
+# Tensors that a layer keeps on itself, or puts into a list of its file, such as an auxiliary loss: FSDP2 gathers for them.
+#
+# FSDP2 gathers a unit's weights again when a gradient reaches what the unit returned. A gradient that reaches only what a
+# layer kept would find them sharded, in the layer's recomputation or in the operators' own backward.
+
+_CALLS = 4
+"""Forwards of a unit after which all attributes are looked at; later ones look where something was found."""
+_NOT_KEPT = frozenset(vars(nn.Module())) - {"_buffers"}
+
+
+class _Kept:
+    """What the modules of one unit keep."""
+
+    def __init__(self, unit: nn.Module, hooked: dict[int, weakref.ref[Tensor]]) -> None:
+        self._unit, self._hooked = unit, hooked
+        self._calls, self._places = 0, list[tuple[dict[str, Any], str]]()
+        self._walk = walk_of(unit)[0]
+
+    def __call__(self) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._calls < _CALLS:
+            self._calls += 1
+            self._places = list(self._found())
+        attributes = [own.get(name) for own, name in self._places]
+        kept = tensors_in([*attributes, *self._walk.shared_containers()])
+        new = {id(t): t for t in kept if t.grad_fn is not None and not self._is_hooked(t)}
+        gather_before_backward_of(self._unit, list(new.values()))
+        for key, tensor in new.items():
+            self._hooked[key] = weakref.ref(tensor, lambda _, key=key: self._hooked.pop(key, None))  # type: ignore[misc]
+
+    def _found(self) -> Iterator[tuple[dict[str, Any], str]]:
+        for module in every_module(self._unit):
+            for name, value in vars(module).items():
+                if name not in _NOT_KEPT and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                    yield vars(module), name
+
+    def _is_hooked(self, tensor: Tensor) -> bool:
+        known = self._hooked.get(id(tensor))
+        return known is not None and known() is tensor
+
+
+def gather_for_what_is_kept(units: list[nn.Module]) -> None:
+    """Have each of `units` gathered in backward also for the gradients of tensors that its modules keep in forward."""
+    hooked: dict[int, weakref.ref[Tensor]] = {}
+    for unit in units:
+        after_each_forward(unit, _Kept(unit, hooked))

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_like.distributed.materialize import materialize
+from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.parallelizer import is_parallelized, parallelize
 
 _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}

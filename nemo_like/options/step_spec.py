@@ -40,7 +40,7 @@ class StepSpec:
     """Forward and backward passes before the optimizer's step; gradients are there from the first one on."""
     sync: str = "every"
     """Which microbatches reduce gradients over the ranks: ``every`` one (what a plain loop does), or the ``last``
-    (`nemo_like.distributed.accumulate.set_gradient_sync`, DDP's ``no_sync``): each rank holds whole gradients till then."""
+    (`nemo_like.distributed.gradients.set_gradient_sync`, DDP's ``no_sync``): each rank holds whole gradients till then."""
     keeps_output: bool = True
     """What the model returned (logits!) stays alive through backward, and until the next forward has returned, as
     where it has a name. False: the loop drops it before backward (``loss = model(**batch).loss``)."""

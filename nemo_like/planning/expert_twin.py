@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.expert_parallel import Experts, find_experts
-from nemo_like.distributed.expert_parallel.expert_adapters import adapters_in, pass_through
 from nemo_like.distributed.expert_parallel.find_experts import EACH, experts_per_token
 from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
-from nemo_like.distributed.expert_parallel.split_experts import SplitExperts
+from nemo_like.distributed.expert_parallel.split_experts import SplitExperts, adapters_in, pass_through
 from nemo_like.distributed.expert_parallel.tensor_ranks import TensorRanks
 from nemo_like.fake.run import PLANNED
 from nemo_like.job import Job

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
+from nemo_like.distributed.pipeline.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 
 
 @dataclass(frozen=True)

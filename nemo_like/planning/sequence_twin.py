@@ -1,6 +1,6 @@
 """Sequence parallelism on the twin of one tensor-parallel rank: residuals cut along the sequence, on fake tensors.
 
-What `nemo_like.distributed.tensor_parallel` installs, with collectives of which nothing is sent: a stack of layers is given
+What `nemo_like.distributed.tensor.apply` installs, with collectives of which nothing is sent: a stack of layers is given
 this rank's part of the sequence, attention and MLP the whole of it, and a rowwise sum goes out cut.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.tensor_parallel import SequencePlaces, on_first_tensor
+from nemo_like.distributed.tensor.apply import SequencePlaces, on_first_tensor
 from nemo_like.planning.planned_collectives import gathered, scattered
 
 _SEQUENCE = 1

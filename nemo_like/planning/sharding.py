@@ -21,7 +21,7 @@ from torch import nn
 
 from nemo_like._util.module_tree import bare
 from nemo_like.distributed.expert_parallel import Experts
-from nemo_like.distributed.expert_parallel.shard_experts import expert_shard_dim
+from nemo_like.distributed.expert_parallel.expert_mesh import expert_shard_dim
 from nemo_like.distributed.units import UnitPlan, padded_rows, plan_units, shard_dim
 from nemo_like.options import FSDP2, Precision
 from nemo_like.options.optimizers import TrainedParameter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from nemo_like.distributed.pipeline.order import FORWARD, actions_of
+from nemo_like.distributed.pipeline.schedules import FORWARD, actions_of
 from nemo_like.options import PipelineParallel
 from nemo_like.planning import network
 from nemo_like.planning.block import BlockProblem, Choice

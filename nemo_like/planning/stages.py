@@ -17,8 +17,15 @@ from nemo_like._util.tensors import split_sample, tensors_in
 from nemo_like.distributed.context_parallel.sequence_ops import padded_length
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, MicrobatchCall, Received, StageEnd, call_of, cut, loss_of
 from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
-from nemo_like.distributed.pipeline.order import BACKWARD, FORWARD, WEIGHTS, Action, all_actions_of
-from nemo_like.distributed.pipeline.schedules import rank_of, stages_of
+from nemo_like.distributed.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    Action,
+    all_actions_of,
+    rank_of,
+    stages_of,
+)
 from nemo_like.distributed.pipeline.stage_parts import stage_parts
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from nemo_like._util.log import logger
+from nemo_like._util.log import logger, warn_once
 from nemo_like._util.tensors import describe, tensors_in
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Part, Plan
@@ -252,3 +253,92 @@ class _CudaPeak:
         """The peak; None where an earlier one was higher, and hides it."""
         peak = torch.cuda.max_memory_allocated(self.device)
         return peak if peak > self.before else None
+
+
+# A batch larger than the one that a plan was made for: trained on all the same, and said once.
+
+_WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64")
+
+
+def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
+    """What tells a batch that is larger than planned; None: nobody said what was planned for.
+
+    Args:
+        plan: made for a sample, whose largest tensor of whole numbers (token ids, labels) counts, or where it has none, the
+            largest of all.
+        tokens: elements of that tensor; `plan` is asked first.
+    """
+    sample = "" if plan is None else plan.step.get("sample", "")
+    if plan is not None and sample and plan.peak_bytes:
+        sizes = _sizes(sample)
+        whole = any(dtype in _WHOLE for dtype, _ in sizes)
+        most = max((size for dtype, size in sizes if not whole or dtype in _WHOLE), default=0)
+        return SizeWatch(sample, most, plan.peak_bytes) if most else None
+    return None if tokens is None else SizeWatch(f"{tokens} tokens", tokens)
+
+
+def most_elements(given: Iterable[torch.Tensor]) -> int:
+    """Of the largest tensor of whole numbers (token ids, labels), or where there is none, of the largest of all."""
+    sizes = [(str(t.dtype) in _WHOLE, t.numel()) for t in given]
+    whole = any(is_whole for is_whole, _ in sizes)
+    return max((size for is_whole, size in sizes if is_whole or not whole), default=0)
+
+
+def warn_of_larger_batches(model: nn.Module, watch: SizeWatch) -> None:
+    """Warn once, on rank zero, when `model` trains on more than was planned for. Nothing else changes: gradients do not
+    depend on a plan."""
+    model.register_forward_pre_hook(watch.before_forward, with_kwargs=True)
+
+
+@dataclass(eq=False)
+class SizeWatch:
+    """Says once that a batch is larger than the one that memory was planned for."""
+
+    planned: str
+    """What was planned for, for people."""
+    most: int
+    """See `most_elements`."""
+    peak_bytes: int = 0
+    """What was predicted; 0: only the caller knows."""
+    over: bool = False
+
+    def __deepcopy__(self, memo: Any) -> SizeWatch:
+        return SizeWatch(self.planned, self.most, self.peak_bytes, self.over)
+
+    def __reduce__(self) -> Any:
+        return SizeWatch, (self.planned, self.most, self.peak_bytes)
+
+    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+            self.see((args, kwargs))
+
+    def see(self, batch: Any, microbatches: int = 1) -> None:
+        """A batch that is trained on, as so many microbatches of equally many rows."""
+        if self.over:
+            return
+        given = tuple(tensors_in(batch))
+        if most_elements(given) <= self.most * microbatches:
+            return
+        self.over = True  # the hook is not taken out here: torch goes through the hooks just now
+        peak = f"the predicted peak of {write_bytes(self.peak_bytes)}" if self.peak_bytes else "was predicted"
+        each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
+        warn_once(
+            f"A batch is larger than the one that the plan was made for ({describe(given, {})}; planned: "
+            f"{self.planned}{each}). It is trained on as it is, and takes more than {peak}. Plan for the "
+            "largest batch: give it as sample_input=, or its length as --max-seq-len of nemo-like fit."
+        )
+
+
+def _sizes(described: str) -> list[tuple[str, int]]:
+    """(dtype, number of elements) of each tensor in the words of `describe`.
+
+    >>> _sizes("int64 (2, 64), float32 (3,)")
+    [('torch.int64', 128), ('torch.float32', 3)]
+    """
+    found = []
+    for dtype, shape in re.findall(r"(\w+) \(([\d, ]*)\)", described):
+        size = 1
+        for length in filter(None, (part.strip() for part in shape.split(","))):
+            size *= int(length)
+        found.append((f"torch.{dtype}", size))
+    return found

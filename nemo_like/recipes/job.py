@@ -22,12 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.tensors import tensors_in
-from nemo_like.distributed.accumulate import set_gradient_sync
-from nemo_like.distributed.clip import clip_grad_norm_
-from nemo_like.distributed.larger_batch import most_elements
+from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.models import check_positions
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import device_at_hand
+from nemo_like.profiling.first_step import most_elements
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.fitted import Fitted, choose
 from nemo_like.recipes.interrupt import Interrupt

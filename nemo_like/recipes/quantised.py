@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from nemo_like._util.extras import require
 from nemo_like._util.log import warn_once
-from nemo_like.distributed.slots import copy_whole
-from nemo_like.distributed.sources import Source
+from nemo_like.distributed.weights.slots import copy_whole
+from nemo_like.distributed.weights.sources import Source
 from nemo_like.layers import find_layers
 
 BLOCK = 64

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.extras import require
 from nemo_like._util.module_tree import bare, base_model
 from nemo_like.distributed import get_model_state, launch
-from nemo_like.distributed.slots import find_slots, show_shards
+from nemo_like.distributed.weights.slots import find_slots, show_shards
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.job_checkpoint import CheckpointError
 

@@ -14,7 +14,7 @@ from nemo_like._util.console import start_logging
 from nemo_like._util.extras import MissingExtraError
 from nemo_like._util.json_file import write_json
 from nemo_like.distributed import launch
-from nemo_like.distributed.sources import CheckpointUnreadableError
+from nemo_like.distributed.weights.sources import CheckpointUnreadableError
 from nemo_like.recipes.agree import OtherRankError, Ranks
 from nemo_like.recipes.job import TrainingJob
 from nemo_like.recipes.job_checkpoint import CheckpointError, writing

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like._util.console import flag
 from nemo_like._util.log import warn_once
 from nemo_like.distributed import get_model_state
-from nemo_like.distributed.strided_shards import in_boxes
+from nemo_like.distributed.weights.slots import in_boxes
 from nemo_like.recipes.run_options import RunOptions
 
 # These may change on purpose (train longer, with another rate); the change is said.

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_like.distributed.materialize import materialize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import VOCABULARY, Sampler, TextData, load_text

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from nemo_like._util.extras import require
 from nemo_like._util.module_tree import glob_to_regex
-from nemo_like.distributed.materialize import materialize
-from nemo_like.distributed.slots import bare_name, find_slots
-from nemo_like.distributed.sources import LayeredSource, Source, StateDictSource, open_source
+from nemo_like.distributed.weights.materialize import materialize
+from nemo_like.distributed.weights.slots import bare_name, find_slots
+from nemo_like.distributed.weights.sources import LayeredSource, Source, StateDictSource, open_source
 from nemo_like.models import ModelSource, read_config, resolve_model
 from nemo_like.options import parse_dtype
 from nemo_like.recipes.finetune_options import FinetuneOptions

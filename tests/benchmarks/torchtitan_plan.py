@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import PipelineParallel

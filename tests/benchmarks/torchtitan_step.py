@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.distributed.pipeline.order import RESHARD, UNSHARD
+from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD
 from nemo_like.options import StepSpec
 from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.planning.block import BlockProblem, Choice

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.distributed.pipeline.order import actions_of
-from nemo_like.distributed.pipeline.schedules import stages_of
+from nemo_like.distributed.pipeline.schedules import actions_of, stages_of
 from nemo_like.options import PipelineParallel
 
 

@@ -17,9 +17,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from nemo_like import StepSpec, parallelize
 from nemo_like._util.log import forget_announcements
-from nemo_like.distributed.larger_batch import SizeWatch
 from nemo_like.profiling import first_step
-from nemo_like.profiling.first_step import Seen, causes
+from nemo_like.profiling.first_step import Seen, SizeWatch, causes
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")

@@ -11,7 +11,7 @@ import torch
 from nemo_like import Job, parallelize
 from nemo_like._util.words import write_bytes
 from nemo_like.cli import main
-from nemo_like.distributed.pipeline.order import actions_of
+from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import PipelineParallel, Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit

@@ -12,7 +12,7 @@ import torch
 
 from nemo_like import Job
 from nemo_like.cli import main
-from nemo_like.distributed.pipeline.order import Action, actions_of
+from nemo_like.distributed.pipeline.schedules import Action, actions_of
 from nemo_like.options import FSDP2, MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import BudgetError, PipelinePlanner, plan_pipeline
 from nemo_like.planning.devices import resolve_device

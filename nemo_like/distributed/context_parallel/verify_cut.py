@@ -28,7 +28,7 @@ from nemo_like.distributed.context_parallel.masks import is_block_mask
 from nemo_like.distributed.context_parallel.parts import WHOLE, Parts
 from nemo_like.distributed.context_parallel.sequence_ops import find_group
 from nemo_like.distributed.context_parallel.stack_calls import main_input, tensors_of
-from nemo_like.distributed.shared_random import generators
+from nemo_like.distributed.tensor.shared_random import generators
 from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
 from nemo_like.losses.stand_in import StandIn
 

@@ -8,6 +8,8 @@ the all-to-all of tokens, and of what comes back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,3 +87,123 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[T
 
 
 exchange_rows.register_autograd(_backward, setup_context=_setup)
+
+
+# How rows travel to the experts that they chose, and how results come back: one interface, several implementations.
+#
+# `SplitExperts` knows nothing else of the other ranks. An implementation routes in operators whose results are kept in every
+# mode (`nemo_like.activation_checkpointing.ops.routing_ops`), and moves rows in others, which may be repeated in replay.
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What `Dispatch.send` says of the rows that came to this rank's experts."""
+
+    counts: list[int]
+    """Rows of each of this rank's experts."""
+    ends: Tensor
+    """(experts here,) int32 on the device: where the rows of each end."""
+    way_back: Any
+    """What the implementation's own `bring_back` needs."""
+
+
+class Dispatch(Protocol):
+    """An implementation, for one group of ranks and a number of experts."""
+
+    def send(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Tensor, Sent]:
+        """Send `rows` to their experts. A collective, with gradients.
+
+        Args:
+            rows: (N, D) of this rank. chosen: (N, k) their experts, by number; the number of all experts means none.
+            weights: (N, k) what each expert's result counts; None: 1, and k is 1.
+
+        Returns:
+            (R, D) the rows of this rank's experts, sorted by expert; and what there is to know of them.
+        """
+
+    def bring_back(self, results: Tensor, sent: Sent) -> Tensor:
+        """(R, D) of the experts → (N, D): the weighted sum for each row that was sent; zero for one that went to none."""
+
+
+class AllToAll:
+    """Each row goes to each of its experts, and back, by one all-to-all with uneven counts. The default.
+
+    Args:
+        experts: in all. group: the ranks, by `exchange.group_key`. leaves_out: whether rows may go to no expert.
+    """
+
+    def __init__(self, experts: int, group: str, leaves_out: bool = False) -> None:
+        self.experts, self.group, self.leaves_out = experts, group, leaves_out
+
+    def send(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Tensor, Sent]:
+        """As `Dispatch.send`."""
+        order, table, arrange, ends = route(chosen.reshape(-1), self.experts, self.group)
+        # Added up in Python: a sum of the table would be an operator, which a plan might replay or leave out.
+        to, of = table.tolist()
+        sent, received, counts = [sum(row) for row in to], [sum(row) for row in of], [sum(row) for row in zip(*of)]
+        # Not `rows[...]`, which may copy the index first; nor index_select, whose gradient adds in no fixed order where a
+        # row is taken several times. Permutations take each row once.
+        taken = torch.ops.aten.index.Tensor(rows, [order[: sum(sent)] // chosen.shape[-1]])
+        taken = exchange_rows(taken, sent, received, self.group).index_select(0, arrange)
+        return taken, Sent(counts, ends, (order, arrange, sent, received, chosen.shape, weights, rows.dtype))
+
+    def bring_back(self, results: Tensor, sent: Sent) -> Tensor:
+        """As `Dispatch.bring_back`."""
+        order, arrange, there, here, shape, weights, dtype = sent.way_back
+        back = exchange_rows(results.index_select(0, inverse(arrange)), here, there, self.group)
+        if self.leaves_out:
+            back = back.new_zeros(order.shape[0], back.shape[1]).index_copy(0, order[: back.shape[0]], back)
+        else:
+            back = back.index_select(0, inverse(order))
+        if weights is None:
+            return back
+        return (back.view(*shape, -1) * weights[..., None]).sum(1).to(dtype)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`."""
+    return torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+class ByToken:
+    """What implementations have in common that send a token once to each rank, and sum the results where they are made.
+
+    They give `choices`, `spread` and `summed`; this finds the rows of each expert among the tokens that came.
+    """
+
+    def choices(
+        self, rows: Tensor, chosen: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+        """What came to this rank: (places, counts, weights, way).
+
+        places: (R,) numbers of slots (token * k + choice) among the tokens that came, sorted by expert. counts: (experts
+        here,) on the host. weights: (tokens that came, k). way: what `spread` and `summed` need.
+        """
+        raise NotImplementedError
+
+    def spread(self, rows: Tensor, way: Any) -> Tensor:
+        """(N, D) of this rank → (tokens that came, D)."""
+        raise NotImplementedError
+
+    def summed(self, results: Tensor, way: Any) -> Tensor:
+        """(tokens that came, D) → (N, D), summed over the ranks that each token went to."""
+        raise NotImplementedError
+
+    def send(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Tensor, Sent]:
+        """As `Dispatch.send`."""
+        places, table, came, way = self.choices(rows, chosen, weights)
+        counts = table.tolist()
+        tokens = self.spread(rows, way)
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(device=rows.device, dtype=torch.int32)
+        taken = torch.ops.aten.index.Tensor(tokens, [places // chosen.shape[-1]])
+        return taken, Sent(counts, ends, (places, tokens.shape[0] * chosen.shape[-1], chosen.shape[-1], came, way))
+
+    def bring_back(self, results: Tensor, sent: Sent) -> Tensor:
+        """As `Dispatch.bring_back`."""
+        places, slots, choices, weights, way = sent.way_back
+        dtype = results.dtype
+        if weights is not None:
+            results = (results * weights.reshape(-1).index_select(0, places)[:, None]).to(dtype)
+        # Each place is written once, so that the sum has a fixed order.
+        out = results.new_zeros(slots, results.shape[1]).index_copy(0, places, results)
+        return self.summed(out.view(-1, choices, results.shape[1]).sum(1), way)

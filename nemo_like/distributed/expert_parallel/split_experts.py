@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nemo_like._util.module_tree import bare_modules, glob_to_regex
-from nemo_like.distributed.expert_parallel.exchange import group_key
-from nemo_like.distributed.expert_parallel.expert_adapters import adapters_on, pass_through, with_adapters
+from nemo_like.distributed.expert_parallel.exchange import AllToAll, Dispatch, group_key
 from nemo_like.distributed.expert_parallel.expert_lists import BlockOfList, StackedExperts
 from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, check_expert_ranks
 from nemo_like.distributed.expert_parallel.find_experts import EACH, EVERY, Experts, find_experts
 from nemo_like.distributed.expert_parallel.gather_dispatch import AllGather
 from nemo_like.distributed.expert_parallel.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
-from nemo_like.distributed.expert_parallel.row_dispatch import AllToAll, Dispatch
 from nemo_like.distributed.expert_parallel.tensor_ranks import TensorRanks
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.options import ExpertParallel
@@ -280,3 +279,53 @@ class SplitExperts:
 def _local(parameter: Tensor | None) -> Tensor:
     assert parameter is not None
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+# PEFT's adapters on the fused weights of experts (``LoraConfig(target_parameters=...)``), where ep splits the experts.
+#
+# Such an adapter holds the low-rank factors of all experts. They stay whole, and are sharded with their layer: each rank
+# adds to the experts that it has what their part of the factors says, instead of PEFT's own sum over all experts.
+
+
+def adapters_in(model: nn.Module) -> dict[int, tuple[nn.Module, ...]]:
+    """The wrappers in `model` that adapt a weight of a module, from the outside in, by the id of that module."""
+    found: dict[int, tuple[nn.Module, ...]] = {}
+    for module in model.modules():
+        if type(module).__name__ == "ParamWrapper":
+            inside = id(module.get_base_layer())  # type: ignore[operator]
+            found[inside] = (*found.get(inside, ()), module)
+    return found
+
+
+def adapters_on(model: nn.Module, experts: nn.Module) -> tuple[nn.Module, ...]:
+    """The wrappers in `model` that adapt a weight of the module `experts`, from the outside in."""
+    return adapters_in(model).get(id(experts), ())
+
+
+def pass_through(adapters: Iterable[nn.Module]) -> None:
+    """Have `adapters` call what they wrap and add nothing: `with_adapters` does, where the weights are used."""
+    for adapter in adapters:
+        adapter.forward = functools.partial(_inside, adapter)
+
+
+def _inside(adapter: Any, *args: Any, **kwargs: Any) -> Any:
+    if adapter.merged:
+        raise RuntimeError(
+            "Adapters on experts that ep splits were merged: a rank has only some of the experts to merge into."
+        )
+    return adapter.base_layer(*args, **kwargs)
+
+
+def with_adapters(weights: dict[str, Tensor], adapters: Sequence[Any], first: int) -> dict[str, Tensor]:
+    """`weights` (experts here, ..., ...) of the experts from number `first` on, with what `adapters` add to them."""
+    weights = dict(weights)
+    for adapter in reversed(adapters):
+        name = adapter.parameter_name
+        for active in [] if adapter.disable_adapters else adapter.active_adapters:
+            if active not in adapter.lora_A:
+                continue
+            lhs, rhs, scaling = adapter.get_delta_factors(active)
+            here = slice(first, first + len(weights[name]))
+            # The sum that PEFT makes for all experts at once.
+            weights[name] = torch.baddbmm(weights[name], lhs[here], rhs[here], alpha=scaling)
+    return weights

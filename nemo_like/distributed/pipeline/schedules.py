@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed import pipelining
 
 from nemo_like.options import PipelineParallel
+from nemo_like.options.schedule_file import is_schedule_file
 from nemo_like.torch_compat import schedule_from_file
 
 
@@ -38,3 +42,93 @@ def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Cal
         assert options.microbatches is not None  # the file says how many
         return schedule_from_file(options.schedule, given, options.microbatches, **rest)
     return getattr(pipelining, facts.torch_class)(given, options.microbatches, **rest)
+
+
+# What each rank of a pipeline runs, in which order: read from torch's own schedules, without a process group.
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+"""Forward; backward in one piece; its two halves."""
+UNSHARD, RESHARD, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"
+"""What FSDP2 does for a whole stage: its parameters are gathered, freed; its gradients reduced."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One rank runs one stage for one microbatch."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    """-1: all of them."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch if self.microbatch >= 0 else ''}"
+
+
+def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
+    """For each rank of a pipeline, what it computes in a step.
+
+    >>> [" ".join(map(str, rank)) for rank in actions_of(PipelineParallel(2, microbatches=3))]
+    ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
+    """
+    computed = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
+    return [tuple(action for action in rank if action.kind in computed) for rank in all_actions_of(pp)]
+
+
+def all_actions_of(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
+    """The same, with what FSDP2 does for whole stages.
+
+    >>> print(*all_actions_of(PipelineParallel(2, microbatches=2))[0])
+    0F0 0F1 0B0 0B1 0REDUCE_GRAD
+    """
+    return _made(pp) if is_schedule_file(pp.schedule) else _made_once(pp)
+
+
+def _made(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
+    count = pp.microbatches or 1
+    if not pp.facts.several:
+        ahead = [int(pp.facts.in_flight(pp.size - rank, count, 1)) for rank in range(pp.size)]
+        return tuple(tuple(_one_stage(rank, count, most)) for rank, most in enumerate(ahead))
+    schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], _no_loss)
+    return tuple(tuple(_flat(action for action in schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size))
+
+
+_made_once = functools.lru_cache(maxsize=32)(_made)
+"""A search asks for the same ones again and again. Not for files, which may have changed."""
+
+
+def _one_stage(rank: int, count: int, ahead: int) -> Iterator[Action]:
+    """GPipe and 1F1B, which torch has as loops and not as tables; `ahead`: forwards before the first backward."""
+    done = 0
+    for number in range(count):
+        if number >= ahead:
+            yield Action(BACKWARD, rank, done)
+            done += 1
+        yield Action(FORWARD, rank, number)
+    for number in range(done, count):
+        yield Action(BACKWARD, rank, number)
+    yield Action(REDUCE, rank, -1)
+
+
+def _shape(pp: PipelineParallel, stage: int) -> Any:
+    """As much of a stage as a schedule looks at to make its table."""
+    return SimpleNamespace(
+        num_stages=pp.stages, group_size=pp.size, group_rank=0, stage_index=stage, is_first=stage == 0,
+        is_last=stage == pp.stages - 1, has_backward=True, group=None, submod=None,
+    )  # fmt: skip
+
+
+def _no_loss(output: Any, target: Any) -> Any:
+    return output
+
+
+def _flat(actions: Any) -> Iterator[Action]:
+    """Without sending and receiving; a forward and a backward that overlap, one after the other."""
+    for action in actions:
+        kind = action.computation_type.value
+        if action.sub_actions:
+            yield from _flat(action.sub_actions)
+        elif kind in (FORWARD, BACKWARD, INPUTS, WEIGHTS):
+            yield Action(kind, action.stage_index, action.microbatch_index)
+        elif kind in (UNSHARD, RESHARD, REDUCE):
+            yield Action(kind, action.stage_index, -1)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.agreement import mesh_groups
-from nemo_like.distributed.context_parallel.parts import MARK, Parts
+from nemo_like.distributed.context_parallel.parts import MARK, WHOLE, Parts
+from nemo_like.distributed.context_parallel.sequence_ops import find_group
+from nemo_like.distributed.context_parallel.verify_cut import (
+    answers,
+    as_it_was,
+    excess,
+    fewer_bits,
+    first_tokens,
+    placeholders,
+    refuse_others,
+    wanted,
+)
 from nemo_like.distributed.pipeline.cut import StageForward
 from nemo_like.distributed.pipeline.dealing import StageSlice, StagesOfModel
 from nemo_like.options import PipelineParallel
@@ -58,3 +70,72 @@ class StagesOfRank:
             for stage in self.stages
         )
         return [parts for parts in found if parts is not None]
+
+
+# Context parallelism in a pipeline compared with whole sequences: every stage's hidden states, loss and logits.
+
+
+def verify_stages(
+    held: StagesOfRank,
+    batch: Mapping[str, Any],
+    cut_batch: Callable[[Mapping[str, Any]], Any],
+    forward: Callable[[Mapping[str, Any], list[Tensor]], Any],
+) -> None:
+    """Raise ValueError, on every rank, where the stages answer otherwise on parts than on whole sequences.
+
+    Compared is what `nemo_like.distributed.context_parallel.verify_cut.wanted` says: the first tokens, and with
+    ``NEMO_LIKE_VERIFY=1`` the whole batch.
+
+    Args:
+        held: the stages of this rank.
+        batch: whole.
+        cut_batch: gives the stages a batch's micro-batches.
+        forward: runs all stages on a batch, and adds what they give to a list.
+    """
+    cut = held.sequence_parts()
+    length = next(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1)
+    tokens = wanted(length, cut[0].ranks) if cut else None
+    if tokens is None:
+        return
+    models = [stage.module for stage in held.stages]
+    inputs = first_tokens(batch, length, tokens, cut[0].ranks, placeholders(*models))
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool((mask > 1).any()):  # of documents, all are compared
+        inputs["attention_mask"] = torch.ones_like(mask)  # what a hidden token computes is nobody's
+    cut_batch(inputs)  # what it calls the last stage for is none of the answers
+
+    def compare() -> tuple[float, bool]:
+        (expected, _), (found, drew) = (
+            _answers(held, cut, lambda seen: forward(inputs, seen), word) for word in ("whole", "parts")
+        )
+        bits = any(fewer_bits(model, expected) for model in models)
+        return max(excess(cut[0], *pair, bits) for pair in zip(found, expected, strict=True)), drew
+
+    refuse_others(models, cut[0], compare, [find_group(cut[0].group), held.group], held.device)
+
+
+def _answers(
+    held: StagesOfRank, cut: list[Parts], forward: Callable[[list[Tensor]], Any], word: str
+) -> tuple[list[Tensor], bool]:
+    """What the stages of this rank give (hidden states, and of the last one what the model returns), and whether random
+    numbers were drawn."""
+    seen: list[Tensor] = []
+    handles = [
+        stage.forward.call.register_forward_hook(lambda module, args, output: seen.extend(answers(output)))
+        for stage in held.stages
+        if stage.slice.is_last
+    ]
+    for parts in cut:
+        parts.verifying = word
+    token = WHOLE.set(word == "whole")
+    try:
+        with as_it_was(*(stage.module for stage in held.stages)) as traces:
+            forward(seen)
+            drew = traces.drew()
+    finally:
+        WHOLE.reset(token)
+        for parts in cut:
+            parts.verifying, parts.seen = None, []
+        for handle in handles:
+            handle.remove()
+    return seen, drew

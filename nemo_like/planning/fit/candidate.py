@@ -7,7 +7,6 @@ from typing import Any
 
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.distributed.larger_batch import most_elements
 from nemo_like.job import Job
 from nemo_like.options import PlanSearch, Precision, dtype_word
 from nemo_like.planning.fit.explained import Account
@@ -15,6 +14,7 @@ from nemo_like.planning.fit.layouts import Configuration, Layout
 from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.seconds import StepSeconds
 from nemo_like.planning.verdict import Need
+from nemo_like.profiling.first_step import most_elements
 
 
 @dataclass(frozen=True)

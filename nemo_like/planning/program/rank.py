@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nemo_like.activation_checkpointing.plan import Part
-from nemo_like.distributed.pipeline.order import (
+from nemo_like.distributed.pipeline.schedules import (
     FORWARD,
     INPUTS,
     REDUCE,

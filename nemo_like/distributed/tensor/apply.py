@@ -15,10 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from nemo_like._util.log import warn_once
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.mesh import axis_size
-from nemo_like.distributed.row_lookup import look_up_own_rows
-from nemo_like.distributed.shared_random import SharedRandom
-from nemo_like.distributed.tp_plan import Rule, resolve_plan
-from nemo_like.distributed.tp_styles import InstalledStyle, SummedGradients, own_outputs
+from nemo_like.distributed.tensor.plan import InstalledStyle, Rule, SummedGradients, own_outputs, resolve_plan
+from nemo_like.distributed.tensor.row_lookup import look_up_own_rows
+from nemo_like.distributed.tensor.shared_random import SharedRandom
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.torch_compat import loss_is_parallel

@@ -26,16 +26,25 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like._util.module_tree import check_model
 from nemo_like.distributed import launch
 from nemo_like.distributed.agreement import wire_device
-from nemo_like.distributed.expert_parallel.list_state import (
+from nemo_like.distributed.expert_parallel.expert_lists import (
     Pieces,
     list_pieces,
     optimizer_apart,
     optimizer_together,
     own_views,
 )
-from nemo_like.distributed.slots import STAGES_MARK, Slot, bare_name, copy_whole, find_slots, list_names, show_shards
-from nemo_like.distributed.sources import StateDictSource, check_names
-from nemo_like.distributed.strided_shards import as_dtensor, in_boxes
+from nemo_like.distributed.weights.slots import (
+    STAGES_MARK,
+    Slot,
+    as_dtensor,
+    bare_name,
+    copy_whole,
+    find_slots,
+    in_boxes,
+    list_names,
+    show_shards,
+)
+from nemo_like.distributed.weights.sources import StateDictSource, check_names
 from nemo_like.precision import without_float8
 from nemo_like.torch_compat import tree_map_only
 

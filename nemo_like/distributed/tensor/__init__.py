@@ -1,0 +1,1 @@
+"""Tensor parallelism: which weights are cut, and what their modules do then."""
