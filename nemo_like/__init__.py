@@ -49,7 +49,7 @@ _WHERE = {
     "activation_checkpointing.policy": ("SelectivePolicy",),
     "activation_checkpointing.timesteps": ("checkpoint_timesteps",),
     "activation_checkpointing.wrapper": ("CheckpointWrapper",),
-    "distributed.materialize": ("materialize",),
+    "distributed.weights.materialize": ("materialize",),
     "fake_rank": ("dry_run",),
     "job": ("Job",),
     "losses": ("chunked_cross_entropy",),

@@ -40,7 +40,7 @@ from nemo_like.options import (
     parse_compile,
     parse_strategy,
 )
-from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.memory import AllocatorConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.finetune import main, tune
 from nemo_like.recipes.finetune_options import parse_finetune_options
-from nemo_like.recipes.run_log import read_log
-from nemo_like.recipes.sample_order import SampleOrder
+from nemo_like.recipes.finetuner import read_log
+from nemo_like.recipes.sample_data import SampleOrder
 from tests_distributed.finetune_job import make_model, questions, read_samples, run_finetune, write_lines
 from tests_distributed.spawn import run_ranks
 

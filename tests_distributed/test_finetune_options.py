@@ -15,8 +15,7 @@ from nemo_like.planning.devices import rates_file, resolve_device
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.finetune import main
 from nemo_like.recipes.finetune_options import parse_finetune_options
-from nemo_like.recipes.finetuner import FineTuner
-from nemo_like.recipes.run_log import read_log
+from nemo_like.recipes.finetuner import FineTuner, read_log
 from tests_distributed.finetune_job import make_model, questions, run_several, write_lines
 
 transformers = pytest.importorskip("transformers")

@@ -8,8 +8,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from nemo_like.recipes.finetune import tune
 from nemo_like.recipes.finetune_options import EXAMPLES, HELP, FinetuneOptions
-from nemo_like.recipes.option_sources import add_arguments as add_options
-from nemo_like.recipes.option_sources import read_options
+from nemo_like.recipes.job_options import add_arguments as add_options
+from nemo_like.recipes.job_options import read_options
 from nemo_like.recipes.run_job import run_on_ranks
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]

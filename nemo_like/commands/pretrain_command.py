@@ -6,9 +6,8 @@ import argparse
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from nemo_like.recipes.job_options import EXAMPLES, HELP, Options
-from nemo_like.recipes.option_sources import add_arguments as add_options
-from nemo_like.recipes.option_sources import read_options
+from nemo_like.recipes.job_options import EXAMPLES, HELP, Options, read_options
+from nemo_like.recipes.job_options import add_arguments as add_options
 from nemo_like.recipes.pretrain import train
 from nemo_like.recipes.run_job import run_on_ranks
 

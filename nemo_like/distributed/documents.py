@@ -35,7 +35,7 @@ from nemo_like.distributed.document_numbers import (
 )
 from nemo_like.layers.groups import group_of
 from nemo_like.layers.structure import class_of
-from nemo_like.losses.targets import IGNORED, predicts_next_token
+from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.transformers_compat import ATTENTION, USE_CACHE, given_cache, mask_functions, model_base
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")

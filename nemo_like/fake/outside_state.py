@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import itertools
 import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like._util.log import warn_once
+from nemo_like._util.tensors import tensors_in
 from nemo_like.fake.model_copy import SMALL
 
 _LIBRARIES = ("builtins", "abc", "typing", "torch", "transformers", "peft", "nemo_like")
@@ -163,3 +166,109 @@ def _put_back_item(table: dict[str, Any], name: str, value: Any) -> None:
         table.pop(name, None)
     else:
         table[name] = value
+
+
+# Functions of a model's code that remember what they returned: `functools.lru_cache` around a table of positions.
+#
+# Their tables stay for the life of the process. A run on fake tensors must neither read what a real step left there nor
+# leave
+# fake tensors for the next one, and has to count what stays.
+
+
+class RememberedTables:
+    """Each of these functions with a memory of its own, empty at first, wherever this context is entered.
+
+    What they remember inside stays with this object; what they remembered before is theirs again outside.
+
+    Args:
+        model: whose classes, and the Python modules of these, are looked through; None: nothing is.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._memories: dict[int, OrderedDict[Hashable, Any]] = {}
+        self._places = [] if model is None else list(_places(model))
+        self._before: list[Any] = []
+        self._entered = 0
+
+    def __enter__(self) -> RememberedTables:
+        self._entered += 1
+        if self._entered == 1:
+            self._before = [_get(*place) for place in self._places]
+            for place, value in zip(self._places, self._before):
+                _put(*place, self._instead(value))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered -= 1
+        if not self._entered:
+            for place, value in zip(self._places, self._before):
+                _put(*place, value)
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensors that are remembered inside."""
+        storages = [t.untyped_storage() for t in tensors_in([[*found.values()] for found in self._memories.values()])]
+        return sum({id(storage): storage.nbytes() for storage in storages}.values())
+
+    def _instead(self, value: Any) -> Any:
+        if isinstance(value, staticmethod | classmethod):
+            return type(value)(self._instead(value.__func__))
+        memory, most = self._memories.setdefault(id(value), OrderedDict()), value.cache_parameters()["maxsize"]
+
+        @functools.wraps(value.__wrapped__)
+        def remembering(*args: Any, **kwargs: Any) -> Any:
+            key = (args, tuple(sorted(kwargs.items())))
+            if key not in memory:
+                memory[key] = value.__wrapped__(*args, **kwargs)
+            memory.move_to_end(key)
+            result = memory[key]
+            while most is not None and len(memory) > most:
+                memory.popitem(last=False)
+            return result
+
+        return remembering
+
+
+def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Where such functions stand: (a class or a Python module, a name), or (a cell of a function around one, "")."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if _of_a_model(cls)}
+    modules = {cls.__module__ for cls in classes} & sys.modules.keys()
+    owners: list[Any] = [*sorted(classes, key=str), *(sys.modules[name] for name in sorted(modules))]
+    seen: set[int] = set()
+    for owner in owners:
+        home = owner.__module__ if isinstance(owner, type) else owner.__name__
+        for name, value in list(vars(owner).items()):
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if getattr(function, "__module__", None) != home or id(function) in seen:
+                continue  # imported: of no model
+            seen.add(id(function))
+            if _remembers(function):
+                yield owner, name
+            elif isinstance(function, FunctionType):
+                yield from ((cell, "") for cell in function.__closure__ or () if _remembers(_table_content(cell)))
+
+
+def _of_a_model(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] not in ("builtins", "abc", "typing", "torch", "nemo_like")
+
+
+def _remembers(value: Any) -> bool:
+    return isinstance(value, Callable) and hasattr(value, "cache_parameters") and hasattr(value, "__wrapped__")  # type: ignore[arg-type]
+
+
+def _table_content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _get(owner: Any, name: str) -> Any:
+    return vars(owner)[name] if name else owner.cell_contents
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if name:
+        setattr(owner, name, value)
+    else:
+        owner.cell_contents = value

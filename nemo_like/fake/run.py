@@ -21,9 +21,8 @@ from nemo_like._util.tensors import describe, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import kv_sharing, ops
 from nemo_like.fake.cuda_ops import CudaOps
 from nemo_like.fake.model_copy import SMALL, call_with, random_numbers_put_back
-from nemo_like.fake.outside_state import OutsideState
+from nemo_like.fake.outside_state import OutsideState, RememberedTables
 from nemo_like.fake.reasons import PLAN, Aim, named_reason
-from nemo_like.fake.remembered import RememberedTables
 from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
 

@@ -12,6 +12,7 @@ or, without a class of your own, ``Trainer(model, args, callbacks=[Checkpointing
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import random
 from collections.abc import Mapping
@@ -30,9 +31,7 @@ from nemo_like.distributed.agreement import compare_batches
 from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
-from nemo_like.integrations.accelerate import accelerate_settings
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
-from nemo_like.integrations.trl import takes_log_probs_in_chunks
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import CheckpointConfig, ChunkedLoss, ContextParallel, MemoryBudget, parse_ac
 from nemo_like.parallelizer import apply_activation_checkpointing
@@ -357,3 +356,65 @@ def first_batch(trainer: Any) -> dict[str, Any]:
             f"{type(batch).__name__}, of which it makes that later. Pass ac_sample_input= to the trainer."
         )
     return dict(batch)
+
+
+# What accelerate has been told, by whichever way: its config file, its plugins, the trainer's arguments.
+#
+# `accelerate launch` hands its config file on in the environment; an `Accelerator` reads it there. Trainers make one.
+
+
+@dataclass(frozen=True)
+class AccelerateSettings:
+    """The settings of this process's `Accelerator` that checkpointing and the loss meet; the defaults: there is none."""
+
+    checkpoints: bool = False
+    """It will put PyTorch's checkpoint wrapper around each layer (``fsdp_activation_checkpointing``)."""
+    compiler: str | None = None
+    """The back end that it compiles with (``dynamo_backend``); None: it does not."""
+    by_regions: bool = False
+    """It compiles each layer, and what stands beside the layers, instead of the whole model."""
+    precision: str | None = None
+    """``"bf16"`` or ``"fp16"``: the autocast that it runs the model's forward under."""
+
+    @property
+    def compiles_model(self) -> bool:
+        """Whether the whole model becomes one compiled function."""
+        return self.compiler is not None and not self.by_regions
+
+
+def accelerate_settings() -> AccelerateSettings:
+    """What this process's `Accelerator` will do; the defaults before one is made, or without accelerate."""
+    state = _state()
+    if state is None:
+        return AccelerateSettings()
+    dynamo = state.dynamo_plugin
+    backend = str(getattr(dynamo.backend, "value", dynamo.backend)).lower()
+    return AccelerateSettings(
+        # Read only where FSDP runs: elsewhere accelerate makes no use of it.
+        checkpoints=bool(getattr(getattr(state, "fsdp_plugin", None), "activation_checkpointing", False)),
+        compiler=None if backend == "no" else backend,
+        by_regions=bool(getattr(dynamo, "use_regional_compilation", False)),
+        precision=state.mixed_precision if state.mixed_precision in ("bf16", "fp16") else None,
+    )
+
+
+def _state() -> Any:
+    try:
+        module = importlib.import_module("accelerate.state")
+    except ImportError:
+        return None
+    return module.AcceleratorState() if module.is_initialized() else None
+
+
+# What TRL's trainers do to a model before it is checkpointed.
+
+
+def takes_log_probs_in_chunks(model: nn.Module) -> bool:
+    """Whether TRL has given `model`, or the model inside PEFT's, a forward that never makes the logits of all tokens.
+
+    Its trainers ask for that by ``fused_lm_head=True``; such a forward multiplies by the head's weight itself.
+    """
+    get_base = getattr(model, "get_base_model", None)
+    inner = get_base() if callable(get_base) else model
+    # The forward that it stands for is another signature, which `inspect` would look at first.
+    return "fused_lm_head" in inspect.signature(inner.forward, follow_wrapped=False).parameters

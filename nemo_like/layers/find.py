@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from nemo_like._util.module_tree import bare, bare_children, bare_modules, check_model, join
-from nemo_like.layers.groups import groups_of
-from nemo_like.layers.named import LayersNotFoundError, named_by_caller
+from nemo_like._util.module_tree import bare, bare_children, bare_modules, bare_name, check_model, glob_to_regex, join
+from nemo_like._util.words import a_or_an
+from nemo_like.layers.groups import GROUPS, groups_of
 from nemo_like.layers.structure import (
     Child,
     blocks_in_series,
@@ -25,6 +26,7 @@ from nemo_like.layers.structure import (
     is_strict_block,
     parameter_count,
 )
+from nemo_like.options import did_you_mean, normalise
 from nemo_like.transformers_compat import NO_SPLIT
 
 # Sibling modules of one class are stages (Swin stages), and their inner blocks are the layers, from this share of their
@@ -206,4 +208,134 @@ def _nothing_found(model: nn.Module) -> str:
     return (
         f"{start}, which holds no list of modules; its children are: {children}. "
         "Name the modules to treat as layers, for example layers=['name_of_child']."
+    )
+
+
+# The layers that a caller names: by FQN, by glob or by object.
+
+
+class LayersNotFoundError(ValueError):
+    """No repeated layers were found, or a layer that the caller named is not in the model or overlaps another."""
+
+
+def named_by_caller(
+    model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module
+) -> list[tuple[str, nn.Module]]:
+    """(FQN, module) of each layer that `layers` means, in registration order. Errors as in `find_layers`."""
+    if isinstance(layers, str | nn.Module):
+        layers = [layers]
+    elif not isinstance(layers, Iterable):
+        raise TypeError(f"layers is {layers!r}, {a_or_an(layers)}; it must be a list of names or modules.")
+    tree = list(bare_modules(model))
+    by_name = dict(tree)
+    chosen: dict[int, tuple[str, nn.Module]] = {}
+    for item in layers:
+        exact = bare_name(item) if isinstance(item, str) else None
+        hits = [(exact, by_name[exact])] if exact and exact in by_name else _matches(model, tree, item)
+        for fqn, module in hits:
+            members = [(fqn, module)]
+            if is_container(module):
+                members = [(join(fqn, name), child) for name, child in bare_children(module)]
+            for name, member in members:
+                chosen.setdefault(id(bare(member)), (name, member))
+    if not chosen:
+        raise LayersNotFoundError("layers= is empty; leave it out to have the layers found, or name at least one.")
+    order = {id(bare(module)): index for index, (_, module) in enumerate(tree)}
+    found = sorted(chosen.values(), key=lambda pair: order[id(bare(pair[1]))])
+    _refuse_overlap(found)
+    return found
+
+
+def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) -> list[tuple[str, nn.Module]]:
+    """The (FQN, module) pairs that one entry of ``layers=`` means; at least one, or an error naming the entry."""
+    if isinstance(item, nn.Module):
+        hits = [(fqn, module) for fqn, module in tree if bare(module) is bare(item)]
+        # A list that the caller made of the model's own blocks is not part of the model, its members are.
+        if not hits and is_container(item):
+            return [hit for _, child in bare_children(item) for hit in _matches(model, tree, child)]
+        if not hits:
+            raise LayersNotFoundError(
+                f"layers= holds {a_or_an(item)} object that is not part of this {type(model).__name__}; "
+                "pass modules of the very model that is to be parallelized."
+            )
+    elif isinstance(item, str):
+        pattern = glob_to_regex(bare_name(item))
+        hits = [(fqn, module) for fqn, module in tree if fqn and pattern.fullmatch(fqn)]
+        if not hits:
+            known = [fqn for fqn, _ in tree if fqn]
+            raise LayersNotFoundError(
+                f"layers= names {item!r}, which matches no module of this {type(model).__name__}."
+                + (did_you_mean(item, known) or f" It has: {', '.join(known[:12])}{', ...' * (len(known) > 12)}.")
+            )
+    else:
+        raise TypeError(f"layers= holds {item!r}, {a_or_an(item)}; it must hold names (str) or modules.")
+    if any(fqn == "" for fqn, _ in hits) and not is_container(bare(model)):
+        raise LayersNotFoundError("layers= holds the model itself; name modules inside it.")
+    return hits
+
+
+def _refuse_overlap(found: list[tuple[str, nn.Module]]) -> None:
+    inside: dict[int, str] = {}
+    for fqn, module in found:
+        for part in bare(module).modules():
+            if part is not bare(module):
+                inside.setdefault(id(part), fqn)
+    for fqn, module in found:
+        if (outer := inside.get(id(bare(module)))) is not None:
+            raise LayersNotFoundError(
+                f"layers= names both {outer!r} and {fqn!r}, which is inside it; layers must not overlap."
+            )
+
+
+# Which of the layers found a caller means: a modality scope.
+
+# "multimodal" is what multimodal users call everything that is not the language model.
+_SCOPES = {"all": GROUPS, "multimodal": ("vision", "audio"), **{group: (group,) for group in GROUPS}}
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """True where `module` has parameters and none of them trains. LoRA adapters in a frozen layer train."""
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def select_layers(found: Sequence[Layer], scope: str | Iterable[str] = "all") -> tuple[Layer, ...]:
+    """The layers of `found` in `scope`, in their order.
+
+    Args:
+        found: what `find_layers` returned.
+        scope: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``, ``"other"``, ``"multimodal"`` (vision and audio),
+            or a list of these.
+
+    Raises:
+        ValueError: a scope is unknown, or nothing is left; the message says what there is.
+        TypeError: `scope` is neither a string nor a list of strings.
+    """
+    words = _parse_scope(scope)
+    wanted = {group for word in words for group in _SCOPES[word]}
+    selected = [layer for layer in found if layer.group in wanted]
+    if not selected:
+        raise ValueError(f"scope {scope!r} selects no layer; this model has {_inventory(found)}.")
+    return tuple(selected)
+
+
+def _parse_scope(scope: str | Iterable[str]) -> list[str]:
+    given = [scope] if isinstance(scope, str) else list(scope) if isinstance(scope, Iterable) else [scope]
+    if not all(isinstance(word, str) for word in given):
+        raise TypeError(f"scope is {scope!r}; it must be one of {', '.join(_SCOPES)} or a list of these.")
+    for word in given:
+        if normalise(word) not in _SCOPES:
+            raise ValueError(
+                f"scope {word!r} is unknown; it must be one of {', '.join(_SCOPES)}."
+                + did_you_mean(normalise(word), list(_SCOPES))
+            )
+    if not given:
+        raise ValueError(f"scope is empty; it must name at least one of {', '.join(_SCOPES)}.")
+    return [normalise(word) for word in given]
+
+
+def _inventory(found: Sequence[Layer]) -> str:
+    counts = Counter(layer.group for layer in found)
+    return (
+        ", ".join(f"{count} {group} layer{'s' if count > 1 else ''}" for group, count in counts.items()) or "no layers"
     )

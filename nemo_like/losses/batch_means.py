@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_like.losses.targets import IGNORED
+from nemo_like.losses.rows import IGNORED
 
 _NAMES = ("cross_entropy", "nll_loss")
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.words import a_or_an, check_bool
 from nemo_like.losses.heads import Head, autocast_dtype, trained_tensors
-from nemo_like.losses.label_rows import CrossEntropyRows
-from nemo_like.losses.rows import RowLoss, Shape
+from nemo_like.losses.rows import CrossEntropyRows, RowLoss, Shape
 from nemo_like.losses.runner import Job, LossesInBackward, LossInForward
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import call_in_fsdp_unit, is_fake

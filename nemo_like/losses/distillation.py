@@ -9,8 +9,7 @@ from torch import Tensor
 
 from nemo_like.losses.cross_entropy import check_hidden, check_num_items, chosen, reduced, shape_of, whole
 from nemo_like.losses.heads import Head, unwrap_logits
-from nemo_like.losses.rows import Apart, Shape, blocks, in_place, kernel, new_losses
-from nemo_like.losses.vocabulary import Vocabulary
+from nemo_like.losses.rows import Apart, Shape, Vocabulary, blocks, in_place, kernel, new_losses
 from nemo_like.options import ChunkedLoss
 
 REDUCTIONS = ("mean", "sum")

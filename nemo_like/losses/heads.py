@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from nemo_like.losses.rows import Apart, pieces
-from nemo_like.losses.vocabulary import Vocabulary
+from nemo_like.losses.rows import Apart, Vocabulary, pieces
 from nemo_like.torch_compat import has_hooks_but_fsdp, is_fake
 
 Head = Callable[[Tensor], Tensor]

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from nemo_like.losses.cross_entropy import losses_per_token, reduced, whole
 from nemo_like.losses.heads import Head
-from nemo_like.losses.label_rows import CrossEntropyRows
-from nemo_like.losses.rows import Shape
+from nemo_like.losses.rows import CrossEntropyRows, Shape
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import answering_calls, shape_only
 

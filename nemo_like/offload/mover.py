@@ -22,6 +22,7 @@ from nemo_like.offload.copies import (
     Event,
     Group,
     HostSegment,
+    OffloadStats,
     Reader,
     Span,
     StorageCopy,
@@ -32,7 +33,6 @@ from nemo_like.offload.copies import (
     round_down,
 )
 from nemo_like.offload.pool import ALIGNMENT, Block, HostPool
-from nemo_like.offload.stats import OffloadStats
 from nemo_like.torch_compat import version_of
 
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from nemo_like._util.module_tree import check_model
 from nemo_like.offload.backends import Backend
-from nemo_like.offload.host_policy import keep_as_before, keep_on_host, moves_everything
+from nemo_like.offload.copies import OffloadStats
+from nemo_like.offload.layer_offload import keep_as_before, keep_on_host, moves_everything
 from nemo_like.offload.packing import Packer, storages_in
-from nemo_like.offload.stats import OffloadStats
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import innermost_saved_tensor_hooks
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from nemo_like._util.log import warn_once
-from nemo_like.offload import exempt
+from nemo_like._util.words import a_or_an
 from nemo_like.offload.backends import Backend, default_backend
+from nemo_like.offload.copies import OffloadStats
 from nemo_like.offload.handles import (
     ChosenHandle,
     Handle,
@@ -24,9 +26,8 @@ from nemo_like.offload.handles import (
 )
 from nemo_like.offload.mover import Mover
 from nemo_like.offload.pool import HostPool
-from nemo_like.offload.stats import OffloadStats
 from nemo_like.options import OffloadConfig
-from nemo_like.torch_compat import left_to_python, version_of
+from nemo_like.torch_compat import base_of, left_to_python, version_of
 
 LAST_LAYER = "where backward starts (the last layer, or what is left out, and what follows)"
 NOT_ASKED = "not a layer's input"
@@ -56,7 +57,7 @@ class Packer:
         self._use_streams = use_streams
         self._max_inflight_copies = max_inflight_copies
         self._mover: Mover | None = None
-        self._known = exempt.KnownStorages()
+        self._known = KnownStorages()
         self._inputs: dict[int, torch.UntypedStorage] | None = None
         """The storages that may move; None: any."""
         self._resting = False
@@ -112,10 +113,10 @@ class Packer:
         tensor = _resolved(tensor)
         if self._resting:
             return self._keep(tensor, LAST_LAYER)
-        if exempt.is_parameter(tensor):
-            return self._keep(tensor, exempt.PARAMETER)
-        if exempt.is_autocast_copy(tensor, self._known):
-            return self._keep(tensor, exempt.AUTOCAST)
+        if is_parameter(tensor):
+            return self._keep(tensor, PARAMETER)
+        if is_autocast_copy(tensor, self._known):
+            return self._keep(tensor, AUTOCAST)
         if not self._is_asked_for(tensor):
             return self._keep(tensor, NOT_ASKED)
         return self._move_any(tensor, version_of(tensor), guarded=True)
@@ -149,7 +150,7 @@ class Packer:
 
     def _move(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
         """A handle for a plain tensor: on the host, or where it is (counted, with the reason)."""
-        problem = exempt.unsupported(tensor)
+        problem = unsupported(tensor)
         if problem is not None:
             if self.config.on_unsupported == "raise":
                 raise RuntimeError(  # a TypeError inside an operator's method (`@`) would be taken for "not mine"
@@ -160,12 +161,12 @@ class Packer:
             return self._keep(tensor, f"unsupported: {problem}")
         mover = self._mover_for(tensor)
         if tensor.numel() == 0:
-            return self._keep(tensor, exempt.EMPTY)
+            return self._keep(tensor, EMPTY)
         if not mover.backend.serves(tensor):
-            return self._keep(tensor, exempt.ON_HOST if tensor.device.type == "cpu" else f"on {tensor.device}")
+            return self._keep(tensor, ON_HOST if tensor.device.type == "cpu" else f"on {tensor.device}")
         reason = self._known.reason(tensor)
         if reason is None and tensor.untyped_storage().nbytes() < self.config.min_bytes:
-            reason = exempt.SMALL
+            reason = SMALL
         if reason is not None:
             return self._keep(tensor, reason)
         handle = move_plain(tensor, mover, InPlaceGuard(tensor) if guarded else None, version)
@@ -179,9 +180,7 @@ class Packer:
         return handle
 
     def _keep(self, tensor: torch.Tensor, reason: str) -> KeptHandle:
-        nbytes = sum(
-            plain.untyped_storage().nbytes() for plain in exempt.plain_tensors(tensor) if exempt.has_storage(plain)
-        )
+        nbytes = sum(plain.untyped_storage().nbytes() for plain in plain_tensors(tensor) if has_storage(plain))
         self.stats.keep(reason, nbytes)
         return KeptHandle(tensor)
 
@@ -216,8 +215,8 @@ def storages_in(values: Any) -> dict[int, torch.UntypedStorage]:
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
-            for plain in exempt.plain_tensors(value):
-                if exempt.has_storage(plain):
+            for plain in plain_tensors(value):
+                if has_storage(plain):
                     storage = plain.untyped_storage()
                     found[id(storage)] = storage
         elif isinstance(value, dict):
@@ -225,3 +224,110 @@ def storages_in(values: Any) -> dict[int, torch.UntypedStorage]:
         elif isinstance(value, Iterable) and isinstance(value, tuple | list):
             waiting.extend(value)
     return found
+
+
+# Which saved tensors stay where they are, and why.
+#
+# Weights are on the device anyway, so moving them costs bandwidth and frees nothing; with FSDP2 the unsharded weights of
+# a whole model would go to the host. They are known by what they are (a `Parameter`, a view of one, a low-precision copy
+# that autocast made of one), and by their storage where the model is known.
+
+PARAMETER = "a parameter, or a view of one"
+BUFFER = "a buffer of the model"
+AUTOCAST = "autocast's copy of a weight"
+ON_HOST = "on the host already"
+SMALL = "smaller than min_bytes"
+EMPTY = "empty"
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that `tensor` is made of: itself, or what a wrapper subclass holds, at any depth."""
+    if not is_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for inner in take_apart(tensor)[0].values():
+        if isinstance(inner, torch.Tensor):
+            yield from plain_tensors(inner)
+
+
+class KnownStorages:
+    """Storages that never move, remembered without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
+        self._shapes: dict[tuple[int, ...], set[torch.dtype]] = {}
+
+    def learn(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
+        """Remember the parameters and buffers that `modules` have now (FSDP2 puts others in place around a forward)."""
+        for module in modules:
+            for parameter in module.parameters(recurse):
+                self._add(parameter, PARAMETER)
+                self._shapes.setdefault(tuple(sorted(parameter.shape)), set()).add(parameter.dtype)
+            for buffer in module.buffers(recurse):
+                self._add(buffer, BUFFER)
+
+    def _add(self, tensor: torch.Tensor, reason: str) -> None:
+        for plain in plain_tensors(tensor):
+            if has_storage(plain):
+                storage = plain.untyped_storage()
+                self._known[id(storage)] = (weakref.ref(storage), reason)
+
+    def reason(self, tensor: torch.Tensor) -> str | None:
+        """Why `tensor`, a plain one with a storage, must stay; None where nothing is known against it."""
+        storage = tensor.untyped_storage()
+        reference, reason = self._known.get(id(storage), (None, None))
+        return reason if reference is not None and reference() is storage else None
+
+    def has_weight_like(self, tensor: torch.Tensor) -> bool:
+        """Whether a known parameter has this shape, transposed or not, in another dtype; for any matrix if none is known."""
+        if not self._shapes:
+            return tensor.dim() == 2
+        return bool(self._shapes.get(tuple(sorted(tensor.shape)), set()) - {tensor.dtype})
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is dense, strided and has real memory."""
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_mkldnn
+
+
+def unsupported(tensor: torch.Tensor) -> str | None:
+    """Why a plain tensor cannot be rebuilt from bytes; None where it can."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return f"{a_or_an(tensor)}, which does not say how to take it apart (__tensor_flatten__)"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}"
+    if tensor.device.type == "meta":
+        return "it has no data (meta)"
+    if tensor.is_quantized:
+        return "it is quantised by torch.quantize_*"
+    if tensor.is_neg():
+        return "it is a lazily negated view"
+    return None
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a parameter, a view of one, or another leaf that is trained."""
+    base = base_of(tensor)
+    return any(
+        isinstance(candidate, nn.Parameter) or (candidate.is_leaf and candidate.requires_grad)
+        for candidate in ((tensor,) if base is None else (tensor, base))
+    )
+
+
+def is_autocast_copy(tensor: torch.Tensor, known: KnownStorages) -> bool:
+    """Whether `tensor` is the low-precision copy of a weight that autocast made for one operator, or a view of it.
+
+    A trained weight's copy is known by its graph: a cast, straight from a parameter. A frozen weight's copy has no
+    graph, and inside an operator nobody can tell whether autocast is on: a 16-bit tensor without a gradient, in the
+    shape of a parameter of another dtype, is taken for one.
+    """
+    source = tensor if base_of(tensor) is None else base_of(tensor)
+    assert source is not None
+    if source.grad_fn is not None:
+        cast = source.grad_fn
+        if not cast.name().startswith("ToCopyBackward"):
+            return False
+        sources = [getattr(node, "variable", None) for node, _ in cast.next_functions]  # of AccumulateGrad: the leaf
+        return any(isinstance(leaf, nn.Parameter) for leaf in sources)
+    sixteen_bit = tensor.dtype in (torch.bfloat16, torch.float16)
+    return sixteen_bit and not tensor.requires_grad and known.has_weight_like(source)

@@ -13,9 +13,8 @@ from nemo_like._util.words import (
     parse_dtype,
     parse_shape,
 )
-from nemo_like.options.allocator import AllocatorConfig
 from nemo_like.options.checkpointing import AC_STRATEGIES, CheckpointConfig, MemoryBudget, parse_ac
-from nemo_like.options.chunked_loss import COMPILE_BACKENDS, LOSSES, ChunkedLoss, parse_compile
+from nemo_like.options.memory import AllocatorConfig, PlanSearch
 from nemo_like.options.parallel import (
     CONTEXT_METHODS,
     DDP,
@@ -32,9 +31,8 @@ from nemo_like.options.parallel import (
     parse_strategy,
 )
 from nemo_like.options.pipelining import PipelineParallel
-from nemo_like.options.plan_search import PlanSearch
 from nemo_like.options.schedules import SCHEDULES, Schedule
-from nemo_like.options.step_spec import OPTIMIZERS, StepSpec
+from nemo_like.options.step import COMPILE_BACKENDS, LOSSES, OPTIMIZERS, ChunkedLoss, StepSpec, parse_compile
 
 __all__ = [
     "AC_STRATEGIES",

@@ -25,7 +25,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 
-from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.memory_blocks import BlockPool, MemoryBlock, can_become
 
 MIN_BLOCK = 512

@@ -19,7 +19,7 @@ from torch import nn
 from nemo_like._util.tensors import tensors_in
 from nemo_like.fake.model_copy import call_with, model_copy
 from nemo_like.fake.run import FakeRun
-from nemo_like.losses.targets import IGNORED
+from nemo_like.losses.rows import IGNORED
 from nemo_like.torch_compat import FAKE_LOGGER
 
 SAMPLING_RATE = 16_000

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.allocator_model import CachingAllocator
 from nemo_like.planning.block import Choice
 from nemo_like.planning.program.loop import Loop, make_optimizer_state

@@ -11,7 +11,7 @@ from nemo_like.planning.block import Choice
 from nemo_like.planning.reserved import Reserved, replay, replay_rank
 
 if TYPE_CHECKING:
-    from nemo_like.options.allocator import AllocatorConfig
+    from nemo_like.options.memory import AllocatorConfig
     from nemo_like.planning.planner import Planner
     from nemo_like.planning.stages import PipelinePlanner
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from nemo_like._util.console import flag
 from nemo_like.options import FLOAT8, parse_dtype
-from nemo_like.recipes.option_sources import parse_command_line
+from nemo_like.recipes.job_options import parse_command_line
 from nemo_like.recipes.run_options import RunOptions, job_option, option
 
 HELP = "fine-tune a Hugging Face model on samples: on one device, or on many with torchrun"

@@ -11,8 +11,10 @@ import math
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like._util.log import warn_once
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.models import check_positions
@@ -29,14 +32,12 @@ from nemo_like.planning.devices import device_at_hand
 from nemo_like.profiling.first_step import most_elements
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.fitted import Fitted, choose
-from nemo_like.recipes.interrupt import Interrupt
 from nemo_like.recipes.job_checkpoint import CheckpointStore
 from nemo_like.recipes.loss import DivergedError, LossLog
 from nemo_like.recipes.memory_advice import PlannedStep, advice_on_memory
 from nemo_like.recipes.progress import Progress
-from nemo_like.recipes.run_options import RunOptions
+from nemo_like.recipes.run_options import RunOptions, Schedule
 from nemo_like.recipes.run_state import check_same_run, gather_state
-from nemo_like.recipes.schedule import Schedule
 from nemo_like.recipes.step_flops import Speed, Utilisation
 
 
@@ -321,3 +322,51 @@ def synced_only_if(model: nn.Module, sync: bool) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         set_gradient_sync(model, sync)
     yield
+
+
+# Ctrl-C and a scheduler's SIGTERM: finish the step, save a checkpoint, exit.
+#
+# torchrun gives its ranks 30 s for this and then kills them; the last complete checkpoint is there in any case.
+
+# A launcher passes one Ctrl-C on to ranks that got it from the terminal already, so a second signal within this many
+# seconds is the same request; one after it comes from a person who does not want to wait for the step.
+_SAME_WISH_SECONDS = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """A context manager in which the first SIGINT or SIGTERM only sets `requested`; a later one acts as usual.
+
+    Outside of the main thread, where Ray Train runs a job and Python handles no signal, none is caught.
+    """
+
+    def __init__(self) -> None:
+        self.requested: int = 0
+        """The signal's number, or 0."""
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is not threading.main_thread():
+            warn_once(
+                "The training job runs outside of the main thread, where Python handles no signal: SIGTERM and Ctrl-C do "
+                "as whoever started it says, and save nothing. The last complete checkpoint stays."
+            )
+            return self
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._since = number, now
+        elif now - self._since > _SAME_WISH_SECONDS:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)

@@ -16,7 +16,7 @@ from nemo_like.distributed import shard_sequence
 from nemo_like.distributed.document_numbers import since_start
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.losses.model_loss import chunked_in_evaluation
-from nemo_like.losses.targets import IGNORED, predicts_next_token
+from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.data import Corpus, held_out_windows, unigram_entropy
 

@@ -17,7 +17,7 @@ from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.data import VOCABULARY, Sampler, TextData, load_text
+from nemo_like.recipes.data import END, VOCABULARY, Sampler, TextData, as_tokens, for_transformers, load_text, train_bpe
 from nemo_like.recipes.job import TrainingJob, seed_all, synced_only_if
 from nemo_like.recipes.job_options import Options
 from nemo_like.recipes.loss import (
@@ -33,7 +33,6 @@ from nemo_like.recipes.progress import Progress
 from nemo_like.recipes.result import save_model
 from nemo_like.recipes.run_options import RunOptions
 from nemo_like.recipes.run_state import about_run, make_optimizer
-from nemo_like.recipes.text_tokens import END, as_tokens, for_transformers, train_bpe
 
 
 class Trainer(TrainingJob):

@@ -22,7 +22,7 @@ from torch import nn
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD
 from nemo_like.options import StepSpec
-from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.program.step import LayerCall

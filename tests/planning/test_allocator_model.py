@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.allocator_model import CachingAllocator, DeviceMemoryError
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -8,7 +8,7 @@ import torch
 from nemo_like import Job
 from nemo_like._util.words import write_bytes
 from nemo_like.options import PipelineParallel, Precision
-from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.reserved import replay_rank

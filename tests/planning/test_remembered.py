@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nemo_like import Job
 from nemo_like.bench.measured_step import cpu_events
-from nemo_like.fake.remembered import RememberedTables
+from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner

@@ -13,7 +13,7 @@ from nemo_like import FSDP2, Job, PlanSearch, StepSpec
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.cli import main
 from nemo_like.options import Precision
-from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning import Plan, Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.program.readers import COMPUTE, Allocations

@@ -19,7 +19,7 @@ from nemo_like.recipes.data import (
     load_text,
     unigram_entropy,
 )
-from nemo_like.recipes.schedule import Schedule
+from nemo_like.recipes.run_options import Schedule
 
 
 def _write(folder: Path, **files: bytes) -> Path:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_like import parallelize
 from nemo_like.losses.model_loss import loss_hooks
-from nemo_like.losses.targets import IGNORED
+from nemo_like.losses.rows import IGNORED
 from nemo_like.options import ChunkedLoss
 from nemo_like.recipes.loss import Batch, MeanLoss
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.recipes.host_memory import host_bytes
+from nemo_like.recipes.fitted import host_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from nemo_like._util.log import forget_announcements
 from nemo_like.recipes.finetune_options import FinetuneOptions, parse_finetune_options
-from nemo_like.recipes.option_sources import config_text
-from nemo_like.recipes.run_log import RunLog, plot_log, read_log
+from nemo_like.recipes.finetuner import RunLog, plot_log, read_log
+from nemo_like.recipes.job_options import config_text
 from tests.said import said
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
-from nemo_like.recipes.sample_data import TrainingRows, hold_out
+from nemo_like.recipes.sample_data import SampleOrder, TrainingRows, hold_out, pack
 from nemo_like.recipes.sample_files import open_samples
-from nemo_like.recipes.sample_order import SampleOrder, pack
 from tests_distributed.finetune_job import make_tokenizer, questions, read_samples, write_lines
 
 pytest.importorskip("transformers")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.recipes.data import Sampler, load_text
-from nemo_like.recipes.text_tokens import END, as_tokens, for_transformers, train_bpe
+from nemo_like.recipes.data import END, Sampler, as_tokens, for_transformers, load_text, train_bpe
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nemo_like._util.extras import require
 from nemo_like.bench.measured_step import cpu_events
-from nemo_like.fake.remembered import RememberedTables
+from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.devices import resolve_device

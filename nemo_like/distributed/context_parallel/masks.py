@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_like.distributed.context_parallel import masks, sequence_ops
+from nemo_like.distributed.context_parallel import sequence_ops
 from nemo_like.distributed.context_parallel.parts import CURRENT, WHOLE, Parts, StackCall
 from nemo_like.distributed.document_numbers import kept_apart
 from nemo_like.torch_compat import unseen
@@ -58,10 +58,8 @@ def make(
     looks = _looks(call, whole, kv_length, mask_function, attention_mask)
     if implementation == "flex_attention":
         length = whole if method.cuts_heads else q_length
-        place = masks.positions_over_whole(call.parts, length, heads=1)
-        return masks.build(
-            lambda b, h, q, k: looks(b, h, place(h, q)[1], k), (batch_size, 1, length, kv_length), device
-        )
+        place = positions_over_whole(call.parts, length, heads=1)
+        return build(lambda b, h, q, k: looks(b, h, place(h, q)[1], k), (batch_size, 1, length, kv_length), device)
     rows = torch.arange(whole, device=device) if method.cuts_heads else call.parts.positions(whole, device)
     mask = _mask(batch_size, rows, kv_length, looks)
     return additive_mask(mask, dtype) if implementation == "eager" else mask

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.ops import OpFacts, declare
-from nemo_like.distributed.context_parallel import sequence_ops
 from nemo_like.distributed.mesh import axis_size
 
 _groups: dict[str, dist.ProcessGroup] = {}
@@ -47,13 +46,13 @@ def gather_sequence(part: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     part = part.contiguous()
     parts = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
     dist.all_gather_into_tensor(parts, part, group=_groups[group])
-    return sequence_ops.join(parts.unflatten(0, (ranks, -1)), dim)
+    return join(parts.unflatten(0, (ranks, -1)), dim)
 
 
 @torch.library.custom_op("nemo_like::scatter_sequence", mutates_args=())
 def scatter_sequence(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """This rank's part of the sum of all ranks' whole sequences: `dim` shrinks from ranks * L to L."""
-    sent = sequence_ops.in_chunks(whole, dim, ranks)  # (2 * ranks, ..., chunk, ...), a rank's two chunks side by side
+    sent = in_chunks(whole, dim, ranks)  # (2 * ranks, ..., chunk, ...), a rank's two chunks side by side
     mine = sent.new_empty((2, *sent.shape[1:]))
     dist.reduce_scatter_tensor(mine, sent, group=_groups[group])
     return torch.cat([mine[0], mine[1]], dim)
@@ -65,13 +64,13 @@ def heads_for_sequence(part: Tensor, ranks: int, group: str) -> Tensor:
     sent = torch.stack(part.chunk(ranks, 1))
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=_groups[group])
-    return sequence_ops.join(got, 2).contiguous()
+    return join(got, 2).contiguous()
 
 
 @torch.library.custom_op("nemo_like::sequence_for_heads", mutates_args=())
 def sequence_for_heads(whole: Tensor, ranks: int, group: str) -> Tensor:
     """(B, H / ranks, ranks * L, D) to (B, H, L, D): the opposite of `heads_for_sequence`."""
-    sent = sequence_ops.split(whole, 2, ranks).contiguous()
+    sent = split(whole, 2, ranks).contiguous()
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=_groups[group])
     return torch.cat(list(got), 1)
@@ -255,7 +254,7 @@ def shard_sequence(batch: T, mesh: DeviceMesh, *, dim: int = 1, length: int | No
     if ranks == 1:
         return batch
     if isinstance(batch, Tensor):
-        return sequence_ops.cut(sequence_ops.pad(batch, dim, ranks), dim, ranks, rank)  # type: ignore[return-value]
+        return cut(pad(batch, dim, ranks), dim, ranks, rank)  # type: ignore[return-value]
     if length is None:
         first = batch.get("input_ids")
         tensors = (value for value in batch.values() if isinstance(value, Tensor) and value.ndim > dim)
@@ -264,7 +263,7 @@ def shard_sequence(batch: T, mesh: DeviceMesh, *, dim: int = 1, length: int | No
             raise ValueError("shard_sequence got a dict without a tensor that has a sequence; pass length=.")
         length = first.shape[dim]
     return {  # type: ignore[return-value]
-        name: sequence_ops.cut(sequence_ops.pad(value, dim, ranks, _PADDING.get(name, 0)), dim, ranks, rank)
+        name: cut(pad(value, dim, ranks, _PADDING.get(name, 0)), dim, ranks, rank)
         if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == length
         else value
         for name, value in batch.items()

@@ -27,7 +27,7 @@ from nemo_like.distributed.context_parallel.verify_cut import sequence_length, v
 from nemo_like.layers.structure import class_of
 from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS
-from nemo_like.losses.targets import IGNORED
+from nemo_like.losses.rows import IGNORED
 from nemo_like.transformers_compat import LOGITS_TO_KEEP, PREPARE_DECODER, SHIFT_RIGHT, given_cache, parameter_names
 
 _CHECKED = (1, 8)

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import pipelining
 
 from nemo_like.options import PipelineParallel
-from nemo_like.options.schedule_file import is_schedule_file
+from nemo_like.options.pipelining import is_schedule_file
 from nemo_like.torch_compat import schedule_from_file
 
 

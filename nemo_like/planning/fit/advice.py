@@ -10,7 +10,7 @@ from typing import Any
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import largest_group
 from nemo_like.job import Job
-from nemo_like.options.allocator import AllocatorConfig
+from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration

@@ -1,0 +1,201 @@
+"""How the loss is computed: by the model, or in chunks of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from nemo_like._util.words import check_bool, check_whole, did_you_mean, normalise, parse_bytes
+from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+
+LOSSES: tuple[str, ...] = ("model", "chunked")
+COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
+
+
+def parse_compile(compile: Any) -> str | None:
+    """The backend that ``compile=`` asks for; None for no compilation.
+
+    Raises:
+        ValueError: an unknown backend. TypeError: neither a bool, None nor a string.
+    """
+    if compile is None or compile is False:
+        return None
+    if compile is True:
+        return "inductor"
+    if not isinstance(compile, str):
+        raise TypeError(f"compile is {compile!r}; it must be a bool or one of {', '.join(COMPILE_BACKENDS)}.")
+    backend = normalise(compile)
+    if backend not in COMPILE_BACKENDS:
+        raise ValueError(
+            f"compile is {compile!r}; it must be False, True ('inductor') or one of {', '.join(COMPILE_BACKENDS)}."
+            + did_you_mean(backend, COMPILE_BACKENDS)
+        )
+    return backend
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Head and loss of a few tokens at a time, so that the logits of a batch never exist. ``"chunked"``: the defaults.
+
+    >>> ChunkedLoss(chunk_tokens=1024).chunk_tokens
+    1024
+    """
+
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist at one time. None: as many as `chunk_bytes` holds."""
+    chunk_bytes: int | str = "256MiB"
+    """Bytes of one chunk's logits (``"256MiB"``), where `chunk_tokens` is None. A chunk of fixed size, and not a fixed
+    number of chunks, keeps the peak where it is when the batch grows."""
+    grads_in_float32: bool = True
+    """Sum the head's gradients over the chunks in float32. False: in the parameters' dtype, which for a bfloat16 head
+    saves 2 bytes per weight between forward and backward, and loses low bits of the sum with every chunk."""
+    z_loss: float = 0.0
+    """Weight of ``logsumexp(logits) ** 2``, added for each token (PaLM's z-loss, Chowdhery et al. 2022, section 5)."""
+    compile: str | None = None
+    """Compile what is done with the logits of a chunk, once for all chunks: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
+    None: as the layers are compiled in `parallelize`; elsewhere not."""
+
+    def __post_init__(self) -> None:
+        tokens = self.chunk_tokens
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+            raise ValueError(f"chunk_tokens is {tokens!r}; it must be a whole number of tokens >= 1, or None.")
+        size = self.chunk_bytes
+        if isinstance(size, bool) or not isinstance(size, int | str):
+            raise TypeError(f"chunk_bytes is {size!r}; it must be a number of bytes or a string like '256MiB'.")
+        if self.bytes < 1:
+            raise ValueError(f"chunk_bytes is {size!r}; a chunk must hold at least one byte.")
+        check_bool("grads_in_float32", self.grads_in_float32)
+        if isinstance(self.z_loss, bool) or not isinstance(self.z_loss, int | float) or not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss is {self.z_loss!r}; it must be a weight >= 0.")
+        if self.compile is not None and self.compile not in COMPILE_BACKENDS:
+            raise ValueError(f"compile is {self.compile!r}; it must be None or one of {', '.join(COMPILE_BACKENDS)}.")
+
+    @property
+    def bytes(self) -> int:
+        """`chunk_bytes` as a number."""
+        return parse_bytes(self.chunk_bytes, "chunk_bytes") if isinstance(self.chunk_bytes, str) else self.chunk_bytes
+
+    def tokens(self, bytes_per_token: int) -> int:
+        """Tokens of one chunk, where the logits of one take `bytes_per_token`.
+
+        >>> ChunkedLoss(chunk_bytes="1MiB").tokens(4 * 1000)
+        256
+        """
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens
+        tokens = max(1, self.bytes // max(1, bytes_per_token))
+        return tokens // 64 * 64 if tokens >= 64 else tokens  # matmul kernels like multiples of their tile
+
+    @classmethod
+    def of(cls, loss: str | ChunkedLoss | None) -> ChunkedLoss | None:
+        """What ``loss=`` means: the object, its defaults for ``"chunked"``, None for ``"model"`` (as the model does).
+
+        Raises:
+            ValueError: an unknown word. TypeError: something else.
+        """
+        if loss is None or isinstance(loss, ChunkedLoss):
+            return loss
+        if not isinstance(loss, str):
+            raise TypeError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, or a ChunkedLoss(...).")
+        word = normalise(loss)
+        if word not in LOSSES:
+            raise ValueError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}." + did_you_mean(word, LOSSES))
+        return cls() if word == "chunked" else None
+
+
+# How the training loop goes through a step: what a memory budget has to know besides the model.
+
+OPTIMIZERS: tuple[str, ...] = tuple(OPTIMIZER_OBJECTS)
+ZERO_GRAD: tuple[str, ...] = ("free", "zero")
+SYNC: tuple[str, ...] = ("every", "last")
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """One step of the training loop, between two updates of the weights. The defaults are those of
+
+    ::
+
+        out = model(**batch)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    >>> StepSpec(microbatches=4, keeps_output=False).accumulates
+    True
+
+    Clipping gradients in place takes no memory, so nothing has to be said of it.
+
+    Raises:
+        ValueError: an unknown word or a number out of range. TypeError: a value of the wrong kind.
+    """
+
+    microbatches: int = 1
+    """Forward and backward passes before the optimizer's step; gradients are there from the first one on."""
+    sync: str = "every"
+    """Which microbatches reduce gradients over the ranks: ``every`` one (what a plain loop does), or the ``last``
+    (`nemo_like.distributed.gradients.set_gradient_sync`, DDP's ``no_sync``): each rank holds whole gradients till then."""
+    keeps_output: bool = True
+    """What the model returned (logits!) stays alive through backward, and until the next forward has returned, as
+    where it has a name. False: the loop drops it before backward (``loss = model(**batch).loss``)."""
+    zero_grad: str = "free"
+    """``free``: gradients are None before the first forward of a step (torch's default); ``zero``: they stay, as
+    zeros (``zero_grad(set_to_none=False)``)."""
+    optimizer: str = "adamw"
+    """The optimizer's state and the temporaries of its step: ``adamw`` (as torch builds it: with ``foreach`` on CUDA, else
+    one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``, ``adamw-8bit`` (states in blocks of 256),
+    ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,
+    ``sgd-momentum``."""
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    """The loss of what the model returned, where the loop computes it. It is called on tensors without values on the
+    CPU; labels in it count by shape. None: the output's own ``loss``, or, where there is none, a cross entropy in
+    float32 of its first tensor that has a gradient, shifted by one token."""
+    ema: bool = False
+    """The loop keeps an average of the parameters, sharded as they are (`torch.optim.swa_utils.AveragedModel`)."""
+
+    def __post_init__(self) -> None:
+        check_whole("StepSpec.microbatches", self.microbatches, 1)
+        for name, known in (("sync", SYNC), ("zero_grad", ZERO_GRAD)):
+            _word(f"StepSpec.{name}", getattr(self, name), known)
+        for name in ("keeps_output", "ema"):
+            check_bool(f"StepSpec.{name}", getattr(self, name))
+        _word("optimizer", self.optimizer, OPTIMIZERS)
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise TypeError(
+                f"StepSpec.loss_fn is {self.loss_fn!r}; it must be a function of the model's output, or None."
+            )
+
+    @classmethod
+    def of(cls, step: StepSpec | None, optimizer: str | None = None) -> StepSpec:
+        """What ``step=`` and ``optimizer=`` mean together; None: the defaults.
+
+        Raises:
+            TypeError: `step` is something else. ValueError: both name an optimizer, and not the same.
+        """
+        if step is not None and not isinstance(step, StepSpec):
+            raise TypeError(f"step is {step!r}; it must be a StepSpec(...), or None for its defaults.")
+        if optimizer is None:
+            return cls() if step is None else step
+        if step is not None and step.optimizer not in (cls.optimizer, optimizer):
+            raise ValueError(f"optimizer is {optimizer!r} and step has {step.optimizer!r}; say it once.")
+        return replace(cls() if step is None else step, optimizer=optimizer)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a backward of the step adds to gradients that are there."""
+        return self.microbatches > 1 or self.zero_grad == "zero"
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+
+def _word(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in known:
+        close = did_you_mean(normalise(value), known) if isinstance(value, str) else ""
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}.{close}")
