@@ -91,9 +91,7 @@ class DryRun:
         return {part: size for part, size in self.peak[1].parts.items() if size}
 
 
-def dry_run(
-    model_or_config: Any, job: Job, sample_input: Any, *, rank: int = 0, layers: int | None = 3
-) -> DryRun:  # fmt: skip
+def dry_run(model_or_config: Any, job: Job, sample_input: Any, *, rank: int = 0, layers: int | None = 3) -> DryRun:
     """Run `parallelize` and two training steps as one rank would, without its weights, its GPU and the other ranks.
 
     Collectives and attention are those of a CPU (gloo's), as in a plan for ``gpu="cpu"``, whatever ``Job.gpu`` is.
@@ -226,9 +224,13 @@ def _layers_of(modules: Sequence[nn.Module], names: Collection[str]) -> dict[str
 
 
 def _loop(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], loop: StepSpec, ledger: StorageLedger,
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    loop: StepSpec,
+    ledger: StorageLedger,
     around: Callable[[], AbstractContextManager[Any]],
-) -> Callable[[], None]:  # fmt: skip
+) -> Callable[[], None]:
     """Forward and backward of a step as `loop` says. `around`: what they run in."""
     kept: list[Any] = []
 

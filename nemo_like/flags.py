@@ -69,70 +69,191 @@ class Flag:
 FLAGS: dict[str, Flag] = {
     flag.name: flag
     for flag in (
-        Flag("strategy", "strategy", "fsdp2", f"{' | '.join(STRATEGIES)}; on one rank all of them are 'single'",
-             choices=STRATEGIES),
-        Flag("ac", "ac", "selective",
-             f"activation checkpointing: {' | '.join(AC_STRATEGIES)}, or a budget like 40GiB, 50%% or auto"),
+        Flag(
+            "strategy",
+            "strategy",
+            "fsdp2",
+            f"{' | '.join(STRATEGIES)}; on one rank all of them are 'single'",
+            choices=STRATEGIES,
+        ),
+        Flag(
+            "ac",
+            "ac",
+            "selective",
+            f"activation checkpointing: {' | '.join(AC_STRATEGIES)}, or a budget like 40GiB, 50%% or auto",
+        ),
         Flag("scope", "ac_scope", "all", "layers to checkpoint: all | language | vision | audio; several with commas"),
-        Flag("loss", "loss", "model",
-             f"{' | '.join(LOSSES)}: head and loss of a few tokens at a time, never the whole logits", choices=LOSSES),
-        Flag("compile", "compile", "none", f"compile each layer: none | {' | '.join(COMPILE_BACKENDS)}",
-             choices=("none", *COMPILE_BACKENDS)),
-        Flag("precision", "precision.param_dtype", "float32",
-             f"dtype to compute in: float32 | bfloat16; or {' | '.join(FLOAT8)}: bfloat16, and the layers' matmuls in "
-             "float8 (torchao)"),
+        Flag(
+            "loss",
+            "loss",
+            "model",
+            f"{' | '.join(LOSSES)}: head and loss of a few tokens at a time, never the whole logits",
+            choices=LOSSES,
+        ),
+        Flag(
+            "compile",
+            "compile",
+            "none",
+            f"compile each layer: none | {' | '.join(COMPILE_BACKENDS)}",
+            choices=("none", *COMPILE_BACKENDS),
+        ),
+        Flag(
+            "precision",
+            "precision.param_dtype",
+            "float32",
+            f"dtype to compute in: float32 | bfloat16; or {' | '.join(FLOAT8)}: bfloat16, and the layers' matmuls in "
+            "float8 (torchao)",
+        ),
         Flag("reduce_dtype", "precision.reduce_dtype", "float32", "dtype of gradients while they are reduced"),
-        Flag("offload", "offload", "none", f"activations that wait in host memory: {' | '.join(OFFLOADS)}",
-             choices=OFFLOADS),
-        Flag("cpu_offload", "strategy.cpu_offload", False,
-             "keep weights, gradients and optimizer state in host memory (fsdp2)", bool),
-        Flag("reshard_after_forward", "strategy.reshard_after_forward", "default",
-             "free gathered layers after forward (fsdp2): default | yes | no, or over how many ranks they stay sharded; "
-             "default: all but the last"),
-        Flag("prefetch", "strategy.forward_prefetch", FSDP2.forward_prefetch, "layers gathered ahead (fsdp2)", int, least=0),
-        Flag("dp_replicate", "dp_replicate", 1, "replicas of the sharded model (HSDP); must divide the number of ranks", int,
-             least=1),
-        Flag("tp", "tp.size", 1, "ranks that share a layer's matmuls (tensor parallel); must divide the number of ranks",
-             int, least=1),
-        Flag("sequence_parallel", "tp.sequence_parallel", False, "with --tp: norms and residuals are split by tokens, too",
-             bool),
+        Flag(
+            "offload",
+            "offload",
+            "none",
+            f"activations that wait in host memory: {' | '.join(OFFLOADS)}",
+            choices=OFFLOADS,
+        ),
+        Flag(
+            "cpu_offload",
+            "strategy.cpu_offload",
+            False,
+            "keep weights, gradients and optimizer state in host memory (fsdp2)",
+            bool,
+        ),
+        Flag(
+            "reshard_after_forward",
+            "strategy.reshard_after_forward",
+            "default",
+            "free gathered layers after forward (fsdp2): default | yes | no, or over how many ranks they stay sharded; "
+            "default: all but the last",
+        ),
+        Flag(
+            "prefetch",
+            "strategy.forward_prefetch",
+            FSDP2.forward_prefetch,
+            "layers gathered ahead (fsdp2)",
+            int,
+            least=0,
+        ),
+        Flag(
+            "dp_replicate",
+            "dp_replicate",
+            1,
+            "replicas of the sharded model (HSDP); must divide the number of ranks",
+            int,
+            least=1,
+        ),
+        Flag(
+            "tp",
+            "tp.size",
+            1,
+            "ranks that share a layer's matmuls (tensor parallel); must divide the number of ranks",
+            int,
+            least=1,
+        ),
+        Flag(
+            "sequence_parallel",
+            "tp.sequence_parallel",
+            False,
+            "with --tp: norms and residuals are split by tokens, too",
+            bool,
+        ),
         Flag("loss_parallel", "tp.loss_parallel", False, "with --tp: logits and loss stay split by vocabulary", bool),
-        Flag("cp", "cp.size", 1, "ranks that share each sequence (context parallel); must divide the number of ranks", int,
-             least=1),
-        Flag("cp_method", "cp.method", ContextParallel.method, f"how queries meet the keys of other ranks: "
-             f"{' | '.join(CONTEXT_METHODS)}", choices=CONTEXT_METHODS),
-        Flag("ep", "ep.size", 1, "ranks that share a layer's experts (expert parallel); must divide the number of experts",
-             int, least=1),
-        Flag("imbalance", "ep.imbalance", None,
-             "rows of the fullest rank's experts, as a multiple of a balanced router's: 1 (balanced) to --ep (default: 1.5)",
-             float, least=1),
-        Flag("pp", "pp.size", 1, "ranks that the layers are divided among (pipeline); its micro-batches: --grad-accum, else "
-             "twice as many", int, least=1),
-        Flag("pp_schedule", "pp.schedule", PipelineParallel.schedule,
-             f"order of the pipeline's micro-batches: {' | '.join(SCHEDULES)}"),
+        Flag(
+            "cp",
+            "cp.size",
+            1,
+            "ranks that share each sequence (context parallel); must divide the number of ranks",
+            int,
+            least=1,
+        ),
+        Flag(
+            "cp_method",
+            "cp.method",
+            ContextParallel.method,
+            f"how queries meet the keys of other ranks: {' | '.join(CONTEXT_METHODS)}",
+            choices=CONTEXT_METHODS,
+        ),
+        Flag(
+            "ep",
+            "ep.size",
+            1,
+            "ranks that share a layer's experts (expert parallel); must divide the number of experts",
+            int,
+            least=1,
+        ),
+        Flag(
+            "imbalance",
+            "ep.imbalance",
+            None,
+            "rows of the fullest rank's experts, as a multiple of a balanced router's: 1 (balanced) to --ep (default: 1.5)",
+            float,
+            least=1,
+        ),
+        Flag(
+            "pp",
+            "pp.size",
+            1,
+            "ranks that the layers are divided among (pipeline); its micro-batches: --grad-accum, else twice as many",
+            int,
+            least=1,
+        ),
+        Flag(
+            "pp_schedule",
+            "pp.schedule",
+            PipelineParallel.schedule,
+            f"order of the pipeline's micro-batches: {' | '.join(SCHEDULES)}",
+        ),
         Flag("balance", "pp.balance", "time", "layers of a stage: time | memory | counts such as 8,8,7,7"),
-        Flag("grad_accum", "step.microbatches", 1,
-             "micro-batches per step; gradients are summed over ranks once, in the last", int,
-             least=1),
-        Flag("sync", "step.sync", StepSpec.sync, "micro-batches that reduce gradients: every | last",
-             choices=("every", "last")),
-        Flag("drop_output", "step.keeps_output", False, "the loop drops the model's output (its logits) before backward",
-             bool),
-        Flag("zero_grad", "step.zero_grad", StepSpec.zero_grad, "gradients between steps: free | zero",
-             choices=("free", "zero")),
+        Flag(
+            "grad_accum",
+            "step.microbatches",
+            1,
+            "micro-batches per step; gradients are summed over ranks once, in the last",
+            int,
+            least=1,
+        ),
+        Flag(
+            "sync",
+            "step.sync",
+            StepSpec.sync,
+            "micro-batches that reduce gradients: every | last",
+            choices=("every", "last"),
+        ),
+        Flag(
+            "drop_output",
+            "step.keeps_output",
+            False,
+            "the loop drops the model's output (its logits) before backward",
+            bool,
+        ),
+        Flag(
+            "zero_grad",
+            "step.zero_grad",
+            StepSpec.zero_grad,
+            "gradients between steps: free | zero",
+            choices=("free", "zero"),
+        ),
         Flag("ema", "step.ema", False, "the loop keeps a copy of the weights that it averages", bool),
         Flag("optimizer", "step.optimizer", StepSpec.optimizer, " | ".join(OPTIMIZERS), choices=OPTIMIZERS),
         Flag("gpu", "gpu", "h100-80gb", "the device to predict for: its name, or a JSON file"),
         Flag("world_size", "world_size", 1, "ranks in all", int, least=1),
-        Flag("alloc_conf", "allocator", None,
-             "settings of CUDA's caching allocator, as in PYTORCH_ALLOC_CONF (default: that variable's)"),
+        Flag(
+            "alloc_conf",
+            "allocator",
+            None,
+            "settings of CUDA's caching allocator, as in PYTORCH_ALLOC_CONF (default: that variable's)",
+        ),
         Flag("no_skip", "search.skip", False, "recompute every op, also those that nobody reads", bool),
         Flag("host", "search.host", False, "also consider keeping outputs in host memory, over the GPU's link", bool),
-        Flag("host_memory", "search.host_memory", "64GiB",
-             "host memory of one rank, for --host, --offload and --cpu-offload"),
+        Flag(
+            "host_memory",
+            "search.host_memory",
+            "64GiB",
+            "host memory of one rank, for --host, --offload and --cpu-offload",
+        ),
         Flag("measure", "search.measure", False, "time the ops on the device at hand instead of the GPU's table", bool),
     )
-}  # fmt: skip
+}
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults: Any) -> None:
@@ -185,17 +306,24 @@ def job_of(values: Mapping[str, Any], **fields: Any) -> Job:
         check_flag(name, value)
     said = {name: flag.default for name, flag in FLAGS.items()} | given
     made: dict[str, Any] = {
-        "strategy": _strategy(said), "ac": said["ac"], "ac_scope": _scopes(said["scope"]), "loss": said["loss"],
-        "compile": None if said["compile"] == "none" else said["compile"], "precision": _precision(said),
-        "offload": OffloadConfig.of(said["offload"]), "dp_replicate": said["dp_replicate"],
+        "strategy": _strategy(said),
+        "ac": said["ac"],
+        "ac_scope": _scopes(said["scope"]),
+        "loss": said["loss"],
+        "compile": None if said["compile"] == "none" else said["compile"],
+        "precision": _precision(said),
+        "offload": OffloadConfig.of(said["offload"]),
+        "dp_replicate": said["dp_replicate"],
         "tp": TensorParallel(said["tp"], None, said["sequence_parallel"], said["loss_parallel"]),
         "cp": ContextParallel(said["cp"], said["cp_method"]),
-        "ep": ExpertParallel(said["ep"], imbalance=said["imbalance"]), "pp": _pipeline(said), "step": _step(said),
+        "ep": ExpertParallel(said["ep"], imbalance=said["imbalance"]),
+        "pp": _pipeline(said),
+        "step": _step(said),
         "allocator": allocator_here(said["alloc_conf"]),
         "search": PlanSearch(
             False if said["no_skip"] else None, said["host"], _bytes("host_memory", said), said["measure"]
         ),
-    }  # fmt: skip
+    }
     made |= {name: said[name] for name in ("gpu", "world_size") if name in given}
     return Job.of(**{**made, **fields})
 
@@ -211,10 +339,12 @@ def changed_flags(job: Job, changed: Job) -> dict[str, Any]:
 
 
 _AS_FLAGS: Mapping[str, Callable[[Any], Any]] = {
-    "ac": lambda ac: ac.mode, "loss": lambda loss: "model" if loss is None else "chunked",
-    "offload": lambda offload: offload.mode, "drop_output": lambda kept: not kept,
+    "ac": lambda ac: ac.mode,
+    "loss": lambda loss: "model" if loss is None else "chunked",
+    "offload": lambda offload: offload.mode,
+    "drop_output": lambda kept: not kept,
     "reshard_after_forward": lambda value: reshard_word(value),
-}  # fmt: skip
+}
 """What a flag's value is for that of its field, where the two are not the same."""
 
 

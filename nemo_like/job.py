@@ -297,12 +297,23 @@ def _read_step(step: Any) -> StepSpec:
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "strategy": parse_strategy, "ac": parse_ac, "ac_scope": _read_names, "layers": _read_layers,
-    "tp": TensorParallel.of, "cp": ContextParallel.of, "ep": ExpertParallel.of,
-    "pp": PipelineParallel.of, "loss": ChunkedLoss.of, "precision": Precision.of, "compile": parse_compile,
-    "offload": OffloadConfig.of, "step": _read_step, "device": _read_device, "allocator": AllocatorConfig.of,
+    "strategy": parse_strategy,
+    "ac": parse_ac,
+    "ac_scope": _read_names,
+    "layers": _read_layers,
+    "tp": TensorParallel.of,
+    "cp": ContextParallel.of,
+    "ep": ExpertParallel.of,
+    "pp": PipelineParallel.of,
+    "loss": ChunkedLoss.of,
+    "precision": Precision.of,
+    "compile": parse_compile,
+    "offload": OffloadConfig.of,
+    "step": _read_step,
+    "device": _read_device,
+    "allocator": AllocatorConfig.of,
     "search": PlanSearch.of,
-}  # fmt: skip
+}
 """How the value of a field is made of what a caller writes; a value of the right class, and a `Plan`, stay as they are."""
 
 KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name != "asked"), "optimizer")
@@ -492,11 +503,20 @@ def _split_backward_stays_gathered(job: Job) -> str | None:
 
 
 RULES: tuple[Callable[[Job], str | None], ...] = (
-    _axes_need_fsdp2, _stages_need_fsdp2, _replicas_need_fsdp2, _one_rank_has_no_axes, _axes_divide_the_ranks,
-    _experts_divide_the_shards, _tensor_options_need_ranks, _reentrant_is_not_compiled, _float8_is_whole,
-    _plans_know_all_to_all, _budget_of_stages, _split_is_the_callers,
+    _axes_need_fsdp2,
+    _stages_need_fsdp2,
+    _replicas_need_fsdp2,
+    _one_rank_has_no_axes,
+    _axes_divide_the_ranks,
+    _experts_divide_the_shards,
+    _tensor_options_need_ranks,
+    _reentrant_is_not_compiled,
+    _float8_is_whole,
+    _plans_know_all_to_all,
+    _budget_of_stages,
+    _split_is_the_callers,
     _split_backward_stays_gathered,
-)  # fmt: skip
+)
 """What cannot be combined, whatever the model: each returns what is wrong, why and the way out, or None."""
 
 

@@ -43,9 +43,18 @@ def _llama(
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     return _llama(
-        2880, 2880, layers, 64, 8, vocab=201_088, model_type="gpt_oss", head_dim=64, num_local_experts=experts,
-        num_experts_per_tok=4, sliding_window=128,
-    )  # fmt: skip
+        2880,
+        2880,
+        layers,
+        64,
+        8,
+        vocab=201_088,
+        model_type="gpt_oss",
+        head_dim=64,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        sliding_window=128,
+    )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -269,10 +278,12 @@ def _auto_class(transformers: Any, config: Any) -> Any:
     """The class that trains the whole of what `config` describes: not the decoder of an encoder-decoder alone, nor the
     language model of one with other towers."""
     kinds = {
-        "SPEECH_SEQ_2_SEQ": "AutoModelForSpeechSeq2Seq", "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
-        "MULTIMODAL_LM": "AutoModelForMultimodalLM", "IMAGE_TEXT_TO_TEXT": "AutoModelForImageTextToText",
+        "SPEECH_SEQ_2_SEQ": "AutoModelForSpeechSeq2Seq",
+        "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",
+        "MULTIMODAL_LM": "AutoModelForMultimodalLM",
+        "IMAGE_TEXT_TO_TEXT": "AutoModelForImageTextToText",
         "CAUSAL_LM": "AutoModelForCausalLM",
-    }  # fmt: skip
+    }
     parts = getattr(config, "sub_configs", None) or {}
     if not getattr(config, "is_encoder_decoder", False) and not set(parts) - {"text_config"}:
         kinds = {"CAUSAL_LM": kinds["CAUSAL_LM"]} | kinds

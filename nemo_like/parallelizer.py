@@ -99,11 +99,17 @@ def apply_activation_checkpointing(
     return checkpoint(
         model,
         Job.of(
-            "fsdp2" if autocast is None else "single", ac, ac_scope=scope, layers=layers, loss=loss, compile=compile,
-            precision=None if autocast is None else parse_dtype("autocast", autocast), world_size=world_size(),
+            "fsdp2" if autocast is None else "single",
+            ac,
+            ac_scope=scope,
+            layers=layers,
+            loss=loss,
+            compile=compile,
+            precision=None if autocast is None else parse_dtype("autocast", autocast),
+            world_size=world_size(),
         ),
         sample_input,
-    )  # fmt: skip
+    )
 
 
 def checkpoint(model: nn.Module, job: Job, sample_input: Any = None) -> nn.Module:
@@ -118,9 +124,14 @@ def checkpoint(model: nn.Module, job: Job, sample_input: Any = None) -> nn.Modul
 
 @signed_by_job
 def parallelize(
-    model: nn.Module, strategy: Any = Job.strategy, ac: Any = Job.ac, *, mesh: DeviceMesh | None = None,
-    sample_input: Any = None, **asked: Any,
-) -> Any:  # fmt: skip
+    model: nn.Module,
+    strategy: Any = Job.strategy,
+    ac: Any = Job.ac,
+    *,
+    mesh: DeviceMesh | None = None,
+    sample_input: Any = None,
+    **asked: Any,
+) -> Any:
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
@@ -236,9 +247,13 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         float8_linears(modules, job.precision.matmuls, place.type, sharded=ranks is not None)
     if ranks is not None and job.tp.size > 1:
         apply_tensor_parallel(
-            model, ranks["tp"], job.tp.plan, sequence_parallel=job.tp.sequence_parallel,
-            loss_parallel=job.tp.loss_parallel, whole=[each.fqn for each in experts],
-        )  # fmt: skip
+            model,
+            ranks["tp"],
+            job.tp.plan,
+            sequence_parallel=job.tp.sequence_parallel,
+            loss_parallel=job.tp.loss_parallel,
+            whole=[each.fqn for each in experts],
+        )
     if ranks is not None and job.cp.size > 1:
         apply_context_parallel(model, ranks["cp"], job.cp, layers, call_of(model))
     expert_mesh = None
@@ -313,9 +328,13 @@ def _place(job: Job, mesh: DeviceMesh | None) -> torch.device:
 
 
 def _shard(
-    model: nn.Module, job: Job, mesh: DeviceMesh, names: list[str], experts: tuple[Experts, ...],
+    model: nn.Module,
+    job: Job,
+    mesh: DeviceMesh,
+    names: list[str],
+    experts: tuple[Experts, ...],
     expert_mesh: ExpertMesh | None,
-) -> None:  # fmt: skip
+) -> None:
     """FSDP2 over the layers `names`, the rest of the model, and the experts over the ranks that hold the same ones."""
     apart, policy = [weight for each in experts for weight in each.weights], job.precision.policy
     shard_layers(model, find_layers(model, names), mesh, options=job.fsdp, mp_policy=policy, apart=apart)
@@ -371,9 +390,12 @@ def _sized_by(job: Job, mesh: DeviceMesh) -> Job:
     check_sizes(mesh, sizes)
     outside = 1 if job.pp.size > 1 else axis_size(mesh, "pp")  # the caller's own stages
     return replace(
-        job, dp_replicate=axis_size(mesh, "dp_replicate"), tp=replace(job.tp, size=axis_size(mesh, "tp")),
-        cp=replace(job.cp, size=axis_size(mesh, "cp")), world_size=mesh.size() // outside,
-    )  # fmt: skip
+        job,
+        dp_replicate=axis_size(mesh, "dp_replicate"),
+        tp=replace(job.tp, size=axis_size(mesh, "tp")),
+        cp=replace(job.cp, size=axis_size(mesh, "cp")),
+        world_size=mesh.size() // outside,
+    )
 
 
 def _comes_in_split(model: Any) -> bool:

@@ -300,9 +300,12 @@ def foreach_mul(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def shape_only(
-    cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    cls: type[Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
     stride: tuple[int, ...] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """A `cls` that looks like a tensor of these and holds nothing; `cls` answers all that is done with it."""
     return Tensor._make_wrapper_subclass(cls, shape, stride, dtype=dtype, device=device)
 

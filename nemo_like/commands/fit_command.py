@@ -40,19 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", help="what a step may take on each GPU (default: its memory less a tenth)")
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
     add("--precision", type=_words, help="what to compute in (default: bf16 on CUDA); bf16,fp32: either")
-    add("--optimizer", type=_words,
-        help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer}); adamw,adamw-8bit: either")  # fmt: skip
+    add(
+        "--optimizer",
+        type=_words,
+        help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer}); adamw,adamw-8bit: either",
+    )
     add("--count", type=int, default=10, help="configurations to print (default: %(default)s)")
     add_pins(parser, _PINS)
     for name, meaning in (
-        ("dp_shard", "ranks that parameters are sharded over"), ("micro_batch", "sequences per rank and micro-batch"),
-    ):  # fmt: skip
+        ("dp_shard", "ranks that parameters are sharded over"),
+        ("micro_batch", "sequences per rank and micro-batch"),
+    ):
         add(f"--{name.replace('_', '-')}", type=int, nargs="+", help=f"pinned: {meaning}; several values: any of them")
     add("--ac", nargs="+", help="pinned: none | full | selective | plan (the best for the memory)")
     add("--reshard-after-forward", choices=("yes", "no"), help="pinned: free gathered layers after forward")
     add("--explain", type=int, metavar="N", help="say where each GiB and each millisecond of the N-th comes from")
-    add("--calibrate", action="store_true",
-        help="first measure what the device at hand reaches, and keep it for later plans; alone: nothing else")  # fmt: skip
+    add(
+        "--calibrate",
+        action="store_true",
+        help="first measure what the device at hand reaches, and keep it for later plans; alone: nothing else",
+    )
     add("--json", metavar="PATH", help="write everything here ('-': standard output)")
     add(
         "--plot",
@@ -93,12 +100,24 @@ def run(args: argparse.Namespace) -> int:
     if args.explain is not None and not 1 <= args.explain <= args.count:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
     found = fit(
-        args.model, gpus=args.gpus, gpu=args.gpu, seq_len=args.seq_len, global_batch=args.global_batch, memory=args.memory,
-        host_memory=args.host_memory, allocator=allocator_here(args.alloc_conf),
-        precision=args.precision, optimizer=args.optimizer, imbalance=args.imbalance,
-        dtype=parse_dtype("--dtype", args.dtype), count=args.count, max_seq_len=args.max_seq_len, p99=args.p99,
-        lengths=None if args.lengths is None else read_histogram(args.lengths), **pins,
-    )  # fmt: skip
+        args.model,
+        gpus=args.gpus,
+        gpu=args.gpu,
+        seq_len=args.seq_len,
+        global_batch=args.global_batch,
+        memory=args.memory,
+        host_memory=args.host_memory,
+        allocator=allocator_here(args.alloc_conf),
+        precision=args.precision,
+        optimizer=args.optimizer,
+        imbalance=args.imbalance,
+        dtype=parse_dtype("--dtype", args.dtype),
+        count=args.count,
+        max_seq_len=args.max_seq_len,
+        p99=args.p99,
+        lengths=None if args.lengths is None else read_histogram(args.lengths),
+        **pins,
+    )
     if args.json != "-":
         _say(found, args.explain)
     if args.json:

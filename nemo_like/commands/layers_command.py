@@ -126,9 +126,17 @@ def to_text(report: LayersReport) -> str:
         frozen = "" if item.trainable else ", frozen: where a gradient flows through it"
         checkpointed = f"yes{frozen}" if item.checkpointed else "no, not in scope"
         rows.append(
-            (item.group, item.names, item.layer_class, str(item.count), f"{item.parameters_each:,}",
-             write_bytes(item.bytes_each), "own unit", checkpointed)
-        )  # fmt: skip
+            (
+                item.group,
+                item.names,
+                item.layer_class,
+                str(item.count),
+                f"{item.parameters_each:,}",
+                write_bytes(item.bytes_each),
+                "own unit",
+                checkpointed,
+            )
+        )
     outside = f"{report.outside_parameters:,}"
     rows.append(("-", "(outside layers)", "-", "1", outside, write_bytes(report.outside_bytes), "root unit", "no"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

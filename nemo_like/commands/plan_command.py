@@ -34,11 +34,37 @@ EXAMPLES = (
     "--model llama3-8b --world-size 512 --tp 8 --check",
 )
 JOB_FLAGS = (
-    "gpu", "world_size", "dp_replicate", "tp", "sequence_parallel", "loss_parallel", "cp", "ep", "imbalance", "pp",
-    "pp_schedule", "balance", "precision", "reduce_dtype", "optimizer", "loss", "grad_accum", "sync", "drop_output",
-    "zero_grad", "ema", "cpu_offload", "reshard_after_forward", "prefetch", "offload", "alloc_conf", "no_skip", "host",
-    "host_memory", "measure",
-)  # fmt: skip
+    "gpu",
+    "world_size",
+    "dp_replicate",
+    "tp",
+    "sequence_parallel",
+    "loss_parallel",
+    "cp",
+    "ep",
+    "imbalance",
+    "pp",
+    "pp_schedule",
+    "balance",
+    "precision",
+    "reduce_dtype",
+    "optimizer",
+    "loss",
+    "grad_accum",
+    "sync",
+    "drop_output",
+    "zero_grad",
+    "ema",
+    "cpu_offload",
+    "reshard_after_forward",
+    "prefetch",
+    "offload",
+    "alloc_conf",
+    "no_skip",
+    "host",
+    "host_memory",
+    "measure",
+)
 _NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
 """Flags that no plan of a pipeline's stages knows."""
 
@@ -58,8 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pictures per sequence, for a model that takes some (default: %(default)s)",
     )
     add("--image-size", type=int, help="pixels per side of a picture (default: the config's, or 448)")
-    add("--audio-seconds", type=float, help="of a sound per sequence, for a model that takes some (default: what its config "
-        "has positions for, or 30); 0: none")  # fmt: skip
+    add(
+        "--audio-seconds",
+        type=float,
+        help="of a sound per sequence, for a model that takes some (default: what its config "
+        "has positions for, or 30); 0: none",
+    )
     add("--vocab-size", type=int, help="for a module:function that takes token ids and states no vocab_size")
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
     add(
@@ -77,9 +107,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--memory", help="what a step may take; default: the GPU's memory less a tenth")
     add("--no-search", action="store_true", help="do not look for the largest micro-batch and the least number of GPUs")
-    add("--check", action="store_true", help="also run the job on rank 0, without memory and without the other ranks, and "
+    add(
+        "--check",
+        action="store_true",
+        help="also run the job on rank 0, without memory and without the other ranks, and "
         "compare its peak with the plan's; by a CPU's rules (gloo's copies, the CPU's attention), whatever --gpu is, and so "
-        "is the plan that it is compared with")  # fmt: skip
+        "is the plan that it is compared with",
+    )
     add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
     add("--plot", metavar="PATH", help="write a picture here: memory against step time")
     add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.Plan.load)")
@@ -148,9 +182,16 @@ def asked_job(args: argparse.Namespace) -> Job:
 
 
 def _report(
-    args: argparse.Namespace, planner: Planner, given: ModelInput, limit: int | None, start: float, model: torch.nn.Module,
-    reach: Any, tokens: int | None, sample: Any,
-) -> int:  # fmt: skip
+    args: argparse.Namespace,
+    planner: Planner,
+    given: ModelInput,
+    limit: int | None,
+    start: float,
+    model: torch.nn.Module,
+    reach: Any,
+    tokens: int | None,
+    sample: Any,
+) -> int:
     from nemo_like.planning import plan_report
 
     result = plan_report.make_report(planner, args.budget, limit, reach=reach, tokens=tokens)
@@ -159,9 +200,13 @@ def _report(
     best = result.best
     check = _check_rank(args, planner.job, model, sample, None if best is None else best.name) if args.check else None
     head = {
-        "model": args.model, "input": given.words, "not_run": planner.idle_layers() or None,
-        "not_made_up": given.missing or None, "rates": planner.device.rates, "check": check,
-    }  # fmt: skip
+        "model": args.model,
+        "input": given.words,
+        "not_run": planner.idle_layers() or None,
+        "not_made_up": given.missing or None,
+        "rates": planner.device.rates,
+        "check": check,
+    }
     _write_json(args.json, head | plan_report.as_json(result))
     if args.plot:
         plan_report.plot(planner, result, args.plot)
@@ -194,10 +239,16 @@ def _check_rank(
                 f"The plan by the same rules says {found.against:,} bytes: {off:+,} bytes, {off / found.peak_bytes:+.3%}."
             )
     return {
-        "ac": ac, "rank": 0, "seconds": seconds, "peak_bytes": found.peak_bytes, "at": found.at, "parts": found.parts,
-        "planned_bytes": found.against, "difference_bytes": off,
+        "ac": ac,
+        "rank": 0,
+        "seconds": seconds,
+        "peak_bytes": found.peak_bytes,
+        "at": found.at,
+        "parts": found.parts,
+        "planned_bytes": found.against,
+        "difference_bytes": off,
         "difference": None if off is None else off / found.peak_bytes,
-    }  # fmt: skip
+    }
 
 
 def _write_json(path: str | None, body: dict[str, Any]) -> None:
@@ -211,9 +262,13 @@ def _write_json(path: str | None, body: dict[str, Any]) -> None:
 
 
 def _say(
-    args: argparse.Namespace, planner: Planner, result: PlanReport, seconds: float, model: torch.nn.Module,
+    args: argparse.Namespace,
+    planner: Planner,
+    result: PlanReport,
+    seconds: float,
+    model: torch.nn.Module,
     given: ModelInput,
-) -> None:  # fmt: skip
+) -> None:
     from nemo_like.planning import plan_advice, plan_report
 
     size = sum(p.numel() for p in model.parameters())
@@ -279,9 +334,14 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _report_stages(
-    args: argparse.Namespace, planner: PipelinePlanner, given: ModelInput, limit: int | None, start: float,
-    model: torch.nn.Module, sample: Any,
-) -> int:  # fmt: skip
+    args: argparse.Namespace,
+    planner: PipelinePlanner,
+    given: ModelInput,
+    limit: int | None,
+    start: float,
+    model: torch.nn.Module,
+    sample: Any,
+) -> int:
     from nemo_like.planning import pipeline_report
     from nemo_like.planning.plan_report import planned_call
     from nemo_like.planning.stage_balance import balanced

@@ -94,12 +94,18 @@ def to_text(regions: list[dict[str, Any]], all_ops: bool = False) -> str:
         head = ("operator", "decision", "count", "kept B/token", "kept B", "MFLOPs", "read", "note")
         rows = [
             (
-                row["op"], row["decision"], str(row["count"]), f"{row['kept_bytes_per_token']:.1f}",
-                f"{row['kept_bytes']:,}", f"{row['flops'] / 1e6:.2f}", f"{row['read']}/{row['count']}", row["note"],
+                row["op"],
+                row["decision"],
+                str(row["count"]),
+                f"{row['kept_bytes_per_token']:.1f}",
+                f"{row['kept_bytes']:,}",
+                f"{row['flops'] / 1e6:.2f}",
+                f"{row['read']}/{row['count']}",
+                row["note"],
             )
             for row in region["rows"]
             if all_ops or row["decision"] != "not tracked" or row["flops"]
-        ]  # fmt: skip
+        ]
         lines += _columns([head, *rows])
         totals = [("", "held B", "computed again MFLOPs", "of forward")]
         for name, total in region["totals"].items():

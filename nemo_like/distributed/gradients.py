@@ -64,9 +64,15 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_stages_(
-    params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None, *,
-    elsewhere: Collection[Tensor] = (), stages: dist.ProcessGroup | None = None,
-) -> Tensor:  # fmt: skip
+    params: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+    *,
+    elsewhere: Collection[Tensor] = (),
+    stages: dist.ProcessGroup | None = None,
+) -> Tensor:
     """`clip_grad_norm_` where each rank of `stages` holds other parameters of one model.
 
     elsewhere: those of `params` that another rank of `stages` holds, too, and counts.

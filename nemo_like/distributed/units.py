@@ -277,9 +277,10 @@ def _find_tail(model: nn.Module, layers: list[nn.Module], names: dict[nn.Module,
         return (head,)  # several stacks: which one the head follows is not known here
     parent = parents.pop()
     norms = [
-        m for m in model.get_submodule(parent).children()
+        m
+        for m in model.get_submodule(parent).children()
         if order[m] > last and "norm" in type(m).__name__.lower() and _has_params(m)
-    ]  # fmt: skip
+    ]
     # Together where they can be: a unit reduces the gradients of one storage dtype.
     dtypes = {p.dtype for m in (*norms, head) for p in m.parameters() if p.requires_grad}
     return (norms[0], head) if len(norms) == 1 and len(dtypes) <= 1 else (head,)

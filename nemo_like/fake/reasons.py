@@ -33,13 +33,15 @@ STAGES = Aim("cannot be cut into stages by pp", "Use strategy='fsdp2' with tp, c
 def named_reason(model: nn.Module, given: str, aim: Aim = PLAN) -> AbstractContextManager[None]:
     """Errors of a forward pass of `model` without values as ValueErrors that say why, and what to do; `given`: its input."""
     return without_values(
-        f"{type(model).__name__} {aim.cannot}: its forward", model, aim,
+        f"{type(model).__name__} {aim.cannot}: its forward",
+        model,
+        aim,
         otherwise=lambda error: (
             f"The forward pass of {type(model).__name__} failed on the sample input ({given}), run on "
             f"tensors without values: {in_a_line(error)}. Give what one step of one rank gives to the "
             f"model; if that is what this is, the model {aim.cannot}. {aim.instead}"
         ),
-    )  # fmt: skip
+    )
 
 
 @contextmanager

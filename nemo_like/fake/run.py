@@ -49,7 +49,7 @@ class FakeRun(TorchDispatchMode):
 
     def __init__(
         self, autocast: torch.dtype | None = None, cuda: tuple[int, int] | None = None, model: nn.Module | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.tables = RememberedTables(model)
         self._outside = OutsideState(model)
@@ -229,9 +229,13 @@ def _rms_norm(
 
 
 def _rms_norm_backward(
-    grad: torch.Tensor, input: torch.Tensor, shape: Sequence[int], rstd: torch.Tensor, weight: torch.Tensor | None,
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
     wanted: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     made = (
         torch.empty(t.shape, dtype=t.dtype) if t is not None and w else None for t, w in zip((input, weight), wanted)
     )
@@ -261,10 +265,16 @@ _BINCOUNT = torch.ops.aten.bincount.default
 _INDEXED = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default))
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))
 # Not `zeros`: models fill those with what they compute.
-_CONSTANTS = frozenset((
-    torch.ops.aten.ones.default, torch.ops.aten.full.default, torch.ops.aten.arange.default,
-    torch.ops.aten.arange.start, torch.ops.aten.arange.start_step, torch.ops.aten.scalar_tensor.default,
-))  # fmt: skip
+_CONSTANTS = frozenset(
+    (
+        torch.ops.aten.ones.default,
+        torch.ops.aten.full.default,
+        torch.ops.aten.arange.default,
+        torch.ops.aten.arange.start,
+        torch.ops.aten.arange.start_step,
+        torch.ops.aten.scalar_tensor.default,
+    )
+)
 
 
 def _shaped_by_values(func: Any) -> bool:

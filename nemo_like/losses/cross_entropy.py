@@ -144,9 +144,15 @@ def chunked_log_probs(
 # Dynamo would unroll the chunks, and make a graph of every other number of tokens.
 @torch.compiler.disable
 def reduced(
-    hidden: Tensor, head: Head, rows: RowLoss, counts: Tensor, num_items: int | float | Tensor,
-    options: ChunkedLoss, parameters: tuple[Tensor, ...] | None, unit: Head | None = None,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    head: Head,
+    rows: RowLoss,
+    counts: Tensor,
+    num_items: int | float | Tensor,
+    options: ChunkedLoss,
+    parameters: tuple[Tensor, ...] | None,
+    unit: Head | None = None,
+) -> Tensor:
     """The sum of the losses of the tokens that count, divided by `num_items`.
 
     unit: where `head` is a function around a module, that module.
@@ -171,9 +177,13 @@ def reduced(
 
 @torch.compiler.disable  # see `reduced`
 def losses_per_token(
-    hidden: Tensor, head: Head, rows: RowLoss, options: ChunkedLoss, parameters: tuple[Tensor, ...] | None,
+    hidden: Tensor,
+    head: Head,
+    rows: RowLoss,
+    options: ChunkedLoss,
+    parameters: tuple[Tensor, ...] | None,
     unit: Head | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(tokens,) float32."""
     unit = head if unit is None else unit
     job = Job(head, rows, options, unit)

@@ -137,8 +137,16 @@ class KLRows:
         if weights is not None:
             run = kernel(_cut_gradient_, self.backend, logits)
             for block in blocks(logits):
-                run(logits[block], teacher[block], counts[block], of_teacher[block], of_student[block], weights[block],
-                    self.factor, self.shape)  # fmt: skip
+                run(
+                    logits[block],
+                    teacher[block],
+                    counts[block],
+                    of_teacher[block],
+                    of_student[block],
+                    weights[block],
+                    self.factor,
+                    self.shape,
+                )
         return (mean - of_teacher + of_student).masked_fill(~counts, 0)
 
     def _teacher(self, rows: slice, vocabulary: Vocabulary) -> Tensor:
@@ -196,9 +204,15 @@ def _cut_sums(raw: Tensor, teacher: Tensor, factor: float, shape: Shape) -> Tens
 
 
 def _cut_gradient_(
-    raw: Tensor, teacher: Tensor, counts: Tensor, of_teacher: Tensor, of_student: Tensor, weights: Tensor,
-    factor: float, shape: Shape,
-) -> None:  # fmt: skip
+    raw: Tensor,
+    teacher: Tensor,
+    counts: Tensor,
+    of_teacher: Tensor,
+    of_student: Tensor,
+    weights: Tensor,
+    factor: float,
+    shape: Shape,
+) -> None:
     """`raw`, as `_cut_sums` left it, becomes the gradient; the two lse are those of the whole vocabulary."""
     student = raw if in_place(raw) else shape.apply(raw)
     p = teacher.to(student.dtype, copy=True).mul_(factor).sub_(of_teacher[:, None]).exp_()

@@ -223,8 +223,16 @@ class CrossEntropyRows:
             run = kernel(_cut_gradient_, self._backend, logits)
             at_label = torch.where(here, weights, 0)
             for block in blocks(logits):
-                run(logits[block], index[block], counts[block], lse[block], weights[block], at_label[block],
-                    vocabulary.size, terms)  # fmt: skip
+                run(
+                    logits[block],
+                    index[block],
+                    counts[block],
+                    lse[block],
+                    weights[block],
+                    at_label[block],
+                    vocabulary.size,
+                    terms,
+                )
         return terms.losses(lse, target, sums / vocabulary.size).masked_fill(~counts, 0)
 
 

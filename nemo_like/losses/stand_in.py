@@ -125,8 +125,20 @@ class StandIn(Tensor):
         return func(*plain[0], **plain[1])
 
 
-_LOOKS = {"size", "dim", "numel", "nelement", "is_floating_point", "__len__", "is_contiguous", "element_size", "ndimension",
-          "get_device", "is_complex", "stride"}  # fmt: skip
+_LOOKS = {
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "is_floating_point",
+    "__len__",
+    "is_contiguous",
+    "element_size",
+    "ndimension",
+    "get_device",
+    "is_complex",
+    "stride",
+}
 """Methods that ask what a tensor looks like."""
 _LOOK_FUNCTIONS = {torch.is_floating_point, torch.numel, torch.is_complex}
 

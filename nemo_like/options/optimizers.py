@@ -210,8 +210,14 @@ def _torch_sgd(momentum: float) -> Callable[[list[nn.Parameter]], torch.optim.Op
 OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {
     facts.name: facts
     for facts in (
-        OptimizerFacts("adamw", _as_torch_builds_it, host_passes=20.0, make=_torch_adamw(foreach=False),
-                       forms=("adamw-loop", "adamw-foreach"), lighter="adamw-8bit"),
+        OptimizerFacts(
+            "adamw",
+            _as_torch_builds_it,
+            host_passes=20.0,
+            make=_torch_adamw(foreach=False),
+            forms=("adamw-loop", "adamw-foreach"),
+            lighter="adamw-8bit",
+        ),
         OptimizerFacts("adamw-loop", _LOOP, host_passes=20.0, make=_torch_adamw(foreach=False)),
         OptimizerFacts("adamw-foreach", _FOREACH, host_passes=20.0, make=_torch_adamw(foreach=True)),
         OptimizerFacts("adamw-fused", _adamw(_none, fused=True), make=_torch_adamw(fused=True)),
@@ -222,4 +228,4 @@ OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {
         OptimizerFacts("sgd", _of_states(lambda p: ()), passes=3.0, make=_torch_sgd(0.0)),
         OptimizerFacts("sgd-momentum", _of_states(lambda p: (p.size,)), passes=5.0, make=_torch_sgd(0.9)),
     )
-}  # fmt: skip
+}

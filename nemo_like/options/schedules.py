@@ -84,18 +84,33 @@ SCHEDULE_OBJECTS: dict[str, Schedule] = {
     for schedule in (
         Schedule("gpipe", "ScheduleGPipe", (1,), in_flight=_all, fill=1.0),
         Schedule(
-            "1f1b", "Schedule1F1B", (1,), check=_one_for_each_rank, fill=1.0, frees_sent=True, is_searched=True,
+            "1f1b",
+            "Schedule1F1B",
+            (1,),
+            check=_one_for_each_rank,
+            fill=1.0,
+            frees_sent=True,
+            is_searched=True,
             repeats_after=lambda ranks: 2 * ranks + 2,
         ),
         Schedule(
-            "interleaved_1f1b", "ScheduleInterleaved1F1B", check=_equal_rounds, in_flight=_interleaved, fill=0.5,
+            "interleaved_1f1b",
+            "ScheduleInterleaved1F1B",
+            check=_equal_rounds,
+            in_flight=_interleaved,
+            fill=0.5,
             is_searched=True,
         ),
         Schedule("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", check=_equal_rounds, splits_backward=True),
         Schedule("zbv", "ScheduleZBVZeroBubble", (2,), v_shaped=True, splits_backward=True, is_searched=True),
         Schedule(
-            "dualpipev", "ScheduleDualPipeV", (2,), v_shaped=True, splits_backward=True, check=_one_for_each_stage_of_two,
+            "dualpipev",
+            "ScheduleDualPipeV",
+            (2,),
+            v_shaped=True,
+            splits_backward=True,
+            check=_one_for_each_stage_of_two,
         ),
     )
-}  # fmt: skip
+}
 SCHEDULES: tuple[str, ...] = tuple(SCHEDULE_OBJECTS)

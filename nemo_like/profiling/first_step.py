@@ -34,6 +34,9 @@ _watches: list[_StepWatch] = []
 """Those that are not over. One hook on all optimizers serves them: torch goes through the hooks while they run, so that none
 may take itself out."""
 _hook: RemovableHandle | None = None
+_NO_CAUSE = (
+    "What the loop does is what was planned for; something else is alive, or the plan was made for another set-up."
+)
 _PATIENCE = 256
 """Forward passes without an optimizer's step after which nobody watches any longer."""
 
@@ -163,9 +166,7 @@ class _StepWatch:
             f"The first whole step peaked at {write_bytes(peak)} on this rank, {abs(peak - predicted) / predicted:.0%} "
             f"{more} the {write_bytes(predicted)} that was predicted for ac={self.plan.budget!r}. "
         )
-        text += "The likely cause: " + "; ".join(found) + "." if found else (
-            "What the loop does is what was planned for; something else is alive, or the plan was made for another set-up."
-        )  # fmt: skip
+        text += f"The likely cause: {'; '.join(found)}." if found else _NO_CAUSE
         (logger.warning if peak > predicted else logger.info)(text)
 
     def _close(self) -> None:

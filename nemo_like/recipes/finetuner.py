@@ -78,9 +78,13 @@ class FineTuner(TrainingJob):
         self._logged = 0
         with ranks.together("opening the log"), writing(options.output):
             self.run_log = RunLog(
-                Path(options.output), self.step, active=ranks.rank == 0, tensorboard=options.tensorboard,
-                wandb=options.wandb, options=dataclasses.asdict(options),
-            )  # fmt: skip
+                Path(options.output),
+                self.step,
+                active=ranks.rank == 0,
+                tensorboard=options.tensorboard,
+                wandb=options.wandb,
+                options=dataclasses.asdict(options),
+            )
             if ranks.rank == 0:
                 (Path(options.output) / "options.yaml").write_text(config_text(options), encoding="utf-8")
 
@@ -247,9 +251,13 @@ class FineTuner(TrainingJob):
             save_adapter(self.model, output / "adapter", ranks)
             if options.merge:
                 merge_adapter(
-                    options.model, output / "adapter", output / "model", ranks, self.tokenizer,
+                    options.model,
+                    output / "adapter",
+                    output / "model",
+                    ranks,
+                    self.tokenizer,
                     trust_remote_code=options.trust_remote_code,
-                )  # fmt: skip
+                )
         else:
             stored = getattr(self.source.config, "dtype", None)
             save_model(self.model, output / "model", ranks, self.tokenizer, stored)
@@ -364,9 +372,15 @@ class RunLog:
     """
 
     def __init__(
-        self, folder: Path, first_step: int, *, active: bool, tensorboard: bool = False, wandb: str | None = None,
+        self,
+        folder: Path,
+        first_step: int,
+        *,
+        active: bool,
+        tensorboard: bool = False,
+        wandb: str | None = None,
         options: dict[str, Any] | None = None,
-    ):  # fmt: skip
+    ):
         self.path = folder / "log.jsonl"
         self._active = active
         self._incomplete = False

@@ -138,11 +138,19 @@ def _host_memory(options: RunOptions, ranks: Ranks) -> int:
 def _asked(options: RunOptions, ranks: Ranks, model: nn.Module, width: int, device: Device) -> dict[str, Any]:
     fixed = {name: getattr(options, name) for name in options.searched if name not in options.free}
     return {
-        "free": list(options.free), "fixed": fixed, "memory": options.fit_memory,
-        "host_memory": options.fit_host_memory, "ranks": ranks.world_size,
-        "pp": ranks.pp, "batch_size": options.batch_size, "width": width, "precision": options.precision,
-        "compile": options.compile, "device": device.name, "model": layer_signature(model),
-    }  # fmt: skip
+        "free": list(options.free),
+        "fixed": fixed,
+        "memory": options.fit_memory,
+        "host_memory": options.fit_host_memory,
+        "ranks": ranks.world_size,
+        "pp": ranks.pp,
+        "batch_size": options.batch_size,
+        "width": width,
+        "precision": options.precision,
+        "compile": options.compile,
+        "device": device.name,
+        "model": layer_signature(model),
+    }
 
 
 def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any], host: int) -> Fitted | None:
@@ -193,9 +201,20 @@ def best_of(
         made = partial(replace(options, loss=loss, grad_accum=1).planned_input, width=width)
         job = replace(options, loss=loss, grad_accum=1).job()
         found = fit(
-            model, gpus=ranks.world_size, gpu=device, seq_len=width, global_batch=options.batch_size, memory=memory,
-            host_memory=host, precision=job.precision, step=job.step, count=1, loss=loss, sample=made, **pins,
-        )  # fmt: skip
+            model,
+            gpus=ranks.world_size,
+            gpu=device,
+            seq_len=width,
+            global_batch=options.batch_size,
+            memory=memory,
+            host_memory=host,
+            precision=job.precision,
+            step=job.step,
+            count=1,
+            loss=loss,
+            sample=made,
+            **pins,
+        )
         reports.append(found)
     fitting = [report for report in reports if report.candidates]
     if not fitting:
@@ -229,22 +248,36 @@ def _fitted(
     layout, job = best.layout, best.job
     sharded = job.strategy if isinstance(job.strategy, FSDP2) else FSDP2()
     values = {
-        "dp_replicate": layout.dp_replicate, "grad_accum": layout.grad_accum, "ac": best.ac,
+        "dp_replicate": layout.dp_replicate,
+        "grad_accum": layout.grad_accum,
+        "ac": best.ac,
         "loss": "model" if job.loss is None else "chunked",
-        "offload": job.offload.mode, "reshard_after_forward": reshard_word(sharded.reshard_after_forward),
+        "offload": job.offload.mode,
+        "reshard_after_forward": reshard_word(sharded.reshard_after_forward),
         "cpu_offload": sharded.cpu_offload,
-        "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp_schedule": layout.schedule,
-    }  # fmt: skip
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "pp_schedule": layout.schedule,
+    }
     chosen = {name: values[name] for name in options.searched if name in options.free and values[name] is not None}
     return Fitted(
-        asked, chosen, None if best.plan is None else best.plan.as_json(),
+        asked,
+        chosen,
+        None if best.plan is None else best.plan.as_json(),
         {
-            "peak_bytes": best.peak_bytes, "limit_bytes": report.question.limit, "reserved_bytes": best.reserved,
-            "step_seconds": best.step_seconds, "tokens_per_second_per_gpu": best.tokens_per_second_per_gpu,
-            "mfu": best.mfu, "rows": layout.micro_batch, "width": report.question.seq_len, "rates": device.rates,
+            "peak_bytes": best.peak_bytes,
+            "limit_bytes": report.question.limit,
+            "reserved_bytes": best.reserved,
+            "step_seconds": best.step_seconds,
+            "tokens_per_second_per_gpu": best.tokens_per_second_per_gpu,
+            "mfu": best.mfu,
+            "rows": layout.micro_batch,
+            "width": report.question.seq_len,
+            "rates": device.rates,
             "host_bytes": best.host_bytes,
         },
-    )  # fmt: skip
+    )
 
 
 # How much host memory a rank may take.

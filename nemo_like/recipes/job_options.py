@@ -180,17 +180,22 @@ def read_options(kind_of_options: type[AnyOptions], found: argparse.Namespace) -
 
 
 def parse_command_line(
-    kind_of_options: type[AnyOptions], program: str, description: str, lines: Sequence[str],
+    kind_of_options: type[AnyOptions],
+    program: str,
+    description: str,
+    lines: Sequence[str],
     arguments: Sequence[str] | None = None,
-) -> AnyOptions:  # fmt: skip
+) -> AnyOptions:
     """`read_options` of a program's own command line; `lines`: examples of it.
 
     A wrong option ends the process with code 2 and one line that says why.
     """
     parser = argparse.ArgumentParser(
-        prog=program, description=description, epilog=examples(program, lines),
+        prog=program,
+        description=description,
+        epilog=examples(program, lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     add_arguments(parser, kind_of_options)
     try:
         return read_options(kind_of_options, parser.parse_args(arguments))

@@ -50,9 +50,13 @@ class PlannedStep:
     """A step of a job, as the planner sees it under any of its options."""
 
     def __init__(
-        self, build: Callable[[Any], nn.Module], options: RunOptions, ranks: Ranks, width: int,
+        self,
+        build: Callable[[Any], nn.Module],
+        options: RunOptions,
+        ranks: Ranks,
+        width: int,
         device: Device | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`build`: the bare model, on the meta device, that options make. `width`: tokens of the longest row. `device`:
         default, the one that `ranks` train on."""
         self._build, self._options, self._ranks, self._width = build, options, ranks, width

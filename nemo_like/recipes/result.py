@@ -35,9 +35,13 @@ def save_adapter(model: nn.Module, folder: Path, ranks: Ranks) -> None:
 
 
 def save_model(
-    model: nn.Module, folder: Path, ranks: Ranks, tokenizer: Any, dtype: torch.dtype | None,
+    model: nn.Module,
+    folder: Path,
+    ranks: Ranks,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
     state: dict[str, Tensor] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the whole model, as `dtype` (None: as it is trained), and the tokenizer, if there is one. A collective.
 
     `state`: its weights, on rank 0, where they are others than `model` has (a pipeline's).

@@ -88,9 +88,13 @@ def _with_adapters(model: nn.Module, options: FinetuneOptions) -> nn.Module:
     if targets != "all-linear":
         targets = [name.strip() for name in targets.split(",") if name.strip()]
     config = peft.LoraConfig(
-        r=options.lora_rank, lora_alpha=options.lora_alpha, lora_dropout=options.lora_dropout, target_modules=targets,
-        task_type="CAUSAL_LM", base_model_name_or_path=options.model,
-    )  # fmt: skip
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=options.model,
+    )
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:
@@ -142,8 +146,10 @@ def fill(model: nn.Module, options: FinetuneOptions) -> None:
     if left:
         logging.getLogger("nemo_like").info(
             "%s has %d tensor(s) that the model does not have, such as %s: they are left out.",
-            options.model, len(left), left[0],
-        )  # fmt: skip
+            options.model,
+            len(left),
+            left[0],
+        )
     materialize(model, checkpoint=source, strict=False)
 
 

@@ -106,9 +106,12 @@ def run_region(
     """
     if torch.compiler.is_compiling():
         options = {
-            "policy": policy, "name": name, "preserve_rng_state": preserve_rng_state, "transfer": transfer,
+            "policy": policy,
+            "name": name,
+            "preserve_rng_state": preserve_rng_state,
+            "transfer": transfer,
             "early_stop": early_stop,
-        }  # fmt: skip
+        }
         return compiled_region(fn, args, kwargs, run_region, options)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)

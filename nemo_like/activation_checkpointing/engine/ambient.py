@@ -75,9 +75,13 @@ def _state(device: str | None) -> _State:
     if device is not None:
         autocast += ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),)
     return _State(
-        F.scaled_dot_product_attention, sdp_priority(), function_modes(), torch.is_autocast_cache_enabled(), autocast,
+        F.scaled_dot_product_attention,
+        sdp_priority(),
+        function_modes(),
+        torch.is_autocast_cache_enabled(),
+        autocast,
         cpu or autocast[-1][1],
-    )  # fmt: skip
+    )
 
 
 def accelerator_type() -> str | None:
@@ -127,8 +131,16 @@ class Ambient:
     """
 
     __slots__ = (
-        "_cpu_rng", "_device", "_device_rng", "_extras", "_flags", "_host_random", "_state", "generators", "variables",
-    )  # fmt: skip
+        "_cpu_rng",
+        "_device",
+        "_device_rng",
+        "_extras",
+        "_flags",
+        "_host_random",
+        "_state",
+        "generators",
+        "variables",
+    )
 
     def __init__(self, preserve_rng_state: bool = True) -> None:
         self._device = device = accelerator_type()
@@ -358,9 +370,11 @@ _ON_CUDA: list[Switch] = [
     ),
     *_attributes(
         _backends.cuda.matmul,
-        "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
     ),
-]  # fmt: skip
+]
 _ON_CPU_AND_CUDA = _ALWAYS + _ON_CUDA
 
 

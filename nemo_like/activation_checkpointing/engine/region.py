@@ -84,11 +84,37 @@ class Region:
     """
 
     __slots__ = (
-        "ambient", "buffers", "complete", "consumed", "early_stop", "fn", "forward_mode", "graph_kept", "handles",
-        "inputs", "kept", "kinds", "last", "lent", "lock", "looker", "made_inside", "name", "outside", "owner", "policy",
-        "position", "replay_mode", "split", "storages", "transfer", "unwaited", "verification", "watch_versions",
+        "ambient",
+        "buffers",
+        "complete",
+        "consumed",
+        "early_stop",
+        "fn",
+        "forward_mode",
+        "graph_kept",
+        "handles",
+        "inputs",
+        "kept",
+        "kinds",
+        "last",
+        "lent",
+        "lock",
+        "looker",
+        "made_inside",
+        "name",
+        "outside",
+        "owner",
+        "policy",
+        "position",
+        "replay_mode",
+        "split",
+        "storages",
+        "transfer",
+        "unwaited",
+        "verification",
+        "watch_versions",
         "world",
-    )  # fmt: skip
+    )
 
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
         self.fn = fn

@@ -75,9 +75,12 @@ def check_context_parallel(
 
 
 def apply_context_parallel(
-    model: nn.Module, mesh: DeviceMesh, options: ContextParallel, layers: Sequence[Layer] | None = None,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    options: ContextParallel,
+    layers: Sequence[Layer] | None = None,
     call: nn.Module | None = None,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """Have `model` cut whole sequences over the ranks of `mesh`, in place; returns it.
 
     Call it on the bare model, before checkpointing and FSDP. ``model(**batch).loss`` stays the loss of whole sequences,
@@ -124,9 +127,7 @@ def cut_for_planning(
             take_back()
 
 
-def install(
-    model: nn.Module, stacks: Sequence[CutStack], parts: Parts, call: nn.Module | None = None
-) -> list[Any]:  # fmt: skip
+def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts, call: nn.Module | None = None) -> list[Any]:
     """The hooks of `apply_context_parallel`, for any `parts`; returns what undoes it, to be called in reverse."""
     undo: list[Any] = []
     called = model if call is None else call

@@ -64,9 +64,14 @@ def _own_attention(implementation: str, module: nn.Module) -> Callable[..., Any]
 
 
 def _attend(
-    implementation: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """`implementation`'s attention: (B, H, L, D) queries and (B, KV heads, L, D) keys and values to (B, L, H, D)."""
     own = _own_attention(implementation, module)
     parts = parts_of(module)
@@ -162,9 +167,11 @@ class PositionHook:
             return None
         index: Tensor = args[0]
         length = index.shape[-1] if index.ndim else 0
-        if index.numel() != length or is_fake(index) or not torch.equal(
-            index.reshape(-1), torch.arange(length, device=index.device, dtype=index.dtype)
-        ):  # fmt: skip
+        if (
+            index.numel() != length
+            or is_fake(index)
+            or not torch.equal(index.reshape(-1), torch.arange(length, device=index.device, dtype=index.dtype))
+        ):
             return None
         return (
             self._parts.positions(length * self._parts.ranks, index.device).view_as(index).to(index.dtype),

@@ -30,9 +30,17 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make(
-    implementation: str, batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable[..., Any],
-    attention_mask: Tensor | None = None, device: Any = "cpu", dtype: torch.dtype = torch.float32, **kwargs: Any,
-) -> Any:  # fmt: skip
+    implementation: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    device: Any = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
+) -> Any:
     """What transformers calls to make a mask, registered for `implementation`.
 
     Outside of a cut stack the mask is that of the whole sequence: the stack cuts it when it gets it.
@@ -41,10 +49,15 @@ def make(
     mapping = mask_functions()
     if call is None or call.parts.idle:
         return mapping[implementation](
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
-            attention_mask=attention_mask, device=device, dtype=dtype,
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            device=device,
+            dtype=dtype,
             **kwargs if WHOLE.get() else kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )  # fmt: skip
+        )
     own = call.masked or call.documents is not None
     plain = mask_function is causal_mask_function()
     method = call.parts.method

@@ -66,16 +66,31 @@ class ContextMethod(ABC):
 
     @abstractmethod
     def attend(
-        self, parts: Parts, implementation: str, own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
-        value: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self,
+        parts: Parts,
+        implementation: str,
+        own: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Return what `own`, the attention of transformers called `implementation`, does: (B, L, H, D), and weights."""
 
     @abstractmethod
     def attend_plain(
-        self, parts: Parts, own: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-        causal: bool, given: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+        self,
+        parts: Parts,
+        own: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        given: dict[str, Any],
+    ) -> Tensor:
         """Return what `own`, `scaled_dot_product_attention`, does: (B, H, L, D). given: its other arguments."""
 
     @abstractmethod

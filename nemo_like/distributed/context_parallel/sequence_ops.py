@@ -144,17 +144,24 @@ sum_parts.register_autograd(_sum_backward, setup_context=_keep_arguments)
 
 # Kept, unless a plan repeats them or puts their results on the host. Gathering, a rank receives what it does not have, into
 # a buffer of the whole; by all-to-all, at most as much as it has, from one copy into another.
-declare("nemo_like.gather_sequence.default", OpFacts(
-    saved=True, collective=True, received=lambda part, whole: whole - part,
-    scratch=lambda part, whole: whole.nbytes + (0 if part.is_contiguous() else part.nbytes),
-))  # fmt: skip
-declare("nemo_like.scatter_sequence.default", OpFacts(
-    saved=True, collective=True, scratch=lambda whole, part: whole.nbytes + part.nbytes
-))  # fmt: skip
+declare(
+    "nemo_like.gather_sequence.default",
+    OpFacts(
+        saved=True,
+        collective=True,
+        received=lambda part, whole: whole - part,
+        scratch=lambda part, whole: whole.nbytes + (0 if part.is_contiguous() else part.nbytes),
+    ),
+)
+declare(
+    "nemo_like.scatter_sequence.default",
+    OpFacts(saved=True, collective=True, scratch=lambda whole, part: whole.nbytes + part.nbytes),
+)
 for _name in ("heads_for_sequence", "sequence_for_heads"):
-    declare(f"nemo_like.{_name}.default", OpFacts(
-        saved=True, collective=True, received=lambda sent, got: got, scratch=lambda sent, got: 2 * sent.nbytes
-    ))  # fmt: skip
+    declare(
+        f"nemo_like.{_name}.default",
+        OpFacts(saved=True, collective=True, received=lambda sent, got: got, scratch=lambda sent, got: 2 * sent.nbytes),
+    )
 
 
 # Which part of a sequence a rank holds: pure functions of its length, the number of ranks and the rank.
@@ -184,10 +191,12 @@ def positions(length: int, ranks: int, rank: int, device: torch.device | str | N
         return torch.arange(length, device=device)
     chunk = length // (2 * ranks)
     last = 2 * ranks - 1 - rank
-    return torch.cat([
-        torch.arange(rank * chunk, (rank + 1) * chunk, device=device),
-        torch.arange(last * chunk, (last + 1) * chunk, device=device),
-    ])  # fmt: skip
+    return torch.cat(
+        [
+            torch.arange(rank * chunk, (rank + 1) * chunk, device=device),
+            torch.arange(last * chunk, (last + 1) * chunk, device=device),
+        ]
+    )
 
 
 def pad(whole: Tensor, dim: int, ranks: int, value: float = 0) -> Tensor:

@@ -107,9 +107,7 @@ class _Run(NamedTuple):
     """Whether random numbers were drawn."""
 
 
-def _run(
-    model: nn.Module, parts: Parts, inputs: Mapping[str, Any], word: str, again: bool | None = None
-) -> _Run:  # fmt: skip
+def _run(model: nn.Module, parts: Parts, inputs: Mapping[str, Any], word: str, again: bool | None = None) -> _Run:
     """again: whether to call it twice; None: where a buffer is changed."""
     parts.verifying = word
     token = WHOLE.set(word == "whole")

@@ -129,9 +129,11 @@ class RootHooks:
         of_tokens = [
             name
             for name in LABELS
-            if name in named and (labels := tensors[name]).ndim > 1 and not labels.is_floating_point()
+            if name in named
+            and (labels := tensors[name]).ndim > 1
+            and not labels.is_floating_point()
             and (read is None or labels.shape[: len(read)] == read)
-        ]  # fmt: skip
+        ]
         return of_tokens, len(of_tokens) < len(named)
 
     def _refuse_cache_in_training(self, given: dict[str, Any]) -> None:
@@ -209,9 +211,16 @@ class _Loss:
         F.cross_entropy = self._before
 
     def _cross_entropy(
-        self, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
-        ignore_index: int = IGNORED, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
-    ) -> Tensor:  # fmt: skip
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = IGNORED,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
         whole = self._targets(target, ignore_index)
         mine = self.hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
         if reduction not in ("mean", "sum"):

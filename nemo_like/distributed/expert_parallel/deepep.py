@@ -71,9 +71,14 @@ def deepep_route(
     per_rank, per_host, per_expert, in_rank, _ = buffer.get_dispatch_layout(chosen, experts)
     first = torch.zeros(chosen.shape[0], _FIRST, dtype=torch.bfloat16, device=chosen.device)
     _, came, came_weights, counts, handle, _ = buffer.dispatch(
-        first, topk_idx=chosen, topk_weights=weights, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_host,
-        is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
-    )  # fmt: skip
+        first,
+        topk_idx=chosen,
+        topk_weights=weights,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_host,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+    )
     # Operators may not return what they were given, and a handle may hold that.
     return came, came_weights, torch.tensor(counts), [part.clone() if part is in_rank else part for part in handle]
 

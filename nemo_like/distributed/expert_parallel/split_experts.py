@@ -117,9 +117,14 @@ def split_experts(
         adapters = adapters_on(model, module)
         pass_through(adapters)
         module.forward = SplitExperts(
-            experts, ranks=mesh.ep.size(), group=group_key(mesh.ep.get_group()), tp=tp, adapters=adapters,
-            rank=mesh.ep.get_local_rank(), dispatch=dispatch,
-        )  # fmt: skip
+            experts,
+            ranks=mesh.ep.size(),
+            group=group_key(mesh.ep.get_group()),
+            tp=tp,
+            adapters=adapters,
+            rank=mesh.ep.get_local_rank(),
+            dispatch=dispatch,
+        )
     return found
 
 
@@ -166,9 +171,16 @@ class SplitExperts:
     """
 
     def __init__(
-        self, experts: Experts, *, ranks: int, group: str, rank: int = 0, tp: TensorRanks | None = None,
-        adapters: Sequence[nn.Module] = (), dispatch: str = DISPATCHES[0],
-    ) -> None:  # fmt: skip
+        self,
+        experts: Experts,
+        *,
+        ranks: int,
+        group: str,
+        rank: int = 0,
+        tp: TensorRanks | None = None,
+        adapters: Sequence[nn.Module] = (),
+        dispatch: str = DISPATCHES[0],
+    ) -> None:
         self.fqn, self.count, self.call = experts.fqn, experts.count, experts.call
         self.module = experts.module
         self.own = experts.parameters

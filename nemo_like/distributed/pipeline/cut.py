@@ -164,9 +164,14 @@ class StageForward:
     """
 
     def __init__(
-        self, model: nn.Module, received: Received, stage: StageSlice, loss_of: Callable[[Any], Tensor],
-        packed: PackedCalls | None, in_chunks: ChunkedLoss | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        received: Received,
+        stage: StageSlice,
+        loss_of: Callable[[Any], Tensor],
+        packed: PackedCalls | None,
+        in_chunks: ChunkedLoss | None = None,
+    ) -> None:
         """packed: what keeps documents apart in the whole model."""
         self.call = MicrobatchCall(model, model.forward)
         self._received, self._stage, self._loss_of = received, stage, loss_of

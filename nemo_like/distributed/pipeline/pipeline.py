@@ -39,9 +39,13 @@ class Pipeline(StagesOfRank):
     """
 
     def __init__(
-        self, stages: Sequence[Stage], parts: StagesOfModel, options: PipelineParallel, mesh: DeviceMesh,
+        self,
+        stages: Sequence[Stage],
+        parts: StagesOfModel,
+        options: PipelineParallel,
+        mesh: DeviceMesh,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(stages, parts, options, mesh, device)
         self._sharing = sharing_groups(mesh, ("pp", "cp", "tp"))
         self._shares = SharesByNames(self)
@@ -183,13 +187,16 @@ class Pipeline(StagesOfRank):
             number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
             made = [
                 _Stage(
-                    stage.module, stage.slice.index, stage.slice.count, self.device,
+                    stage.module,
+                    stage.slice.index,
+                    stage.slice.count,
+                    self.device,
                     input_args=(number,) if stage.slice.is_first else _on_meta(received),
                     output_args=(loss.requires_grad_(),) if stage.slice.is_last else _on_meta(sent),
                     group=self.group,
                 )
                 for stage, (received, sent) in zip(self.stages, forms)
-            ]  # fmt: skip
+            ]
             for stage in made:
                 stage.replay = self.options.replay
             self._schedules = {key: make_schedule(self.options, made, _loss_of)}

@@ -113,9 +113,16 @@ def _one_stage(rank: int, count: int, ahead: int) -> Iterator[Action]:
 def _shape(pp: PipelineParallel, stage: int) -> Any:
     """As much of a stage as a schedule looks at to make its table."""
     return SimpleNamespace(
-        num_stages=pp.stages, group_size=pp.size, group_rank=0, stage_index=stage, is_first=stage == 0,
-        is_last=stage == pp.stages - 1, has_backward=True, group=None, submod=None,
-    )  # fmt: skip
+        num_stages=pp.stages,
+        group_size=pp.size,
+        group_rank=0,
+        stage_index=stage,
+        is_first=stage == 0,
+        is_last=stage == pp.stages - 1,
+        has_backward=True,
+        group=None,
+        submod=None,
+    )
 
 
 def _no_loss(output: Any, target: Any) -> Any:

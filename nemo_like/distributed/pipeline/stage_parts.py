@@ -31,9 +31,13 @@ from nemo_like.torch_compat import TorchDispatchMode, answering_calls
 
 
 def stage_parts(
-    model: nn.Module, layers: Sequence[Layer], sample_input: Any, *, dtype: torch.dtype | None = None,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    sample_input: Any,
+    *,
+    dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
-) -> StageParts:  # fmt: skip
+) -> StageParts:
     """Run `model`, which is not changed, on fake tensors and say who uses what.
 
     Args:
@@ -59,9 +63,14 @@ def stage_parts(
 
 
 def check_stages(
-    model: nn.Module, parts: StageParts, stages: Sequence[StageSlice], sample_input: Any, *,
-    dtype: torch.dtype | None = None, autocast: torch.dtype | None = None,
-) -> None:  # fmt: skip
+    model: nn.Module,
+    parts: StageParts,
+    stages: Sequence[StageSlice],
+    sample_input: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+) -> None:
     """Run what each of `stages` of `model` has around its layers, on fake tensors. The other arguments: see `stage_parts`.
 
     Raises:
@@ -288,9 +297,16 @@ class SplitParts:
     """The stages that ``split=`` made of a model, and what they send each other."""
 
     def __init__(
-        self, model: nn.Module, split: Split, stages: int, layers: Sequence[Layer], sample_input: Any, *,
-        dtype: torch.dtype | None = None, autocast: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        split: Split,
+        stages: int,
+        layers: Sequence[Layer],
+        sample_input: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         """Call `split` for every stage, check what it returns, and run all of them on fake tensors.
 
         Args:

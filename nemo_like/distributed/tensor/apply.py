@@ -94,9 +94,12 @@ def apply_tensor_parallel(
 
 
 def check_packed_weights(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle] | None, whole: Collection[str],
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str | ParallelStyle] | None,
+    whole: Collection[str],
     reshard: bool | int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Raise where `plan` packs a matrix that FSDP2 could then shard on dim 0 alone: no placement tells which rows those are.
 
     Args:
@@ -209,9 +212,11 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
             ):
                 partial.append(name)
     return SequencePlaces(
-        tuple(stack[0].fqn for stack in stacks.values()), tuple(stack[-1].fqn for stack in stacks.values()), owners,
+        tuple(stack[0].fqn for stack in stacks.values()),
+        tuple(stack[-1].fqn for stack in stacks.values()),
+        owners,
         tuple(partial),
-    )  # fmt: skip
+    )
 
 
 def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh) -> None:

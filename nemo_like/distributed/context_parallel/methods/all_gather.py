@@ -19,9 +19,17 @@ class GatherKeys(ContextMethod):
     triangles = True
 
     def attend(
-        self, parts: Parts, implementation: str, own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
-        value: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self,
+        parts: Parts,
+        implementation: str,
+        own: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
         keys = key.shape[2]
         key, value = parts.gather(key, 2), parts.gather(value, 2)
         causal = mask is None and is_causal(module, kwargs)
@@ -37,9 +45,16 @@ class GatherKeys(ContextMethod):
         return own(module, query, key, value, mask, **kwargs)
 
     def attend_plain(
-        self, parts: Parts, own: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-        causal: bool, given: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+        self,
+        parts: Parts,
+        own: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        given: dict[str, Any],
+    ) -> Tensor:
         key, value = parts.gather(key, key.ndim - 2), parts.gather(value, value.ndim - 2)
         if mask is not None and mask.shape[-1] != key.shape[-2]:
             raise NotImplementedError(

@@ -52,18 +52,33 @@ class Ring(ContextMethod):
             )
 
     def attend(
-        self, parts: Parts, implementation: str, own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
-        value: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self,
+        parts: Parts,
+        implementation: str,
+        own: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
         plain = mask is None and implementation == "sdpa" and all(kwargs.get(name) is None for name in _REFUSED)
         plain = plain and bool(is_causal(module, kwargs))
         attended = _attend(parts, query, key, value, plain, kwargs.get("dropout"), kwargs.get("scaling"))
         return attended.transpose(1, 2).contiguous(), None
 
     def attend_plain(
-        self, parts: Parts, own: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-        causal: bool, given: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+        self,
+        parts: Parts,
+        own: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        given: dict[str, Any],
+    ) -> Tensor:
         return _attend(parts, query, key, value, causal and mask is None, given.get("dropout_p"), given.get("scale"))
 
     def attend_flex(
@@ -159,9 +174,17 @@ def ring_attention(
 
 @torch.library.custom_op("nemo_like::ring_attention_backward", mutates_args=())
 def ring_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, scale: float, rank: int,
-    ranks: int, group: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    scale: float,
+    rank: int,
+    ranks: int,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value of this rank's part. A collective."""
     groups, process_group = query.shape[1] // key.shape[1], find_group(group)
     of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
@@ -193,9 +216,17 @@ def _(
 
 @ring_attention_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, scale: float, rank: int,
-    ranks: int, group: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    scale: float,
+    rank: int,
+    ranks: int,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 

@@ -45,9 +45,17 @@ class Ulysses(ContextMethod):
                 )
 
     def attend(
-        self, parts: Parts, implementation: str, own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
-        value: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self,
+        parts: Parts,
+        implementation: str,
+        own: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
         groups = query.shape[1] // key.shape[1]
         kwargs = dict(with_whole_bias(kwargs, key.shape[2], key.shape[2] * parts.ranks))
         if key.shape[1] % parts.ranks:
@@ -65,9 +73,16 @@ class Ulysses(ContextMethod):
         return sequence_for_heads(out.transpose(1, 2), parts.ranks, parts.group).transpose(1, 2).contiguous(), None
 
     def attend_plain(
-        self, parts: Parts, own: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-        causal: bool, given: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+        self,
+        parts: Parts,
+        own: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        given: dict[str, Any],
+    ) -> Tensor:
         if mask is not None or query.shape[1] % parts.ranks or key.shape[1] % parts.ranks:
             raise NotImplementedError(
                 f"method='ulysses' needs heads that {parts.ranks} ranks divide and no mask made in the layer; this "
