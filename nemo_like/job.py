@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -253,18 +253,11 @@ class Job:
                 found[f.name] = as_code(value, _READERS.get(f.name))
         return found
 
-
-def default_words() -> dict[str, str]:
-    """Return the default of each keyword of `Job.of`, as code."""
-    return {name: as_code(getattr(_default_job(), name, None), _READERS.get(name)) for name in KEYWORDS}
-
-
-def is_default(name: str, value: Any) -> bool:
-    """Whether `value`, as a caller writes it for the keyword `name`, means the default."""
-    try:
-        return _READERS.get(name, lambda value: value)(value) == getattr(_default_job(), name, None)
-    except (ValueError, TypeError):
-        return False
+    def as_words(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield the name, the value and the code of every field that was asked for."""
+        for f in dataclasses.fields(self):
+            if f.name != "asked":
+                yield f.name, getattr(self, f.name), as_code(getattr(self, f.name), _READERS.get(f.name))
 
 
 _ALWAYS_IN_A_CALL = ("strategy", "ac")

@@ -25,61 +25,52 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import base_model
+from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed import launch
 from nemo_like.distributed.launch import rank
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.distributed.units import Unit
-from nemo_like.job import Job, default_words, is_default
-from nemo_like.options import Single, normalise
+from nemo_like.job import Job
+from nemo_like.options import Single
 from nemo_like.torch_compat import before_each_gather, is_fake, read_dtypes_again, unseen
 from nemo_like.transformers_compat import layers_dropped_in_vain
-
-_OWN_ON_EACH_RANK = ("model", "sample_input", "asked")
-"""Arguments that may differ: each rank has data of its own, and a model is compared by its tensors."""
 
 _LONGEST = 200
 """Characters of a value in a message; longer ones are compared in full and shown cut."""
 
 
-def check_agreement(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Raise where ranks were given different options or models. A collective, before anything is changed.
+def check_agreement(model: nn.Module, job: Job | Exception, mesh: DeviceMesh | None = None) -> None:
+    """Raise where ranks were given different jobs or models. A collective, before anything is changed.
 
     Args:
         model: compared by its parameters' and buffers' names, dtypes, shapes, and whether they train or are meta.
-        options: `parallelize`'s arguments by name, as the caller gave them; ``strategy`` and ``mesh`` say who compares:
-            the ranks of the mesh, else all ranks. With one rank, and for ``strategy="single"``, nobody does.
+        job: what `parallelize` was asked on this rank, or what it raises for that: the other ranks hear of it.
+        mesh: its ranks compare; default: all. With one rank, and for ``strategy="single"``, nobody does.
 
     Raises:
         ValueError: on every rank, naming the option or tensor and the ranks.
     """
-    job, mesh = options.get("strategy"), options.get("mesh")
-    if isinstance(job, Job):
-        options = {**vars(job), **options, "strategy": job.strategy}
-    strategy = options.get("strategy")
-    word = normalise(strategy) if isinstance(strategy, str) else strategy
-    alone = word == "single" or isinstance(word, Single)
+    alone = isinstance(job, Job) and isinstance(job.strategy, Single)
     if not isinstance(model, nn.Module) or alone or launch.world_size() == 1:
         return
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         return  # a mesh without this rank: refused in a moment, here and where it is one of too few
+    kind = job.device.type if isinstance(job, Job) and job.device is not None else None
+    seconds = getattr(job.strategy, "timeout_seconds", None) if isinstance(job, Job) else None
     if not dist.is_initialized():
-        seconds = getattr(strategy, "timeout_seconds", None)
-        timeout = None if seconds is None else timedelta(seconds=seconds)
-        launch.init_distributed(_device_type(options.get("device")), timeout=timeout)
-    elif getattr(strategy, "timeout_seconds", None) is not None:
+        launch.init_distributed(kind, timeout=None if seconds is None else timedelta(seconds=seconds))
+    elif seconds is not None:
         warn_once(
-            f"{strategy} asks for a timeout; the process group was made before, and keeps "
+            f"{job.strategy} asks for a timeout; the process group was made before, and keeps "  # type: ignore[union-attr]
             "its own. Give it to nemo_like.distributed.init_distributed(timeout=...), or to init_process_group."
         )
     groups = mesh_groups(mesh if isinstance(mesh, DeviceMesh) else None)
     names = {module: name for name, module in model.named_modules()}
-    told = {
-        name: value for name, value in options.items() if name not in _OWN_ON_EACH_RANK and not is_default(name, value)
-    }
-    asked = default_words() | {name: _describe(value, names) for name, value in told.items()}
-    if isinstance(word, str) and "strategy" in told:
-        asked["strategy"] = repr(word)
-    asked["device"] = repr(_device_type(options.get("device")))  # each rank has a number of its own
+    if isinstance(job, Job):
+        asked = {name: _words_of(value, code, names) for name, value, code in job.as_words()}
+        asked |= {"device": repr(kind), "mesh": _describe(mesh, names)}  # each rank has a device number of its own
+    else:
+        asked = {"the call": f"refused ({job})"}
     layout = {name: _describe_tensor(tensor) for name, tensor in _named_tensors(model)}
     if not all_have((sorted(asked.items()), list(layout.items())), groups):
         raise ValueError(_difference(gather_objects((launch.rank(), asked, layout), groups)))
@@ -225,14 +216,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _device_type(device: Any) -> str | None:
-    """The kind of device; None where none was named, or nonsense, which a later check refuses on every rank."""
-    try:
-        return None if device is None else torch.device(device).type
-    except (RuntimeError, TypeError):
-        return None
-
-
 def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
@@ -263,6 +246,12 @@ def _describe_contents(tensor: Tensor) -> str:
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 22
 _ODD = -0x61C8864680B583EB  # 2 ** 64 divided by the golden ratio, as a signed number
+
+
+def _words_of(value: Any, code: str, names: Mapping[nn.Module, str]) -> str:
+    """Return `code`, what a caller writes for `value`, where that tells it from all others, else its contents."""
+    told = " at 0x" not in code and " object at " not in code
+    return code if told and not isinstance(value, Plan | tuple) else _describe(value, names)
 
 
 def _describe(value: Any, names: Mapping[nn.Module, str], contents: bool = False) -> str:
