@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nemo_like._util.words import check_whole
 from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.options import (
     DDP,
     FSDP2,
@@ -43,6 +44,41 @@ from nemo_like.options import (
 from nemo_like.options.memory import AllocatorConfig
 
 
+class JobKeywords(TypedDict, total=False):
+    """What `parallelize` takes by keyword: a field of `Job` each, as a caller may write it."""
+
+    ac_scope: str | Iterable[str]
+    layers: str | nn.Module | Iterable[str | nn.Module] | None
+    dp_replicate: int
+    tp: int | TensorParallel
+    cp: int | ContextParallel
+    ep: int | ExpertParallel
+    pp: int | PipelineParallel
+    loss: str | ChunkedLoss | None
+    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None
+    compile: bool | str | None
+    offload: str | OffloadConfig | None
+    step: StepSpec | None
+    planned_tokens: int | None
+    device: str | torch.device | None
+    gpu: Any
+    world_size: int | None
+    allocator: AllocatorConfig | str | None
+    search: PlanSearch | None
+    optimizer: str | None
+
+
+Strategy = str | FSDP2 | DDP | Single
+Checkpointing = str | bool | None | Mapping[str, Any] | CheckpointConfig | MemoryBudget | Plan | Policy
+
+
+class AllKeywords(JobKeywords, total=False):
+    """What `Job.of`, `plan_for` and `fit` take by keyword."""
+
+    strategy: Strategy
+    ac: Checkpointing
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What was asked of a training job: the keywords of `nemo_like.parallelize`, each as one checked value.
@@ -58,44 +94,65 @@ class Job:
     """
 
     strategy: FSDP2 | DDP | Single = FSDP2()
-    """How parameters are spread over the ranks: ``"fsdp2"``, ``"ddp"``, ``"single"``, or the object."""
+    """How parameters are spread over the ranks: ``"fsdp2"``, ``"ddp"`` or ``"single"``; or `FSDP2(...)` with what only
+    it has (resharding, prefetch, CPU offload, frozen towers), or `DDP(...)`. With one rank all mean ``"single"``."""
     ac: CheckpointConfig | MemoryBudget | Plan = "selective"  # type: ignore[assignment]
-    """Activation checkpointing: a mode, a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a `Plan`, a policy or a config."""
+    """Activation checkpointing: ``None``/``False``/``"none"``, ``True``/``"full"`` (recompute whole layers),
+    ``"selective"`` (keep the expensive ops), ``"submodule"``, ``"sequential"`` (recompute segments of layers).
+    With a `sample_input`: ``"40GiB"`` (the best plan for that peak per rank), ``"50%"`` (of the activation bytes
+    of ``"none"``), ``"auto"`` (this device's memory) or a `MemoryBudget`. Also a `Plan`, a `CheckpointConfig`, or
+    a policy object (`SelectivePolicy`, `TorchPolicy`)."""
     ac_scope: str | tuple[str, ...] = "all"
-    """The groups of layers to checkpoint."""
+    """The groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``, ``"multimodal"`` or a
+    list. A frozen layer is recomputed in calls with an input that needs a gradient."""
     layers: tuple[str | nn.Module, ...] | None = None
     """Names (globs) or modules of the layers; None: found by structure."""
     dp_replicate: int = 1
-    """Replicas of the sharded model (HSDP)."""
+    """FSDP2: replicas of the sharded model (HSDP); must divide the number of ranks."""
     tp: TensorParallel = TensorParallel()
-    """Ranks that each large weight is split over."""
+    """FSDP2: ranks that each large weight is split over (must divide the number of ranks), or `TensorParallel(...)` with
+    a plan, sequence parallelism and a loss that stays split by vocabulary."""
     cp: ContextParallel = ContextParallel()
-    """Ranks that each sequence is split over."""
+    """FSDP2: ranks that each sequence is split over, or `ContextParallel(...)` with the method. Every rank of a ``cp``
+    group is called with the same whole sequences. The loss is that of the whole, the same on each. Other outputs
+    are this rank's part (`nemo_like.distributed.unshard_sequence`)."""
     ep: ExpertParallel = ExpertParallel()
-    """Ranks that each layer's experts are split over."""
+    """FSDP2: ranks that each layer's experts are split over, or `ExpertParallel(...)` with a plan. It must divide
+    ``dp_shard x cp x tp``, and the number of experts. Tokens travel to the experts and back."""
     pp: PipelineParallel = PipelineParallel()
-    """Ranks that the layers are divided among."""
+    """Ranks that the layers are divided among, or `PipelineParallel(...)` with schedule, micro-batches and balance. It
+    needs `sample_input`, one micro-batch. A `Pipeline` is returned then, whose ``step(**batch)`` takes whole
+    batches."""
     loss: ChunkedLoss | None = None
-    """The chunks that the loss is computed in; None (``"model"``): as the model computes it."""
+    """``"model"``, or ``"chunked"`` (`ChunkedLoss(...)` with sizes): a cross entropy that the model computes of its
+    head's output from ``labels`` in training mode is computed a chunk of tokens at a time, and ``output.logits``
+    is None. Where the model does something else with the logits, they are made, and this is logged."""
     precision: Precision = Precision()
-    """Dtypes to compute, reduce and answer in."""
+    """The dtype to compute in (``"bf16"``), ``"fp8"`` (bfloat16, with the matmuls of the layers' linears in float8, by
+    torchao; also ``"fp8-rowwise"``, ``"fp8-gather"``), a `Precision` (also for reduction and outputs) or torch's
+    `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast."""
     compile: str | None = None
-    """The backend that compiles each layer; None: none."""
+    """``True``/``"inductor"`` or ``"aot_eager"``: compile each layer in place."""
     offload: OffloadConfig = OffloadConfig("none")
-    """Activations that wait in host memory between forward and backward."""
+    """What waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these and what
+    checkpointing keeps), ``"all"``, or an `OffloadConfig`."""
     step: StepSpec = StepSpec()
-    """How the training loop goes through a step, with the optimizer; only predictions read it."""
+    """What a prediction counts of the training loop (`StepSpec`: micro-batches, a loss outside of the model, whether the
+    output is dropped before backward, the optimizer). Default: ``out = model(**batch); out.loss.backward()``,
+    then one step of AdamW."""
     planned_tokens: int | None = None
-    """Tokens of the largest micro-batch of one rank that memory was planned for; a larger one is reported once."""
+    """Tokens of the largest micro-batch of one rank that memory was planned for, as `nemo-like fit` says it where there
+    is no plan to know it. A larger batch is trained on, and a warning says so once."""
     device: torch.device | None = None
     """Where the model goes; None: this rank's accelerator if there is one, else the CPU."""
     gpu: Any = None
-    """The device to predict for: a name of `nemo_like.planning.devices.known_devices`, a file or a `Device`; None: the one
-    at hand."""
+    """The device to predict for: a name of `nemo_like.planning.devices.known_devices`, a file or a `Device`; None: the
+    one at hand."""
     world_size: int | None = None
-    """Ranks of the job; None: the process group's, else the launcher's, else 1."""
+    """Ranks of the job, for predictions where no process group is; None: the process group's, else the launcher's, else
+    1."""
     allocator: AllocatorConfig = AllocatorConfig()  # noqa: RUF009 - frozen
-    """The settings of CUDA's caching allocator, which decide how much it reserves; only predictions read them."""
+    """The settings of CUDA's caching allocator that a prediction counts with; default: its own."""
     search: PlanSearch = PlanSearch()
     """What a plan may use to stay within a budget."""
     asked: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
@@ -114,7 +171,7 @@ class Job:
                 raise ValueError(problem)
 
     @classmethod
-    def of(cls, *positional: Any, **asked: Any) -> Job:
+    def of(cls, *positional: Any, **asked: Unpack[AllKeywords]) -> Job:
         """Make the job that the keywords of `nemo_like.parallelize` ask for.
 
         Args:
@@ -124,7 +181,7 @@ class Job:
         Raises:
             TypeError: an unknown name, or keywords together with a `Job`. ValueError, TypeError: as `Job`.
         """
-        given = dict(zip(("strategy", "ac"), positional, strict=False)) | asked
+        given: dict[str, Any] = dict(zip(("strategy", "ac"), positional, strict=False)) | dict(asked)
         for name in given:
             if name not in KEYWORDS:
                 raise TypeError(
@@ -311,20 +368,6 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name != "asked"), "optimizer")
 """What `Job.of` takes by name."""
-
-
-def signed_by_job(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a `function` that takes a job's keywords as ``**asked``: its signature names them, with their defaults."""
-    own = inspect.signature(function)
-    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    hints = {f.name: f for f in dataclasses.fields(Job)}
-    for name in KEYWORDS:
-        if name not in own.parameters:
-            default = None if name == "optimizer" else hints[name].default
-            kind = "str | None" if name == "optimizer" else hints[name].type
-            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
 
 
 # --- what cannot be combined -------------------------------------------------------------------------------------------

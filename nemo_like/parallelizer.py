@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like._util.field_docs import described
 from nemo_like._util.log import is_rank_zero, say_once, warn_once
 from nemo_like._util.module_tree import bare, check_model
 from nemo_like._util.words import parse_dtype
@@ -52,7 +53,7 @@ from nemo_like.distributed.weights.replaced import (
     watch_replaced,
 )
 from nemo_like.distributed.weights.state_dict import refuse_to_save_shards
-from nemo_like.job import Job, signed_by_job
+from nemo_like.job import Checkpointing, Job, JobKeywords, Strategy
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
 from nemo_like.options import DDP, FSDP2, ChunkedLoss, Single
@@ -122,15 +123,14 @@ def checkpoint(model: nn.Module, job: Job, sample_input: Any = None) -> nn.Modul
     return model if job.loss is None else chunk_model_loss(model, job.loss)
 
 
-@signed_by_job
 def parallelize(
     model: nn.Module,
-    strategy: Any = Job.strategy,
-    ac: Any = Job.ac,
+    strategy: Strategy | Job = "fsdp2",
+    ac: Checkpointing = "selective",
     *,
     mesh: DeviceMesh | None = None,
     sample_input: Any = None,
-    **asked: Any,
+    **asked: Unpack[JobKeywords],
 ) -> Any:
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 
@@ -145,54 +145,15 @@ def parallelize(
         model: any Hugging Face or plain PyTorch model, on the CPU, a GPU or the meta device (then call
             `nemo_like.distributed.materialize` afterwards). One that transformers has split and sharded, by a
             ``distributed_config``, stays so, and is checkpointed.
-        strategy: ``"fsdp2"``, ``"ddp"`` or ``"single"``; or `FSDP2(...)` with what only it has (resharding, prefetch,
-            CPU offload, frozen towers), or `DDP(...)` (unused parameters, bucket size). With one rank all mean
-            ``"single"``: no process group.
-        ac: ``None``/``False``/``"none"``, ``True``/``"full"`` (replay whole layers), ``"selective"`` (keep the
-            expensive ops), ``"submodule"``, ``"sequential"`` (replay segments of layers); ``"40GiB"`` (the best plan
-            for that peak per rank), ``"50%"`` (of the activation bytes of ``"none"``), ``"auto"`` (this device's memory)
-            or a `MemoryBudget`, all with
-            `sample_input`; a `Plan`, a `CheckpointConfig`, or a policy object (`SelectivePolicy`, `TorchPolicy`).
         mesh: a mesh that a framework built, with axes out of ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``; default:
             made from the launcher's environment.
-        dp_replicate: FSDP2: replicas of the sharded model (HSDP); must divide the number of ranks.
-        tp: FSDP2: ranks that each large weight is split over (must divide the number of ranks), or `TensorParallel(...)`
-            with a plan, sequence parallelism and a loss that stays split by vocabulary.
-        cp: FSDP2: ranks that each sequence is split over, or `ContextParallel(...)` with the method. Every rank of a ``cp``
-            group is called with the same whole sequences; the loss is that of the whole, the same on each, and other
-            outputs are this rank's part (`nemo_like.distributed.unshard_sequence`).
-        ep: FSDP2: ranks that each layer's experts are split over (must divide ``dp_shard x cp x tp``, and the number of
-            experts), or `ExpertParallel(...)` with a plan. Tokens travel to the experts and back.
-        pp: ranks that the layers are dealt out to, or `PipelineParallel(...)` with schedule, microbatches and balance; needs
-            `sample_input`, one microbatch. A `Pipeline` is returned then, whose ``step(**batch)`` takes whole batches.
-        ac_scope: the groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
-            ``"multimodal"`` or a list. A frozen layer is replayed in calls with an input that needs a gradient.
-        layers: names (globs) or modules of the layers, instead of the layers that are found.
-        loss: ``"model"``, or ``"chunked"`` (`ChunkedLoss(...)` with sizes): where the model computes a cross entropy of its
-            head's output from ``labels`` in training mode, it does so a chunk of tokens at a time, and
-            ``output.logits`` is None; where it does something else with the logits, they are made, and this is logged.
-        precision: the dtype to compute in (``"bf16"``), ``"fp8"`` (bfloat16, with the matmuls of the layers' linears in
-            float8, by torchao; also ``"fp8-rowwise"``, ``"fp8-gather"``),
-            a `Precision` (also for reduction and outputs) or torch's `MixedPrecisionPolicy`. FSDP2
-            casts parameters; the other strategies use autocast.
-        compile: ``True``/``"inductor"`` or ``"aot_eager"``: compile each layer in place.
-        offload: what waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these
-            and what checkpointing keeps), ``"all"``, or an `OffloadConfig`.
         sample_input: what one step of one rank gives to the model, as keywords, positions or one tensor; needed by
             budgets and ``pp``, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first. Under ``tp`` and
             ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that what
             fails once it is split is refused here.
-        optimizer: the optimizer that a budget counts: ``"adamw"`` (default), ``"adamw-8bit"``, ``"sgd"``, ...
-        step: what else a budget counts of the training loop (`StepSpec`: microbatches, a loss outside of the model, whether
-            the output is dropped before backward); default: ``out = model(**batch); out.loss.backward()``, then one
-            step of the optimizer.
-        planned_tokens: tokens of the largest microbatch of one rank that memory was planned for, as `nemo-like fit` says it
-            where there is no plan to know it: a larger batch is trained on, and a warning says so once.
-        device: where the model goes; default: this rank's accelerator if there is one, else the CPU.
-        gpu: the device that a budget is planned for, by name, file or `Device`; default: the one at hand.
-        world_size: ranks of the job; must be as many as there are. For predictions where no process group is.
-        allocator: the settings of CUDA's caching allocator that a budget counts with (`AllocatorConfig`); default: its own.
-        search: what a plan may use to stay within a budget (`PlanSearch`).
+        strategy, ac, asked: the fields of `Job`:
+
+            FIELDS
 
     Raises:
         ValueError, TypeError: any bad argument, with the value, the reason and the way out; a model without repeated
@@ -203,7 +164,7 @@ def parallelize(
     given = {"strategy": strategy, "ac": ac, **asked}
     if isinstance(strategy, Job):
         given.pop("ac")  # the default, unless somebody gave it too
-        given |= {} if ac == Job.ac else {"ac": ac}
+        given |= {} if ac == "selective" else {"ac": ac}
     job = _read_on_all_ranks(model, given, mesh)
     if job.param_dtype is torch.float16:
         warn_once(
@@ -224,6 +185,10 @@ def parallelize(
     # Nothing has been changed up to here.
     start_from_the_same_weights(model, mesh)
     return cut.pipeline([(stage, _make_ready(stage.tree, stage.job, cut.stage_mesh)) for stage in cut.own_stages()])
+
+
+if parallelize.__doc__:  # absent under python -OO
+    parallelize.__doc__ = parallelize.__doc__.replace("            FIELDS\n", described(Job, " " * 12))
 
 
 def _read_on_all_ranks(model: nn.Module, given: Mapping[str, Any], mesh: DeviceMesh | None) -> Job:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,27 +22,51 @@ from nemo_like import CheckpointConfig, CheckpointWrapper, apply_activation_chec
 from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import SelectivePolicy, unwrap_checkpoint_wrapper
 from nemo_like.activation_checkpointing.policy import TorchPolicy
+from nemo_like.job import KEYWORDS, AllKeywords, JobKeywords
 from nemo_like.options import FSDP2, Precision
+from nemo_like.planning.fit.question import PINS, FitKeywords
 from tests.models.decoders import NAMES, PlainDecoder, batch, build, loss_of
 
 
 def test_the_public_names_are_these() -> None:
     # Frozen on purpose: a name that users import is added or taken away knowingly.
-    assert nemo_like.__all__ == [
-        "ActivationCheckpointTransform", "CheckpointConfig", "CheckpointWrapper", "ChunkedLoss", "ContextParallel", "DDP",
-        "ExpertParallel", "FSDP2", "Job", "MemoryBudget", "MemoryProfiler", "OffloadConfig", "PipelineParallel", "Plan",
-        "PlanSearch", "Precision", "ProfileReport", "SelectiveCheckpointer", "SelectivePolicy", "Single", "StepSpec",
-        "TensorParallel", "apply_activation_checkpointing", "checkpoint_timesteps", "chunked_cross_entropy", "dry_run",
-        "fit", "materialize", "parallelize", "plan_for", "plan_pipeline",
-    ]  # fmt: skip
     assert all(getattr(nemo_like, name).__doc__ for name in nemo_like.__all__)
-    signature = inspect.signature(parallelize)
-    assert list(signature.parameters)[:3] == ["model", "strategy", "ac"]
-    documented = {"mesh", "ac_scope", "compile", "precision", "offload", "dp_replicate", "tp", "cp", "layers",
-                  "sample_input", "optimizer", "device", "loss"}  # fmt: skip
-    keyword_only = {n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert documented <= keyword_only
-    assert all(f"{name}: " in parallelize.__doc__ for name in signature.parameters)
+    assert list(inspect.signature(parallelize).parameters)[:3] == ["model", "strategy", "ac"]
+    assert all(f"    {name}: " in parallelize.__doc__ for name in {*KEYWORDS, "mesh", "sample_input"} - {"optimizer"})
+
+
+def test_keywords_that_a_type_checker_sees_are_those_of_a_job_and_of_a_search() -> None:
+    assert {*AllKeywords.__annotations__} == {*KEYWORDS}
+    assert {*JobKeywords.__annotations__} == {*KEYWORDS} - {"strategy", "ac"}
+    assert {*FitKeywords.__annotations__} == {*KEYWORDS, *PINS, "imbalance", "host_memory"}
+
+
+_USER = """
+import torch
+from nemo_like import fit, parallelize, plan_for
+
+model = parallelize(torch.nn.Linear(2, 2), ac="full", tp=2)
+parallelize(model, activation_checkpointing=True)
+parallelize(model, dp_replicate="two")
+plan_for(model, ac="40GiB", world_sise=8)
+fit(model, gpus=8, micro_batchs=2)
+"""
+
+
+# A process of its own that reads torch's stubs (15 s); the types are those of every call.
+@pytest.mark.long
+def test_a_type_checker_finds_a_misspelt_keyword_and_a_wrong_type(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "user.py").write_text(_USER)
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", "--follow-imports=silent", "user.py"],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(Path(nemo_like.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+    )
+    lines = sorted({int(line.split(":")[1]) for line in run.stdout.splitlines() if line.startswith("user.py")})
+    assert lines == [6, 7, 8, 9], run.stdout + run.stderr
 
 
 def test_a_model_without_repeated_layers_is_refused_with_the_way_out() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from nemo_like.distributed.expert_parallel.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.fake.model_copy import model_copy
-from nemo_like.job import Job, as_code
+from nemo_like.job import AllKeywords, Job, as_code
 from nemo_like.layers import find
 from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.options import (
@@ -604,7 +604,9 @@ class Planner:
         return plan_of(self, choices, asked, gap)
 
 
-def plan_for(model: nn.Module, job: Job | None = None, *, sample_input: Any = None, **asked: Any) -> Plan:
+def plan_for(
+    model: nn.Module, job: Job | None = None, *, sample_input: Any = None, **asked: Unpack[AllKeywords]
+) -> Plan:
     """Find the fastest way to run `model`'s layers within a memory budget, with its predicted peak.
 
     Runs no kernel and needs no GPU. Where a process group is up, rank 0 plans and the others receive its plan, so that all

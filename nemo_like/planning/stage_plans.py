@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
-from nemo_like.job import Job
+from nemo_like.job import AllKeywords, Job
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.block import Choice
 from nemo_like.planning.planner import asked_job
@@ -23,7 +23,9 @@ from nemo_like.planning.stage_seconds import pipeline_seconds
 from nemo_like.planning.stages import Choices, PipelinePlanner
 
 
-def plan_pipeline(model: nn.Module, job: Job | None = None, *, sample_input: Any = None, **asked: Any) -> Plan:
+def plan_pipeline(
+    model: nn.Module, job: Job | None = None, *, sample_input: Any = None, **asked: Unpack[AllKeywords]
+) -> Plan:
     """Find the fastest plan of every stage within the budget of a job with ``pp``, as one `Plan` of the whole model.
 
     Early stages of most schedules have more micro-batches in flight than late ones, so their layers keep less. With

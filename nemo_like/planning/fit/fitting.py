@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from nemo_like.planning.fit.advice import binds, ways_out
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Configuration, Room, configuration, layouts
 from nemo_like.planning.fit.lengths import planned_length
-from nemo_like.planning.fit.question import Question, read_question
+from nemo_like.planning.fit.question import FitKeywords, Question, read_question
 from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
@@ -122,7 +122,7 @@ def fit(
     model: nn.Module | str, job: Job | None = None, *, gpus: int, seq_len: int | None = None,
     global_batch: int | None = None, memory: int | str | None = None, dtype: Any = None,
     sample: Callable[[int], Any] | None = None, count: int = 10, max_seq_len: int | None = None, p99: int | None = None,
-    lengths: Mapping[int, int] | None = None, **pins: Any,
+    lengths: Mapping[int, int] | None = None, **pins: Unpack[FitKeywords],
 ) -> FitReport:  # fmt: skip
     """Find the fastest configurations of a training step that fit on `gpus` devices. Runs no kernel, needs no GPU.
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
 
 from nemo_like._util.words import check_whole
-from nemo_like.job import KEYWORDS, Job
+from nemo_like.job import KEYWORDS, Job, Strategy
 from nemo_like.options import (
     FSDP2,
     LOSSES,
     SCHEDULES,
+    AllocatorConfig,
     ExpertParallel,
     MemoryBudget,
     OffloadConfig,
+    PlanSearch,
     StepSpec,
     did_you_mean,
     normalise,
@@ -34,6 +39,44 @@ _WORDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _FLAGS = ("reshard_after_forward", "cpu_offload")
 PINS = (*AXES, *_WORDS, *_FLAGS)
+
+Number = int | Sequence[int] | None
+Word = str | Sequence[str] | None
+Switch = bool | Sequence[bool] | None
+
+
+class FitKeywords(TypedDict, total=False):
+    """What `fit` takes by keyword: pins (one value or several), and the fields of a `Job` that it does not choose."""
+
+    dp_replicate: Number
+    dp_shard: Number
+    tp: Number
+    cp: Number
+    ep: Number
+    pp: Number
+    micro_batch: Number
+    grad_accum: Number
+    ac: Word
+    loss: Word
+    offload: Word
+    schedule: Word
+    reshard_after_forward: Switch
+    cpu_offload: Switch
+    precision: Any
+    optimizer: Word
+    imbalance: float | None
+    host_memory: int | str | None
+    strategy: Strategy
+    ac_scope: str | Sequence[str]
+    layers: str | nn.Module | Sequence[str | nn.Module] | None
+    compile: bool | str | None
+    step: StepSpec | None
+    planned_tokens: int | None
+    device: str | torch.device | None
+    gpu: Any
+    world_size: int | None
+    allocator: AllocatorConfig | str | None
+    search: PlanSearch | None
 
 
 @dataclass(frozen=True)
