@@ -151,9 +151,7 @@ def parallelize(
             budgets and ``pp``, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first. Under ``tp`` and
             ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that what
             fails once it is split is refused here.
-        strategy, ac, asked: the fields of `Job`:
-
-            FIELDS
+        FIELDS
 
     Raises:
         ValueError, TypeError: any bad argument, with the value, the reason and the way out; a model without repeated
@@ -188,7 +186,7 @@ def parallelize(
 
 
 if parallelize.__doc__:  # absent under python -OO
-    parallelize.__doc__ = parallelize.__doc__.replace("            FIELDS\n", described(Job, " " * 12))
+    parallelize.__doc__ = parallelize.__doc__.replace("        FIELDS\n", described(Job, " " * 8))
 
 
 def _read_on_all_ranks(model: nn.Module, given: Mapping[str, Any], mesh: DeviceMesh | None) -> Job:

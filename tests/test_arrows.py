@@ -62,3 +62,11 @@ def _imports(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             names |= {each.name for each in node.names}
     return names
+
+
+def test_the_map_in_the_documents_has_a_line_for_each_folder_and_file_of_the_root() -> None:
+    lines = (ROOT.parent / "docs" / "contributing.md").read_text(encoding="utf-8").splitlines()
+    told = [line.split("`")[1] for line in lines if line.startswith("| `nemo_like/")]
+    folders = {f"{path.parent.relative_to(ROOT.parent)}/" for path in ROOT.rglob("*.py")} - {"nemo_like/"}
+    files = {f"nemo_like/{path.name}" for path in ROOT.glob("*.py") if not path.name.startswith("__")}
+    assert sorted(told) == sorted(folders | files)
