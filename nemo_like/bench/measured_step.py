@@ -20,7 +20,7 @@ from nemo_like.profiling.meters import AllocatorEvents, CudaMeter
 
 
 @dataclass(frozen=True)
-class Bytes:
+class MeasuredBytes:
     """Beyond parameters, gradients and inputs."""
 
     held: int
@@ -48,7 +48,7 @@ def zero_gradients(model: nn.Module) -> None:
                 parameter.grad.zero_()
 
 
-def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> Bytes:
+def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> MeasuredBytes:
     """One step's bytes from the allocator: CUDA's statistics, or PyTorch's allocation events on the CPU."""
     zero_gradients(model)
     if device.type == "cuda":
@@ -57,11 +57,11 @@ def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> Bytes:
             torch.cuda.synchronize(device)
             held = meter.live
             loss.backward()
-        return Bytes(held, meter.take_peak())
+        return MeasuredBytes(held, meter.take_peak())
     parts: list[torch.Tensor] = []
     held = cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
     parts.pop().backward()
-    return Bytes(held, peak_bytes(model, sample, device))
+    return MeasuredBytes(held, peak_bytes(model, sample, device))
 
 
 def peak_bytes(model: nn.Module, sample: Any, device: torch.device) -> int:

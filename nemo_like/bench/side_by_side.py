@@ -64,7 +64,7 @@ _READS = (
 
 
 @dataclass
-class Candidate:
+class MeasuredMode:
     """A model in one mode, and its row of the table."""
 
     mode: Mode
@@ -86,7 +86,7 @@ class SideBySide:
         self.sample = sample_of(self.source, options, self.device)
         self.notes: list[str] = []
 
-    def run(self, modes: Sequence[Mode], also: Callable[[Candidate], None]) -> list[Candidate]:
+    def run(self, modes: Sequence[Mode], also: Callable[[MeasuredMode], None]) -> list[MeasuredMode]:
         """Prepare and measure each mode, then let all take turns; `also` measures more into a candidate's row."""
         candidates = self._measured(self._prepared(modes), also)
         models = [candidate.model for candidate in candidates]
@@ -95,10 +95,10 @@ class SideBySide:
             candidate.row |= summarize(times, timed[0])
         return candidates
 
-    def _prepared(self, modes: Sequence[Mode]) -> list[Candidate]:
+    def _prepared(self, modes: Sequence[Mode]) -> list[MeasuredMode]:
         """One model per mode. On one device they share their parameters, so that large models fit."""
         base: nn.Module | None = None
-        candidates: list[Candidate] = []
+        candidates: list[MeasuredMode] = []
         for mode in modes:
             if base is None or self.options.strategy != "single":
                 torch.manual_seed(0)
@@ -111,10 +111,10 @@ class SideBySide:
                 self._leave_out(mode, "not run", error)
                 continue
             row = {"mode": ("x " if mode.peer else "") + mode.name, "peer": mode.peer}
-            candidates.append(Candidate(mode, model, copies, row))
+            candidates.append(MeasuredMode(mode, model, copies, row))
         return candidates
 
-    def _measured(self, candidates: list[Candidate], also: Callable[[Candidate], None]) -> list[Candidate]:
+    def _measured(self, candidates: list[MeasuredMode], also: Callable[[MeasuredMode], None]) -> list[MeasuredMode]:
         """Those of `candidates` that ran, with their bytes and gradients."""
         wanted: dict[str, torch.Tensor] = {}
         ran = []
@@ -182,7 +182,7 @@ def _memory(options: BenchOptions) -> Measured:
     modes = choose_modes(options, compared.device)
     flops: dict[str, tuple[int, int]] = {}
 
-    def count_flops(candidate: Candidate) -> None:
+    def count_flops(candidate: MeasuredMode) -> None:
         if candidate.mode.backend is None:  # a compiled graph is one operator to the counter
             flops[candidate.row["mode"]] = measure_flops(candidate.model, compared.sample)
 
@@ -264,7 +264,7 @@ def _offload(options: BenchOptions) -> Measured:
         raise ValueError("The offload suite runs on one rank with strategy 'single'; start it without torchrun.")
     compared = SideBySide(options)
 
-    def count_copies(candidate: Candidate) -> None:
+    def count_copies(candidate: MeasuredMode) -> None:
         """Count on a step of its own, since measuring a CPU's bytes takes several steps."""
         copies = candidate.copies
         before = (copies.moved(), copies.back(), copies.stalls())

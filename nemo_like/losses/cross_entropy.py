@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.words import a_or_an, check_bool
 from nemo_like.losses.heads import Head, autocast_dtype, trained_tensors
 from nemo_like.losses.rows import CrossEntropyRows, RowLoss, Shape
-from nemo_like.losses.runner import Job, LossesInBackward, LossInForward
+from nemo_like.losses.runner import ChunkedCall, LossesInBackward, LossInForward
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import call_in_fsdp_unit, is_fake
 
@@ -165,12 +165,12 @@ def reduced(
     # float16 cannot hold a share of a mean: there backward divides, in float32.
     late = autocast_dtype(hidden) == torch.float16 or any(p.dtype == torch.float16 for p in _params(unit, parameters))
     weights, scale = (weights, scale) if late else (weights * scale, one)
-    job = Job(head, rows, options, unit)
+    call = ChunkedCall(head, rows, options, unit)
     train = torch.is_grad_enabled()
 
     def inside(states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
-        return LossInForward.apply(job, weights, scale, items, train, flat, *_params(unit, parameters))
+        return LossInForward.apply(call, weights, scale, items, train, flat, *_params(unit, parameters))
 
     return call_in_fsdp_unit(unit, inside, hidden)
 
@@ -186,11 +186,11 @@ def losses_per_token(
 ) -> Tensor:
     """(tokens,) float32."""
     unit = head if unit is None else unit
-    job = Job(head, rows, options, unit)
+    call = ChunkedCall(head, rows, options, unit)
 
     def inside(states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
-        return LossesInBackward.apply(job, flat, *_params(unit, parameters))
+        return LossesInBackward.apply(call, flat, *_params(unit, parameters))
 
     return call_in_fsdp_unit(unit, inside, hidden)
 

@@ -23,7 +23,7 @@ from nemo_like.torch_compat import graph_is_kept, is_fake, without_fsdp_hooks
 
 
 @dataclass(frozen=True)
-class Job:
+class ChunkedCall:
     """One call: which head, which loss, how it is cut."""
 
     head: Head
@@ -67,14 +67,16 @@ class Outcome:
     params: list[Tensor | None]
 
 
-def walk(job: Job, hidden: Tensor, params: Sequence[Tensor], weights: Tensor | None, into_hidden: bool) -> Outcome:
+def walk(
+    call: ChunkedCall, hidden: Tensor, params: Sequence[Tensor], weights: Tensor | None, into_hidden: bool
+) -> Outcome:
     """All chunks: the losses and, with `weights`, the gradients of ``(weights * losses).sum()``.
 
     hidden: (tokens, D), weights: (tokens,) float32 or None.
     """
-    head, size = job.open(hidden, params)
+    head, size = call.open(hidden, params)
     with_gradient = weights is not None and (into_hidden or bool(params))
-    sums = GradientSums(params, job.options.grads_in_float32)
+    sums = GradientSums(params, call.options.grads_in_float32)
     to_hidden = (
         torch.empty_like(hidden, memory_format=torch.contiguous_format) if with_gradient and into_hidden else None
     )
@@ -84,7 +86,7 @@ def walk(job: Job, hidden: Tensor, params: Sequence[Tensor], weights: Tensor | N
         output = head.logits(chunk, with_gradient)
         logits, vocabulary = unwrap_logits(output, len(chunk))
         mine = weights[rows] if with_gradient and weights is not None else None
-        losses, apart = job.rows.step(logits, rows, vocabulary, mine, isinstance(head, LinearHead))
+        losses, apart = call.rows.step(logits, rows, vocabulary, mine, isinstance(head, LinearHead))
         total = total.to(losses.dtype)  # float64 stays
         total[rows] = losses
         if with_gradient:
@@ -99,10 +101,17 @@ class LossInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, job: Job, weights: Tensor, scale: Tensor, items: Tensor, train: bool, hidden: Tensor, *params: Tensor
+        ctx: Any,
+        call: ChunkedCall,
+        weights: Tensor,
+        scale: Tensor,
+        items: Tensor,
+        train: bool,
+        hidden: Tensor,
+        *params: Tensor,
     ) -> Tensor:
         into_hidden = train and ctx.needs_input_grad[5]
-        found = walk(job, hidden, params if train else (), weights if train else None, into_hidden)
+        found = walk(call, hidden, params if train else (), weights if train else None, into_hidden)
         grads = [found.hidden, *found.params]
         ctx.kept = [index for index, grad in enumerate(grads) if grad is not None]
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *params)]
@@ -133,20 +142,20 @@ class LossesInBackward(torch.autograd.Function):
     """The losses of single tokens. What weighs them is known in backward only, which runs the head once more."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, hidden: Tensor, *params: Tensor) -> Tensor:
-        ctx.job = job
+    def forward(ctx: Any, call: ChunkedCall, hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.call = call
         ctx.autocast = _Autocast.now(hidden)
         ctx.random = _RandomState.now(hidden)
         ctx.save_for_backward(hidden, *params)
-        return walk(job, hidden, (), None, False).losses
+        return walk(call, hidden, (), None, False).losses
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
         hidden, *params = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
-        with ctx.autocast.again(), ctx.random.again(), without_fsdp_hooks(ctx.job.unit):
-            found = walk(ctx.job, hidden, params, upstream, needs[0])
+        with ctx.autocast.again(), ctx.random.again(), without_fsdp_hooks(ctx.call.unit):
+            found = walk(ctx.call, hidden, params, upstream, needs[0])
         grads = [
             None if grad is None else grad.to(param.dtype) for grad, param in zip(found.params, params, strict=True)
         ]

@@ -63,8 +63,8 @@ class ProfileReport:
     step_spread: float
     moments: tuple[Moment, ...] = dataclasses.field(repr=False, default=())
     """The peak of every stretch of the step: what predictions are made from."""
-    calls: tuple[LayerCall, ...] = dataclasses.field(repr=False, default=())
-    """Every layer call in forward order; `LayerCall.layer` indexes `call_names`."""
+    calls: tuple[ProfiledCall, ...] = dataclasses.field(repr=False, default=())
+    """Every layer call in forward order; `ProfiledCall.layer` indexes `call_names`."""
     call_names: tuple[str, ...] = dataclasses.field(repr=False, default=())
 
     @property
@@ -159,7 +159,7 @@ class ProfileReport:
         """
         try:
             values: Mapping[str, Any] = json.loads(text)
-            kinds = {"layers": LayerProfile, "moments": Moment, "calls": LayerCall}
+            kinds = {"layers": LayerProfile, "moments": Moment, "calls": ProfiledCall}
             fields: dict[str, Any] = {
                 field.name: tuple(kinds[field.name](**item) for item in values[field.name])
                 if field.name in kinds
@@ -213,7 +213,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class LayerCall:
+class ProfiledCall:
     """One call of one layer, and what replaying it would do."""
 
     layer: int
@@ -225,7 +225,7 @@ class LayerCall:
     """The most bytes alive during the replay itself, before what earlier layers free comes off."""
 
 
-def predict_peak(moments: Sequence[Moment], calls: Sequence[LayerCall], chosen: Collection[int]) -> int:
+def predict_peak(moments: Sequence[Moment], calls: Sequence[ProfiledCall], chosen: Collection[int]) -> int:
     """The peak of the step in bytes when the layers `chosen` are replayed."""
     freed = [0]
     peak = 0
@@ -236,7 +236,7 @@ def predict_peak(moments: Sequence[Moment], calls: Sequence[LayerCall], chosen: 
     return max([peak, *(moment.peak - freed[moment.calls_before] for moment in moments)])
 
 
-def cheapest_layers(moments: Sequence[Moment], calls: Sequence[LayerCall], budget: int) -> list[int] | None:
+def cheapest_layers(moments: Sequence[Moment], calls: Sequence[ProfiledCall], budget: int) -> list[int] | None:
     """The layers of least total cost whose replay keeps the peak within `budget` bytes; None where none suffices.
 
     Exact: dynamic programming over the calls in forward order, keeping for each choice of layers that come again the
@@ -273,7 +273,7 @@ class _Point:
 
 
 def _decide(
-    decided: dict[frozenset[int], list[_Point]], call: LayerCall, demand: int, *, first: bool, last: bool
+    decided: dict[frozenset[int], list[_Point]], call: ProfiledCall, demand: int, *, first: bool, last: bool
 ) -> dict[frozenset[int], list[_Point]]:
     """Every point with `call` replayed (where it meets the replay's `demand`) and not.
 

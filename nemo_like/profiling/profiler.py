@@ -18,7 +18,7 @@ from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
 from nemo_like.fake.outside_state import OutsideState
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
-from nemo_like.profiling.profile_report import MB, LayerCall, LayerProfile, ProfileReport, cheapest_layers
+from nemo_like.profiling.profile_report import MB, LayerProfile, ProfiledCall, ProfileReport, cheapest_layers
 from nemo_like.torch_compat import tree_map
 
 
@@ -157,7 +157,7 @@ class MemoryProfiler:
             alike.setdefault((row.kind, row.freed_bytes, row.calls), []).append(row.forward_ms / row.calls)
         cost = {row.name: statistics.median(alike[row.kind, row.freed_bytes, row.calls]) for row in rows}
         calls = tuple(
-            LayerCall(
+            ProfiledCall(
                 layer=names.index(self._layers[call.layer].fqn),
                 freed=free,
                 cost=cost[self._layers[call.layer].fqn],

@@ -36,7 +36,7 @@ from nemo_like.recipes.job_checkpoint import CheckpointStore
 from nemo_like.recipes.loss import DivergedError, LossLog
 from nemo_like.recipes.memory_advice import PlannedStep, advice_on_memory
 from nemo_like.recipes.progress import Progress
-from nemo_like.recipes.run_options import RunOptions, Schedule
+from nemo_like.recipes.run_options import LearningRate, RunOptions
 from nemo_like.recipes.run_state import check_same_run, gather_state
 from nemo_like.recipes.step_flops import Speed, Utilisation
 
@@ -61,7 +61,7 @@ class TrainingJob:
         self.ranks = ranks
         self.fitted: Fitted | None = None
         """What ``--fit`` chose, which `options` has, too."""
-        self.schedule = Schedule(options.schedule, options.lr, options.warmup, options.steps, options.lr_floor)
+        self.schedule = LearningRate(options.schedule, options.lr, options.warmup, options.steps, options.lr_floor)
         self.step = 0
         """Steps done since step 0 of the first run."""
         self.store: CheckpointStore | None = None

@@ -305,10 +305,10 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRate:
     """Linear warm-up from 0 to `peak`, then down to ``floor * peak`` by the last step.
 
-    >>> schedule = Schedule("linear", peak=1.0, warmup=2, steps=4, floor=0.5)
+    >>> schedule = LearningRate("linear", peak=1.0, warmup=2, steps=4, floor=0.5)
     >>> [schedule.at(step) for step in range(4)]
     [0.5, 1.0, 0.75, 0.5]
     """

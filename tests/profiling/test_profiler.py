@@ -13,7 +13,7 @@ from torch import nn
 
 from nemo_like.layers import LayersNotFoundError
 from nemo_like.profiling import BudgetUnmeetableError, MemoryProfiler, ProfileReport
-from nemo_like.profiling.profile_report import LayerCall, Moment, cheapest_layers, predict_peak
+from nemo_like.profiling.profile_report import Moment, ProfiledCall, cheapest_layers, predict_peak
 
 pytestmark = pytest.mark.compat
 
@@ -221,7 +221,7 @@ def test_the_cheapest_layers_are_those_of_a_search_through_all_subsets(data):
     count = data.draw(st.integers(1, 6))
     size = st.integers(0, 30)
     calls = [
-        LayerCall(
+        ProfiledCall(
             layer=data.draw(st.integers(0, count - 1)),
             freed=data.draw(st.integers(-2, 9)),
             cost=data.draw(st.integers(1, 5)),

@@ -19,7 +19,7 @@ from nemo_like.recipes.data import (
     load_text,
     unigram_entropy,
 )
-from nemo_like.recipes.run_options import Schedule
+from nemo_like.recipes.run_options import LearningRate
 
 
 def _write(folder: Path, **files: bytes) -> Path:
@@ -179,12 +179,12 @@ def test_unigram_entropy_of_known_frequencies():
 
 
 def test_schedules():
-    cosine = Schedule("cosine", peak=2.0, warmup=4, steps=12, floor=0.1)
+    cosine = LearningRate("cosine", peak=2.0, warmup=4, steps=12, floor=0.1)
     assert [cosine.at(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
     assert cosine.at(7) == pytest.approx(2.0 * (0.1 + 0.9 / 2))  # half way down
     assert cosine.at(11) == pytest.approx(0.2) and cosine.at(1000) == pytest.approx(0.2)
-    linear = Schedule("linear", peak=1.0, warmup=0, steps=10, floor=0.0)
+    linear = LearningRate("linear", peak=1.0, warmup=0, steps=10, floor=0.0)
     assert [round(linear.at(step), 12) for step in range(10)] == [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
-    constant = Schedule("constant", peak=1.0, warmup=2, steps=5)
+    constant = LearningRate("constant", peak=1.0, warmup=2, steps=5)
     assert [constant.at(step) for step in range(6)] == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert Schedule("linear", peak=1.0, warmup=9, steps=5).at(4) == pytest.approx(5 / 9)  # still warming up
+    assert LearningRate("linear", peak=1.0, warmup=9, steps=5).at(4) == pytest.approx(5 / 9)  # still warming up

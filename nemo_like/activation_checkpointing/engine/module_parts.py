@@ -44,7 +44,7 @@ PLAIN_TENSORS = (Tensor, nn.Parameter)
 class Taken(NamedTuple):
     """One module, or configuration, as it was."""
 
-    part: Part
+    part: ModulePart
     values: tuple[Any, ...]
     """Of the plain attributes and the configurations, in the order of `part.watched`."""
     parameters: dict[str, Tensor | None]
@@ -53,7 +53,7 @@ class Taken(NamedTuple):
     """In the order of `HOOKS`; None: there are none."""
 
 
-class Part:
+class ModulePart:
     """What is to be looked at in one module, or in one configuration that modules share."""
 
     __slots__ = (
@@ -120,7 +120,7 @@ class Snapshot:
         "_others_then", "_owns", "_tables", "_values", "counted", "parameters", "taken",
     )  # fmt: skip
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[ModulePart]) -> None:
         self._owns = [part.own for part in parts]
         self._lengths = list(map(len, self._owns))
         self._getters = [part.get_looked_at for part in parts]
@@ -197,7 +197,7 @@ class Walk:
     """The parts of one layer's module and of all that is in it."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._parts: list[Part] = []
+        self._parts: list[ModulePart] = []
         self._snapshot: Snapshot | None = None
         self.stamp = object()
         """Another one whenever an attribute has come, gone, or changed its type."""
@@ -208,17 +208,17 @@ class Walk:
         self._global_generators: list[tuple[dict[str, Any], str]] = []
         self._shared: dict[type, _SharedNames] = {}
         self._configs: list[tuple[dict[str, Any], str, Any]] = []
-        configs: dict[int, Part] = {}
+        configs: dict[int, ModulePart] = {}
         for module in _modules(root):
             self._global_generators += _named_by(type(module))
             self._shared[type(module)] = _containers_of(type(module))
             own = module.__dict__
-            self._parts.append(Part(own, type(module).__name__, is_module=True))
+            self._parts.append(ModulePart(own, type(module).__name__, is_module=True))
             for name, value in own.items():
                 if _is_configuration(name, value):
                     self._configs.append((own, name, value))
                     if id(value) not in configs:
-                        configs[id(value)] = Part(value.__dict__, type(value).__name__, is_module=False)
+                        configs[id(value)] = ModulePart(value.__dict__, type(value).__name__, is_module=False)
         self._parts += configs.values()
         self._sort()
 
@@ -241,7 +241,7 @@ class Walk:
             if not part.is_current():
                 if any(_is_configuration(name, value) for name, value in part.own.items()):
                     return None  # it may be new
-                self._parts[index] = Part(part.own, part.name, part.modules is not None)
+                self._parts[index] = ModulePart(part.own, part.name, part.modules is not None)
                 self.stamp = object()
         self._sort()
         snapshot = Snapshot(self._parts)
