@@ -6,7 +6,7 @@ pipeline, and `_check` what is checked before the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -163,7 +163,13 @@ def parallelize(
     if isinstance(strategy, Job):
         given.pop("ac")  # the default, unless somebody gave it too
         given |= {} if ac == "selective" else {"ac": ac}
-    job = _read_on_all_ranks(model, given, mesh)
+    try:
+        job = Job.of(**given)
+    except (ValueError, TypeError) as error:
+        if strategy != "single" and not isinstance(strategy, Single):
+            check_agreement(model, error, mesh)  # the other ranks hear of it
+        raise
+    check_agreement(model, job, mesh)
     if job.param_dtype is torch.float16:
         warn_once(
             "precision is fp16, whose gradients lose what is smaller than 6e-8: scale the loss with torch.amp.GradScaler, "
@@ -187,18 +193,6 @@ def parallelize(
 
 if parallelize.__doc__:  # absent under python -OO
     parallelize.__doc__ = parallelize.__doc__.replace("        FIELDS\n", described(Job, " " * 8))
-
-
-def _read_on_all_ranks(model: nn.Module, given: Mapping[str, Any], mesh: DeviceMesh | None) -> Job:
-    """Return the job that was asked for, the same on every rank; a rank that refuses its arguments tells the others."""
-    try:
-        job = Job.of(**given)
-    except (ValueError, TypeError) as error:
-        if given["strategy"] != "single" and not isinstance(given["strategy"], Single):
-            check_agreement(model, error, mesh)
-        raise
-    check_agreement(model, job, mesh)
-    return job
 
 
 def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: Any = None) -> Any:
