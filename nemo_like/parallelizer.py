@@ -159,14 +159,14 @@ def parallelize(
             The model is unchanged then.
     """
     check_model(model)
-    given = {"strategy": strategy, "ac": ac, **asked}
+    given: dict[str, Any] = {"strategy": strategy, "ac": ac, **asked}
     if isinstance(strategy, Job):
         given.pop("ac")  # the default, unless somebody gave it too
         given |= {} if ac == "selective" else {"ac": ac}
     try:
         job = Job.of(**given)
     except (ValueError, TypeError) as error:
-        if strategy != "single" and not isinstance(strategy, Single):
+        if str(strategy).lower() != "single" and not isinstance(strategy, Single):
             check_agreement(model, error, mesh)  # the other ranks hear of it
         raise
     check_agreement(model, job, mesh)
