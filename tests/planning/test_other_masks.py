@@ -91,7 +91,7 @@ def test_a_run_whose_masks_change_trains_as_without_a_plan(name, planned, budget
     if name == "bert" and planned == "packed":
         pytest.skip("BERT packs nothing")
     order = [batches[planned], *batches.values(), batches[planned]]
-    # As `parallelize` trains packed documents: `tests_distributed/test_packing.py` compares that with one by one.
+    # As `parallelize` trains packed documents: `tests_distributed/fsdp/test_packing.py` compares that with one by one.
     expected = _gradients(keep_documents_apart(copy.deepcopy(model)), order)
     planned_model = parallelize(model, strategy="single", ac=budget, sample_input=batches[planned], device="cpu")
     for ours, theirs in zip(_gradients(planned_model, order), expected, strict=True):

@@ -13,7 +13,7 @@ import torch
 from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
 from nemo_like.recipes.sample_data import SampleOrder, TrainingRows, hold_out, pack
 from nemo_like.recipes.sample_files import open_samples
-from tests_distributed.finetune_job import make_tokenizer, questions, read_samples, write_lines
+from tests_distributed.recipes.finetune_job import make_tokenizer, questions, read_samples, write_lines
 
 pytest.importorskip("transformers")
 

@@ -1,0 +1,362 @@
+"""Context parallelism with everything else: chunked loss, LoRA, tensor parallelism, replicas, offload, compile, ..."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from nemo_like import ContextParallel, parallelize
+from nemo_like.distributed import build_mesh, set_gradient_sync, shard_sequence, unshard_sequence
+from tests_distributed.context.cut_models import LENGTH, LOSS, NanoGPT, batch, build, differences, gradients, step
+from tests_distributed.spawn import run_ranks
+
+
+def _close(found: float, expected: float) -> list[str]:
+    return [] if abs(found - expected) <= LOSS * abs(expected) else [f"loss {found} for {expected}"]
+
+
+def _with_options(rank: int, world_size: int, name: str, cases: list[dict[str, Any]]) -> list[str]:
+    whole, inputs = build(name), batch(name)
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    wrong = []
+    for options in cases:
+        model = parallelize(copy.deepcopy(whole), **({"cp": 2} | options))
+        found, grads = step(model, inputs)
+        wrong += [f"{options}: {text}" for text in _close(found, loss) + differences(grads, expected)]
+    return wrong
+
+
+ONE_AT_A_TIME: list[dict[str, Any]] = [
+    {"loss": "chunked"},
+    {"loss": "chunked", "ac": "full"},
+    {"offload": "saved"},
+    {"offload": "all", "ac": "none"},
+    {"offload": "boundary", "ac": "full"},
+    {"ac": "sequential"},
+]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "t5"])
+def test_with_other_options(name: str) -> None:
+    assert run_ranks(2, _with_options, name, ONE_AT_A_TIME, timeout=120) == [[], []]
+
+
+def test_in_lower_precision_and_with_experts_split() -> None:
+    assert run_ranks(2, _with_options, "mixtral", [{"ep": 2}, {"ep": 2, "ac": "full"}], timeout=120) == [[], []]
+    assert run_ranks(2, _lower) == [[], []]
+
+
+def _lower(rank: int, world_size: int) -> list[str]:
+    """In bfloat16, parts and wholes differ by its rounding."""
+    whole, inputs = build("llama"), batch("llama")
+    loss, _ = step(copy.deepcopy(whole), inputs)
+    found, _ = step(parallelize(whole, cp=2, precision="bf16", loss="chunked"), inputs)
+    return [] if abs(found - loss) < 1e-2 * loss else [f"loss {found} for {loss}"]
+
+
+@pytest.mark.long
+def test_with_compiled_layers() -> None:
+    cases = [{"compile": "aot_eager", "ac": ac} for ac in ("none", "selective")]
+    assert run_ranks(2, _with_options, "llama", cases, timeout=180) == [[], []]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+def test_with_layers_compiled_by_inductor() -> None:
+    cases = [{"compile": True, "ac": ac} for ac in ("selective", "full")]
+    assert run_ranks(2, _with_options, "llama", cases, timeout=400) == [[], []]
+
+
+def test_with_tensor_parallelism_and_replicas() -> None:
+    cases = [{"tp": 2}, {"tp": 2, "cp": ContextParallel(2, "ulysses"), "ac": "full"}, {"dp_replicate": 2}, {"cp": 2}]
+    assert run_ranks(4, _with_options, "llama", cases, timeout=120) == [[]] * 4
+
+
+def _lora(rank: int, world_size: int) -> list[str]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    whole: Any = get_peft_model(
+        build("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    inputs = batch("llama")
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    assert expected and all("lora" in name for name in expected)
+    wrong = []
+    for ac in ("none", "full", "selective", "submodule"):
+        found, grads = step(parallelize(copy.deepcopy(whole), ac=ac, cp=2), inputs)
+        wrong += [f"{ac}: {text}" for text in _close(found, loss) + differences(grads, expected)]
+    return wrong
+
+
+def test_with_lora() -> None:
+    pytest.importorskip("peft")
+    assert run_ranks(2, _lora, timeout=120) == [[], []]
+
+
+def _rest(rank: int, world_size: int) -> list[str]:
+    """Evaluation, accumulation, a sum over items, outputs, own loops, generation: one model each."""
+    whole, wrong = build("llama"), []
+    first, second = batch("llama", 3), batch("llama", 4)
+
+    # Accumulation over two microbatches with the trainer's number of items, and evaluation in between.
+    items = torch.tensor(37.0)
+    single, model = copy.deepcopy(whole), parallelize(copy.deepcopy(whole), cp=2)
+    mesh = build_mesh(cp=2)
+    for number, inputs in enumerate((first, second)):
+        single(**inputs, num_items_in_batch=items).loss.backward()
+        set_gradient_sync(model, number == 1)
+        model(**inputs, num_items_in_batch=items).loss.backward()
+    wrong += differences(gradients(model), gradients(single))
+    single.zero_grad(), model.zero_grad()  # after an evaluation FSDP2 shows other parameters than those with gradients
+    with torch.no_grad():
+        single.eval(), model.eval()
+        wrong += _close(model(**first).loss.item(), single(**first).loss.item())
+
+    # Outputs are this rank's part.
+    with torch.no_grad():
+        given, expected = model(**first, output_hidden_states=True), single(**first, output_hidden_states=True)
+    assert given.logits.shape[1] == 8  # of 13, padded to 16
+    torch.testing.assert_close(unshard_sequence(given.logits, mesh, length=LENGTH), expected.logits)
+    for part, states in zip(given.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(unshard_sequence(part, mesh, length=LENGTH), states)
+    assert torch.equal(
+        unshard_sequence(shard_sequence(first["input_ids"], mesh), mesh, length=LENGTH), first["input_ids"]
+    )
+
+    # A padded batch.
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :3], mask[1, -2:] = 0, 0
+    padded = first | {"attention_mask": mask, "labels": first["input_ids"].masked_fill(mask == 0, -100)}
+    with torch.no_grad():
+        wrong += _close(model(**padded).loss.item(), single(**padded).loss.item())
+        explicit = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        explicit[5:, 1] = False
+        masked = first | {"attention_mask": explicit[None, None].expand(2, 1, -1, -1)}
+        wrong += _close(model(**masked).loss.item(), single(**masked).loss.item())
+
+    # A loop of one's own: logits of a part, labels of a part.
+    single.train(), model.train()
+    single(**first).loss.backward()
+    ids = first["input_ids"]
+    targets = F.pad(first["labels"], (0, 1), value=-100)[:, 1:]
+    part = shard_sequence({"input_ids": ids, "labels": targets}, mesh)
+    logits = model(input_ids=ids).logits
+    total = F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum")
+    (total * 2 / (targets != -100).sum()).backward()
+    wrong += differences(gradients(model), gradients(single))
+
+    # Generation runs on whole sequences.
+    single.eval(), model.eval()
+    prompt = first["input_ids"][:, :5]
+    ours = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    if not torch.equal(ours, single.generate(prompt, max_new_tokens=4, do_sample=False)):
+        wrong.append(f"generated {ours}")
+    return wrong
+
+
+def test_evaluation_accumulation_outputs_and_own_loops() -> None:
+    assert run_ranks(2, _rest, timeout=120) == [[], []]
+
+
+def _mesh_of_a_framework(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "cp"))
+    whole, inputs = build("qwen3"), batch("qwen3")
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    found, grads = step(parallelize(whole, mesh=mesh), inputs)
+    return _close(found, loss) + differences(grads, expected)
+
+
+def test_with_a_mesh_from_a_framework() -> None:
+    assert run_ranks(2, _mesh_of_a_framework) == [[], []]
+
+
+def _data_and_sequence(rank: int, world_size: int) -> list[str]:
+    """2 x data, 2 x sequence: each group of two has a batch of its own, and gradients are their mean."""
+    whole = build("llama")
+    batches = [batch("llama", 3), batch("llama", 5)]
+    losses, grads = zip(*(step(copy.deepcopy(whole), inputs) for inputs in batches))
+    mean = {name: (grads[0][name] + grads[1][name]) / 2 for name in grads[0]}
+    found, mine = step(parallelize(whole, cp=2), batches[rank // 2])
+    return _close(found, losses[rank // 2]) + differences(mine, mean)
+
+
+def test_data_beside_sequences() -> None:
+    assert run_ranks(4, _data_and_sequence) == [[]] * 4
+
+
+def _different_batches(rank: int, world_size: int) -> None:
+    parallelize(build("llama"), cp=2)(**batch("llama", rank))
+
+
+def test_different_batches_in_a_group_are_refused() -> None:
+    with pytest.raises(ValueError, match="got different batches"):
+        run_ranks(2, _different_batches)
+
+
+def _first_call(rank: int, world_size: int, name: str, labelled: bool) -> float:
+    inputs = batch("nanogpt" if name in ("own_attention", "rotated") else name)
+    model = parallelize(build(name), cp=2)
+    return step(model, inputs if labelled else {"idx": inputs["idx"]})[0]
+
+
+@pytest.mark.parametrize("name", ["own_attention", "rotated"])
+def test_a_plain_model_that_cannot_be_cut_is_found_in_its_first_call(name: str) -> None:
+    errors = run_ranks(2, _first_call, name, name == "own_attention", return_exceptions=True)
+    assert all(isinstance(error, ValueError) and "other outputs than whole sequences" in str(error) for error in errors)
+
+
+def _masked_positions(rank: int, world_size: int) -> None:
+    inputs = batch("opt")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :3] = 0
+    parallelize(build("opt"), cp=2)(**inputs, attention_mask=mask)
+
+
+def test_positions_that_are_counted_over_a_mask_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="counts positions from the attention mask"):
+        run_ranks(2, _masked_positions)
+
+
+def _verified(rank: int, world_size: int) -> list[str]:
+    """Verification changes nothing of a model that is right, and finds a layer that is not."""
+    whole, inputs = build("qwen3"), batch("qwen3")
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    found, grads = step(parallelize(copy.deepcopy(whole), cp=2, loss="chunked"), inputs)
+    wrong = _close(found, loss) + differences(grads, expected)
+    whole.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
+    try:
+        step(parallelize(whole, cp=2), inputs)
+    except ValueError as error:
+        return wrong + ([] if "other outputs" in str(error) else [str(error)])
+    return [*wrong, "a mean over the sequence was not seen"]
+
+
+def test_verification_compares_with_whole_sequences() -> None:
+    assert run_ranks(2, _verified, env={"NEMO_LIKE_VERIFY": "1"}) == [[], []]
+
+
+class _Model(NanoGPT):
+    """Counts its calls; `more` is what it does with its hidden states."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(32))
+
+    def more(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        self.calls += 1
+        x = self.embed(idx)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(self.more(x)))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class _MeanInTraining(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.5, self.training)
+        return x + x.mean(1, keepdim=True) if self.training else x
+
+
+class _FarAway(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        return x + F.pad(x, (0, 0, 40, 0))[:, : x.shape[1]]
+
+
+class _ReadsABuffer(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        x = x + self.mean
+        self.mean = self.mean * 0.9
+        self.mean += x.detach().mean((0, 1))
+        return x
+
+
+class _FromTheEighthCall(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True) if self.calls >= 8 else x
+
+
+class _Scheduled(_Model):
+    def more(self, x: Tensor) -> Tensor:
+        return x * (1 + self.calls)
+
+
+class _DrawsAlike(_Model):
+    """As layers that are skipped at random do, with a probability of zero."""
+
+    def more(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0 else F.dropout(x, 0.5, self.training)
+
+
+def _compared_in_training(rank: int, world_size: int) -> list[str]:
+    ids = torch.randint(1, 48, (1, 128), generator=torch.Generator().manual_seed(3))
+    inputs, found = {"idx": ids, "targets": ids.roll(-1, 1)}, []
+    for kind, calls in (
+        (_MeanInTraining, 1), (_FarAway, 1), (_ReadsABuffer, 1), (_FromTheEighthCall, 8), (_DrawsAlike, 1), (_Scheduled, 2),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        whole = kind()
+        model = parallelize(copy.deepcopy(whole), ac="none", cp=2)
+        call = 0
+        try:
+            while call < calls:
+                call += 1
+                loss = model(**inputs)[1]
+            found.append(f"{kind.__name__} runs")
+        except ValueError as error:
+            assert "other outputs than whole sequences" in str(error)
+            found.append(f"{kind.__name__} is refused in call {call}")
+    single = [whole(**inputs)[1] for _ in range(calls)][-1]
+    return found + _close(loss.item(), single.item())
+
+
+def test_training_is_compared() -> None:
+    """Without dropout, on as many tokens as a part has, twice where a buffer changes, and again in the eighth call."""
+    expected = [
+        "_MeanInTraining is refused in call 1", "_FarAway is refused in call 1", "_ReadsABuffer is refused in call 1",
+        "_FromTheEighthCall is refused in call 8", "_DrawsAlike runs", "_Scheduled runs",
+    ]  # fmt: skip
+    assert run_ranks(2, _compared_in_training) == [expected, expected]
+
+
+def _own_embeddings(rank: int, world_size: int) -> list[str]:
+    whole, inputs = build("llama"), batch("llama")
+    grads = []
+    for model in (copy.deepcopy(whole), parallelize(copy.deepcopy(whole), ac="none", cp=2)):
+        for labelled in (True, False):
+            embeds = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            if labelled:
+                model(inputs_embeds=embeds, labels=inputs["labels"]).loss.backward()
+            else:
+                logits = model(inputs_embeds=embeds).logits
+                if logits.shape[1] == LENGTH:
+                    logits.square().sum().backward()
+                else:
+                    (logits.square() * shard_sequence(torch.ones(2, LENGTH, 1), build_mesh(cp=2))).sum().mul(
+                        2
+                    ).backward()
+            assert embeds.grad is not None
+            grads.append(embeds.grad)
+    names = ("labels", "logits")
+    expected, found = (dict(zip(names, part)) for part in (grads[:2], grads[2:]))
+    return differences(found, expected)
+
+
+def test_the_callers_embeddings_get_whole_gradients() -> None:
+    assert run_ranks(2, _own_embeddings) == [[], []]

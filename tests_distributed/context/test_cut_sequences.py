@@ -1,0 +1,139 @@
+"""`parallelize(model, cp=...)` on whole sequences: loss and gradients are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like import ContextParallel, parallelize
+from tests.models.families import COMMON, hf
+from tests_distributed.context.cut_models import LENGTH, LOSS, batch, build, step, wrong_in_modes
+from tests_distributed.spawn import run_ranks
+
+MODES = ("none", "full", "selective", "submodule", "50%")
+FAMILY_NAMES = (
+    "llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral", "bert", "t5", "qwen2_vl", "qwen3_vl", "nanogpt",
+)  # fmt: skip
+OWN_NAMES = ("bloom", "mpt", "falcon", "falcon_alibi", "gptj")
+MORE_NAMES = (
+    "gemma2", "gemma3", "llama4", "llama4_tuned", "gpt2", "opt", "modernbert", "phi3", "stablelm", "llava", "olmoe",
+    "bart", "mbart", "umt5", "jetmoe",
+)  # fmt: skip
+
+
+def _modes(
+    rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...], length: int = LENGTH
+) -> list[str]:  # fmt: skip
+    """What is wrong under some mode; nothing is right."""
+    return wrong_in_modes(build(name), batch(name, length=length), cp, modes)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_families(name: str) -> None:
+    assert run_ranks(2, _modes, name, 2, MODES) == [[], []]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", MORE_NAMES)
+def test_more_families(name: str) -> None:
+    assert run_ranks(2, _modes, name, 2, ("selective",)) == [[], []]
+
+
+def _follows_the_longest(rank: int, world_size: int) -> list[str]:
+    """13 tokens end where the short frequencies do, and their padding beyond; of 21 tokens a part ends there."""
+    longrope = {
+        "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 13, "short_mscale": 1.0, "long_mscale": 2.0,
+    }  # fmt: skip
+    dynamic = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    phi = {"rope_parameters": longrope, "original_max_position_embeddings": 13, "pad_token_id": 0}
+    wrong = []
+    for name, own, cases in (
+        ("Phi3", phi, [("all-gather", 13), ("all-gather", 21), ("ulysses", 21), ("ring", 21)]),
+        ("Phimoe", {"rope_parameters": longrope, "num_local_experts": 2}, [("all-gather", 21)]),
+        ("Llama", {"rope_parameters": dynamic, "max_position_embeddings": 13}, [("all-gather", 13), ("ring", 21)]),
+    ):
+        torch.manual_seed(0)
+        whole = hf(f"{name}ForCausalLM", f"{name}Config", **COMMON | own, initializer_range=0.3)().float()
+        whole.eval()  # in training, Phimoe draws which experts a token goes to
+        for method, length in cases:
+            found = wrong_in_modes(whole, batch("llama", length=length), ContextParallel(2, method), ("none",))
+            wrong += [f"{name}, {method}, {length} tokens: {text}" for text in found]
+    return wrong
+
+
+def test_rotary_embeddings_follow_the_longest_position_of_the_whole_sequence() -> None:
+    assert run_ranks(2, _follows_the_longest) == [[], []]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_attention_of_the_layers_own(name: str) -> None:
+    """Linear biases (ALiBi) and others that don't ask transformers' interface get other ranks' keys as from a cache."""
+    assert run_ranks(2, _modes, name, 2, ("none", "full", "selective", "50%")) == [[], []]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon_alibi"])
+def test_linear_biases_on_four_ranks(name: str) -> None:
+    assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "t5", "bert", "qwen3", "nanogpt"])
+def test_ulysses(name: str) -> None:
+    assert run_ranks(2, _modes, name, ContextParallel(2, "ulysses"), ("none", "selective")) == [[], []]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_four_ranks(name: str) -> None:
+    assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_chunks_of_one_token(name: str) -> None:
+    assert run_ranks(4, _modes, name, 4, ("none", "full"), 8) == [[]] * 4
+
+
+def _longer_than_what_is_compared(rank: int, world_size: int) -> list[str]:
+    """37 tokens: the first call compares the first 31, whole against parts. A model that looks both ways sees padding."""
+    wrong = _modes(rank, world_size, "nanogpt", 2, ("none",), 37)
+    for cp in (ContextParallel(2), ContextParallel(2, "ulysses")):
+        wrong += _modes(rank, world_size, "nanobert", cp, ("none", "full"), 37)
+    return wrong
+
+
+def test_plain_models_on_longer_rows() -> None:
+    assert run_ranks(2, _longer_than_what_is_compared) == [[], []]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("llama", 2), ("qwen3", 2), ("nanogpt", 2), ("jetmoe", 2), ("llama", 4), ("mixtral", 4)]
+)
+def test_ring(name: str, ranks: int) -> None:
+    modes = ("none", "full", "selective", "submodule") if ranks == 2 and name != "jetmoe" else ("none", "full")
+    assert run_ranks(ranks, _modes, name, ContextParallel(ranks, "ring"), modes) == [[]] * ranks
+
+
+def _limits_of_a_ring(rank: int, world_size: int) -> None:
+    inputs = batch("llama")
+    whole = build("llama")
+    expected, _ = step(copy.deepcopy(whole), inputs)
+    model = parallelize(whole, ac="full", cp=ContextParallel(2, "ring"))
+    ones = torch.ones_like(inputs["input_ids"])
+    found, _ = step(model, inputs | {"attention_mask": ones})
+    assert abs(found - expected) <= LOSS * expected
+    for more in ({"attention_mask": ones.tril(10)}, {"position_ids": torch.arange(13).remainder(6).expand(2, -1)}):
+        with pytest.raises(NotImplementedError, match="without a mask"):
+            model(**inputs, **more)
+
+
+def test_a_ring_says_what_it_has_not() -> None:
+    run_ranks(2, _limits_of_a_ring)

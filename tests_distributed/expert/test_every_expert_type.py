@@ -1,0 +1,98 @@
+"""Every model type of transformers whose config has an expert plan, tiny, on two ranks with `ep=2` against one process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nemo_like import parallelize
+from nemo_like.planning.step_loss import loss_of
+from tests.surveys import plans as plan_survey
+from tests.surveys.tiny_models import ATTEMPTS, within
+from tests_distributed.expert.whole_gradients import assert_close, gradients
+from tests_distributed.spawn import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+
+def types_with_expert_plans() -> list[str]:
+    """By name; their text config may be what has the plan."""
+    found = []
+    for name, config in transformers.CONFIG_MAPPING.items():
+        parts = [config, *getattr(config, "sub_configs", {}).values()]
+        if any(getattr(part, "base_model_ep_plan", None) for part in parts):
+            found.append(name)
+    return sorted(found)
+
+
+def _tiny(names: tuple[str, ...]) -> tuple[nn.Module, dict[str, Tensor]] | None:
+    """A model in float32, and a batch; None: none of the classes trains tiny."""
+    for name, without in itertools.product(names, ATTEMPTS):
+        try:
+            with within(60):
+                torch.manual_seed(0)
+                random.seed(0)
+                model, sample = plan_survey._trainable(name, without)
+        except Exception:  # noqa: BLE001 - what a type cannot do alone says nothing of ranks
+            continue
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model.float(), sample
+    return None
+
+
+def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...]) -> str:
+    """Empty: alike. Both ranks have the same batch, so that one process with it has their mean."""
+    transformers.logging.set_verbosity_error()
+    built = _tiny(names)
+    if built is None:
+        return "does not train tiny"
+    model, sample = built
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.data, 0)
+    reference = copy.deepcopy(model)
+    torch.manual_seed(1)  # a router that draws (PhiMoE) draws the same twice
+    loss = loss_of(reference(**sample))
+    loss.backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    try:
+        split = parallelize(model, ac="full", ep=2, device="cpu")
+    except ValueError as error:
+        return "has no experts tiny" if "no experts were found" in str(error) else f"refused: {error}"
+    torch.manual_seed(1)
+    part = loss_of(split(**sample))
+    part.backward()
+    found = gradients(split)
+    # An expert that no token came to has no gradient in one process, and one of zeros here.
+    assert_close({name: found[name] for name in wanted}, wanted, tolerance=1e-4)
+    assert all(not found[name].any() for name in found.keys() - wanted.keys())
+    assert abs(part.item() - loss.item()) <= 1e-5 * abs(loss.item())
+    gc.collect()
+    return ""
+
+
+@pytest.mark.long
+def test_two_ranks_compute_what_one_does() -> None:
+    classes = plan_survey.model_types()
+    said: dict[str, Any] = {}
+    for name in types_with_expert_plans():
+        if name not in classes:
+            continue
+        try:
+            said[name] = run_ranks(2, _split_and_compared, classes[name], timeout=240)[0]
+        except Exception as error:  # noqa: BLE001 - all are named in the end
+            said[name] = f"{type(error).__name__}: {error}"
+        print(name, str(said[name])[:300], flush=True)
+    left_out = {name for name, answer in said.items() if answer in ("does not train tiny", "has no experts tiny")}
+    wrong = {name: answer for name, answer in said.items() if answer and name not in left_out}
+    assert not wrong
+    assert len(said) - len(left_out) >= 60

@@ -1,0 +1,121 @@
+"""One interface for how rows travel: each implementation computes what all-to-all does, and replay never routes again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_like import parallelize
+from nemo_like._util.extras import MissingExtraError
+from nemo_like.distributed.expert_parallel.deepep import DeepEP
+from nemo_like.distributed.expert_parallel.exchange import AllToAll, Dispatch, group_key
+from nemo_like.distributed.expert_parallel.gather_dispatch import AllGather
+from nemo_like.options import ExpertParallel
+from tests.models.expert_families import build, tokens
+from tests_distributed.counting import CountOps
+from tests_distributed.expert import deep_ep_stand_in
+from tests_distributed.expert.whole_gradients import assert_close, expected, gradients
+from tests_distributed.spawn import run_ranks
+
+EXPERTS, WIDTH = 4, 16
+
+
+def _through(dispatch: Dispatch, rank: int, weighted: bool) -> list[Tensor]:
+    """Result and gradients of rows that each expert multiplies by its own matrix; other numbers of them on each rank."""
+    made = torch.Generator().manual_seed(rank)
+    rows = torch.randn(5 + 3 * rank, WIDTH, generator=made).bfloat16().requires_grad_()
+    weights = torch.rand(len(rows), 2, generator=made).requires_grad_()
+    chosen = torch.stack([torch.randperm(3, generator=made)[:2] for _ in rows])  # the last expert gets none
+    if not weighted:
+        chosen = chosen[:, :1].clone()
+        chosen[1] = EXPERTS  # goes to none
+    taken, sent = dispatch.send(rows, chosen, weights if weighted else None)
+    assert (
+        taken.shape == (sum(sent.counts), WIDTH) and sent.ends.tolist() == torch.tensor(sent.counts).cumsum(0).tolist()
+    )
+    first = rank * EXPERTS // 2
+    parts = [part * (first + number + 1) for number, part in enumerate(taken.split(sent.counts))]
+    out = dispatch.bring_back(torch.cat(parts), sent)
+    out.backward(torch.randn(out.shape, generator=made).bfloat16())
+    found = [out.detach(), rows.grad]
+    if weighted:
+        found.append(weights.grad)
+    by_hand = [float(1 + number) for number in range(EXPERTS)] + [0.0]
+    counted = torch.tensor(by_hand)[chosen] * (weights.detach() if weighted else 1.0)
+    assert torch.allclose(out.float(), rows.detach().float() * counted.sum(1, keepdim=True), rtol=0.03, atol=0.03)
+    return [tensor.float() for tensor in found if tensor is not None]
+
+
+def _all_alike(rank: int, world_size: int) -> list[str]:
+    deep_ep_stand_in.install()
+    group = group_key(torch.distributed.group.WORLD)
+    for weighted in (True, False):
+        plain = _through(AllToAll(EXPERTS, group, leaves_out=not weighted), rank, weighted)
+        for other in (AllGather(EXPERTS, group), DeepEP(EXPERTS, group)):
+            found = _through(other, rank, weighted)
+            assert len(found) == len(plain) == 2 + weighted
+            for mine, wanted in zip(found, plain):
+                assert (mine - wanted).norm() <= 0.02 * wanted.norm(), (type(other).__name__, weighted)
+    with pytest.raises(ValueError, match=r"bfloat16 alone, and rows are torch\.float32"):
+        DeepEP(EXPERTS, group).send(torch.ones(1, WIDTH), torch.zeros(1, 1, dtype=torch.int64), None)
+    return deep_ep_stand_in.Buffer.calls
+
+
+def test_implementations_agree() -> None:
+    calls = run_ranks(2, _all_alike)[0]
+    # For each of two: the handle, rows there and back; in backward their gradients, and those of the weights.
+    assert Counter(calls) == {"dispatch": 2, "cached dispatch": 4, "combine": 5}
+
+
+def _gathered(rank: int, world_size: int) -> None:
+    ids = tokens(world_size)
+    mine = ids[rank : rank + 1]
+    for name in ("mixtral", "llama4"):
+        loss, wanted = expected(name, ids)
+        plain: Any = None
+        for ac, again in (("none", 0), ("full", 1), ("selective", 0)):
+            model = parallelize(build(name), ac=ac, ep=ExpertParallel(2, dispatch="all-gather"), device="cpu")
+            with CountOps("nemo_like") as forward:
+                part = model(input_ids=mine, labels=mine).loss
+            with CountOps("nemo_like") as backward:
+                part.backward()
+            layers = forward.counts["route_gathered"]
+            assert layers and not backward.counts["route_gathered"], ac
+            gathers = forward.counts["gather_rows"]
+            assert backward.counts["gather_rows"] == gathers * again + layers, ac  # and the gradient of each sum
+            total = part.detach().clone()
+            torch.distributed.all_reduce(total)
+            assert abs(total / world_size - loss) <= 1e-6 * loss
+            found = gradients(model)
+            assert_close(found, wanted)
+            plain = found if plain is None else plain
+            assert all(torch.equal(found[key], plain[key]) for key in plain), (name, ac)
+
+
+def test_a_model_by_all_gather() -> None:
+    run_ranks(2, _gathered)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    ids = tokens(1)
+    model = build("mixtral")
+    before = dict(model.named_modules())
+    for arguments, message in (
+        (dict(ep=ExpertParallel(2, dispatch="deepep")), "run on CUDA, and the ranks are of cpu"),
+        (dict(ep=ExpertParallel(2, dispatch="all_gather"), ac="50%", sample_input=ids), "plans know all-to-all alone"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, device="cpu", **arguments)
+        assert dict(model.named_modules()) == before
+    with pytest.raises(MissingExtraError, match="the package deep_ep is not installed"):
+        DeepEP(EXPERTS, group_key(torch.distributed.group.WORLD))
+
+
+def test_what_is_not_there_is_said_before_any_change() -> None:
+    with pytest.raises(ValueError, match="one of all_to_all, all_gather, deepep"):
+        ExpertParallel(2, dispatch="pigeon")
+    run_ranks(2, _refused)

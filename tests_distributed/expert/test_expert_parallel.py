@@ -1,0 +1,204 @@
+"""`parallelize(ep=...)` against one process on the whole batch: the same loss, the same gradients, for every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import parallelize
+from nemo_like.distributed import clip_grad_norm_
+from nemo_like.options import FSDP2, ExpertParallel
+from tests.models.expert_families import NAMES, build, tokens
+from tests.models.tiny import llama
+from tests_distributed.expert.whole_gradients import assert_close, expected, gradients
+from tests_distributed.spawn import run_ranks
+
+MODES = ("none", "full", "selective", "submodule", "sequential", "40%")
+
+
+def _one_family(rank: int, world_size: int, name: str, ep: int, modes: tuple[str, ...]) -> None:
+    ids = tokens(world_size)
+    loss, wanted = expected(name, ids)
+    mine = ids[rank : rank + 1]
+    plain = None
+    for mode in modes:
+        sample = {"input_ids": mine, "labels": mine} if "%" in mode else None
+        model = parallelize(build(name), ac=mode, ep=ep, device="cpu", sample_input=sample)
+        part = model(input_ids=mine, labels=mine).loss
+        part.backward()
+        parts = [torch.zeros(()) for _ in range(world_size)]
+        torch.distributed.all_gather(parts, part.detach())
+        assert abs(torch.stack(parts).mean().item() - loss) <= 1e-6 * abs(loss), mode
+        found = gradients(model)
+        assert_close(found, wanted)
+        plain = found if plain is None else plain
+        assert all(torch.equal(found[n], plain[n]) for n in plain), mode  # checkpointing changes no bit
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_compute_what_one_does(name: str) -> None:
+    run_ranks(2, _one_family, name, 2, MODES, timeout=120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_four_ranks_compute_what_one_does(name: str, ep: int) -> None:
+    run_ranks(4, _one_family, name, ep, MODES, timeout=300)
+
+
+LAYOUTS = {"ep 2": {"ep": 2}, "ep 4": {"ep": 4}, "ep 2, replicas": {"ep": 2, "dp_replicate": 2}}
+
+
+def _layouts(rank: int, world_size: int) -> None:
+    ids = tokens(world_size)
+    for name in ("mixtral", "gpt_oss", "llama4"):
+        _, wanted = expected(name, ids)
+        mine = ids[rank : rank + 1]
+        for said, options in LAYOUTS.items():
+            model = parallelize(build(name), ac="selective", device="cpu", **options)
+            model(input_ids=mine, labels=mine).loss.backward()
+            found = gradients(model)
+            assert_close(found, wanted)
+            norm = clip_grad_norm_(model, 1e9)
+            whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
+            assert abs(norm - whole) <= 1e-5 * whole, said
+            for module in model.modules():
+                if type(module).__name__.removeprefix("FSDP").endswith("Experts"):
+                    held = sum(p.to_local().numel() for p in module.parameters())
+                    assert held * 4 == sum(p.numel() for p in module.parameters()) * options.get("dp_replicate", 1)
+
+
+def _fewer_experts_than_ranks(rank: int, world_size: int) -> None:
+    """One expert for each of two ranks, and two ranks for each expert: its weights are cut within."""
+    ids = tokens(world_size)
+    _, wanted = expected("mixtral", ids, num_local_experts=2)
+    mine = ids[rank : rank + 1]
+    model = parallelize(build("mixtral", num_local_experts=2), ac="full", ep=2, device="cpu")
+    experts = model.model.layers[0].get_submodule("_checkpoint_wrapped_module.mlp.experts")
+    assert [tuple(p.to_local().shape) for p in experts.parameters()] == [(1, 48, 32), (1, 16, 48)]
+    model(input_ids=mine, labels=mine).loss.backward()
+    assert_close(gradients(model), wanted)
+
+
+def test_fewer_experts_than_ranks() -> None:
+    run_ranks(4, _fewer_experts_than_ranks)
+
+
+@pytest.mark.long
+def test_four_ranks_in_every_layout() -> None:
+    run_ranks(4, _layouts, timeout=150)
+
+
+def _unbalanced(rank: int, world_size: int, name: str) -> None:
+    """All tokens go to experts 0 and 1, which the first rank holds: the second gets none, and 2 and 3 none anywhere."""
+    ids = tokens(world_size)
+
+    def pull(model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
+                with torch.no_grad():
+                    module.weight.zero_()  # equal probabilities: a tie that the lowest numbers win, here and in replay
+        return model
+
+    reference = pull(build(name))
+    loss = reference(input_ids=ids, labels=ids).loss
+    loss.backward()
+    wanted = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in reference.named_parameters()}
+    mine = ids[rank : rank + 1]
+    sample = {"input_ids": mine, "labels": mine}
+    # A rank without tokens runs fewer products than a budget's plan was made for; it must send what the others send.
+    for mode in ("none", "full", "selective", "10%", "30%", "60%"):
+        model = parallelize(
+            pull(build(name)), ac=mode, ep=2, device="cpu", sample_input=sample if "%" in mode else None
+        )
+        part = model(input_ids=mine, labels=mine).loss
+        part.backward()
+        total = part.detach().clone()
+        torch.distributed.all_reduce(total)
+        assert abs(total / world_size - loss) <= 1e-6 * loss
+        found = gradients(model)
+        for key, grad in wanted.items():
+            assert (found[key] - grad).norm() <= 1e-5 * grad.norm().clamp(min=1e-3), (mode, key)
+        down = next(grad for key, grad in found.items() if key.endswith("experts.down_proj"))
+        used = [bool(expert.any()) for expert in down]
+        assert sum(used) == 2, used
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["mixtral", "olmoe"])
+def test_a_rank_and_an_expert_without_any_token(name: str) -> None:
+    run_ranks(2, _unbalanced, name)
+
+
+def _beside_tensor_parallel(rank: int, world_size: int) -> None:
+    ids = tokens(world_size)
+    mine = ids[2 * (rank // 2) : 2 * (rank // 2) + 2]  # both ranks of a tp pair have the same half
+    for name in ("mixtral", "deepseek_v3", "gpt_oss", "llama4"):
+        _, wanted = expected(name, ids)
+        for ep in (2, 4):
+            model = parallelize(build(name), ac="selective", tp=2, ep=ep, device="cpu")
+            model(input_ids=mine, labels=mine).loss.backward()
+            assert_close(gradients(model), wanted)
+
+
+def test_beside_tensor_parallel() -> None:
+    run_ranks(4, _beside_tensor_parallel, timeout=120)
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "compile, selective": {"compile": "aot_eager", "ac": "selective"},
+    "compile, full": {"compile": "aot_eager", "ac": "full"},
+    "offload saved": {"offload": "saved", "ac": "selective"},
+    "offload all": {"offload": "all", "ac": "none"},
+    "chunked loss": {"loss": "chunked", "ac": "full"},
+    "parameters on the host": {"strategy": FSDP2(cpu_offload=True)},
+    "gathered": {"strategy": FSDP2(reshard_after_forward=False), "ac": "full"},
+}
+
+
+def _with_options(rank: int, world_size: int) -> None:
+    ids = tokens(world_size)
+    _, wanted = expected("mixtral", ids)
+    mine = ids[rank : rank + 1]
+    for said, options in OPTIONS.items():
+        model = parallelize(build("mixtral"), ep=2, device="cpu", **options)
+        model(input_ids=mine, labels=mine).loss.backward()
+        try:
+            assert_close(gradients(model), wanted)
+        except AssertionError as error:
+            raise AssertionError(said) from error
+
+
+def test_with_every_other_lever() -> None:
+    run_ranks(2, _with_options, timeout=150)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    model = build("mixtral")
+    before = dict(model.named_modules())
+    for arguments, message in (
+        (dict(ep=4), "does not divide"),
+        (dict(ep=0), "whole number of ranks"),
+        (dict(ep=2, ac="50%"), "needs a sample_input|Pass sample_input"),
+        (dict(ep=2, strategy="ddp"), "keeps them whole"),
+        (dict(ep=ExpertParallel(2, plan={"nowhere": "routed"})), "matches no module"),
+        (dict(ep=ExpertParallel(2, plan={"model.layers.*.mlp": "routed"})), "not fused"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, device="cpu", **arguments)
+        assert dict(model.named_modules()) == before
+    layers = build("mixtral").model.layers
+    layers[1].mlp.experts.down_proj = layers[0].mlp.experts.down_proj
+    with pytest.raises(ValueError, match=r"'down_proj' of '0.mlp.experts' is a parameter of another module, too"):
+        parallelize(layers, layers=["*"], ep=ExpertParallel(2, plan={"*.mlp.experts": "routed"}), device="cpu")
+    with pytest.raises(ValueError, match="divide the 3 experts"):
+        parallelize(build("mixtral", num_local_experts=3), ep=2, device="cpu")
+    with pytest.raises(ValueError, match="no experts were found"):
+        parallelize(llama(), ep=2, device="cpu")
+
+
+def test_what_cannot_be_split_is_refused_before_any_change() -> None:
+    run_ranks(2, _refused)

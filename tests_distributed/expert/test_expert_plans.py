@@ -1,0 +1,122 @@
+"""Experts of models without transformers: named by a plan or found by structure, computed by their own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nemo_like import parallelize
+from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.options import ExpertParallel
+from tests_distributed.expert.whole_gradients import assert_close, gradients
+from tests_distributed.small_model import VOCAB, WIDTH, SmallModel
+from tests_distributed.spawn import run_ranks
+
+COUNT = 4
+
+
+class Weights(nn.Module):
+    """Experts with names and biases of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(COUNT, *s) / 4) for s in ((WIDTH, 24), (24, WIDTH)))
+        self.bias = nn.Parameter(torch.randn(COUNT, WIDTH) / 4)
+        self.n_experts = COUNT
+
+    def each(self, rows: Tensor, number: int) -> Tensor:
+        return F.gelu(rows @ self.first[number]) @ self.second[number] + self.bias[number]
+
+
+class Routed(Weights):
+    """(N, D), (N, k), (N, k) to (N, D)."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for number in range(self.n_experts):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, self.each(tokens[rows], number) * weights[rows, places, None])
+        return out
+
+
+class Every(Weights):
+    """(experts * N, D) to the same; a row of zeros gives the bias, so none can be left out."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = tokens.view(self.n_experts, -1, WIDTH)
+        return torch.stack([self.each(row, number) for number, row in enumerate(rows)]).view(-1, WIDTH)
+
+
+class Block(nn.Module):
+    def __init__(self, kind: type[Weights]) -> None:
+        super().__init__()
+        self.norm, self.router, self.pool = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, COUNT), kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        probabilities = self.router(flat).softmax(-1)
+        if isinstance(self.pool, Routed):
+            weights, chosen = probabilities.topk(2)
+            return x + self.pool(flat, chosen, weights).view_as(x)
+        rows = flat.repeat(COUNT, 1) * probabilities.T.reshape(-1, 1)
+        return x + self.pool(rows).view(COUNT, *x.shape).sum(0)
+
+
+class Model(SmallModel):
+    def __init__(self, kind: type[Weights]) -> None:
+        super().__init__(lambda: Block(kind))
+
+
+def test_found_by_structure_or_by_name() -> None:
+    for kind, call in ((Routed, "routed"), (Every, "every")):
+        model = Model(kind)
+        for found in (find_experts(model), find_experts(model, {"layers.*.pool": call})):
+            assert [(e.fqn, e.count, e.call) for e in found] == [(f"layers.{i}.pool", COUNT, call) for i in (0, 1)]
+            assert found[0].parameters == ("first", "second", "bias")
+
+
+def _trained(rank: int, world_size: int) -> None:
+    ids = torch.randint(VOCAB, (world_size, 6), generator=torch.Generator().manual_seed(1))
+    for kind, call in ((Routed, "routed"), (Every, "every")):
+        reference = Model(kind)
+        reference(ids).backward()
+        wanted = {name: p.grad for name, p in reference.named_parameters()}
+        plain = None
+        for ac in ("none", "full", "selective"):
+            for ep in (2, ExpertParallel(2, plan={"layers.*.pool": call})):
+                model = parallelize(Model(kind), ac=ac, ep=ep, device="cpu")
+                model(ids[rank : rank + 1]).backward()
+                found = gradients(model)
+                assert_close(found, wanted)
+                plain = found if plain is None else plain
+                assert all(torch.equal(found[name], plain[name]) for name in plain), (kind, ac)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_of_a_plain_model(ranks: int) -> None:
+    run_ranks(ranks, _trained, timeout=90)
+
+
+def _without_tokens(rank: int, world_size: int) -> None:
+    ids = torch.randint(VOCAB, (world_size, 6), generator=torch.Generator().manual_seed(1))
+
+    def pulled() -> nn.Module:
+        model = Model(Routed)
+        for layer in model.layers:  # all tokens to experts 0 and 1, which the first rank has
+            layer.router.weight.data.zero_()
+            layer.router.bias.data.copy_(torch.tensor([2.0, 1.0, 0.0, 0.0]))
+        return model
+
+    reference = pulled()
+    reference(ids).backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    model = parallelize(pulled(), ac="full", ep=2, device="cpu")
+    model(ids[rank : rank + 1]).backward()
+    assert_close(gradients(model), wanted)
+
+
+def test_a_rank_without_tokens_runs_its_forward_too() -> None:
+    run_ranks(2, _without_tokens)

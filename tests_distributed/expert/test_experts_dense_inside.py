@@ -1,0 +1,219 @@
+"""Weights inside a module of experts that belong to no single expert: norms, scales, biases that all experts share.
+
+Every rank has them, whatever `ep`; their gradients are summed over all ranks, and they are sharded as the other weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nemo_like import parallelize
+from nemo_like.distributed import clip_grad_norm_, get_model_state, materialize, set_model_state
+from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.options import ExpertParallel, TensorParallel
+from tests_distributed.expert.whole_gradients import assert_close, gradients
+from tests_distributed.small_model import VOCAB, WIDTH, SmallModel, tokens
+from tests_distributed.spawn import run_ranks
+
+COUNT = 4
+PLAN = {"layers.*.pool": "routed"}
+
+
+class Scaled(nn.Module):
+    """Experts with a norm, a scale and a bias in common, and a buffer that has a row for each.
+
+    Their names are those of Llama 4's experts; what they compute is not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(COUNT, WIDTH, 24) / 4)
+        self.down_proj = nn.Parameter(torch.randn(COUNT, 12, WIDTH) / 4)
+        self.scale, self.bias = nn.Parameter(torch.rand(WIDTH) + 0.5), nn.Parameter(torch.randn(1, WIDTH) / 4)
+        self.act_fn, self.norm = nn.SiLU(), nn.LayerNorm(WIDTH)
+        self.norm.weight.data.uniform_(0.5, 1.5)
+        self.register_buffer("offsets", torch.arange(COUNT * 1.0)[:, None] / COUNT)
+        self.num_experts = COUNT
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for number in range(self.num_experts):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            gate, up = (tokens[rows] @ self.gate_up_proj[number]).chunk(2, -1)
+            made = self.norm(self.act_fn(gate) * up @ self.down_proj[number]) * self.scale + self.bias
+            out = out.index_add(0, rows, (made + self.offsets[number]) * weights[rows, places, None])
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router, self.pool = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, COUNT), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        return x + self.pool(flat, chosen, weights).view_as(x)
+
+
+class Model(SmallModel):
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+
+def _wanted(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = model(ids)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"ep 2": {"ep": 2}},
+    4: {
+        "ep 2": {"ep": 2},
+        "ep 4": {"ep": 4},
+        "replicas": {"ep": 2, "dp_replicate": 2},
+        "tp": {"ep": 2, "tp": 2},
+        "ep over tp and data": {"ep": 4, "tp": 2},
+    },
+}
+
+
+def _trained(rank: int, world_size: int) -> None:
+    for said, options in LAYOUTS[world_size].items():
+        tp = options.get("tp", 1)
+        ids = tokens(world_size // tp)
+        loss, wanted = _wanted(Model(), ids)
+        plain = None
+        for ac in ("none", "full", "selective"):
+            given = options | {"ep": ExpertParallel(options["ep"], plan=PLAN)}
+            if tp > 1:
+                given["tp"] = TensorParallel(tp, plan={"head": "colwise_gather_output"})
+            model = parallelize(Model(), ac=ac, device="cpu", **given)
+            part = model(ids[rank // tp : rank // tp + 1])
+            part.backward()
+            total = part.detach().clone()
+            torch.distributed.all_reduce(total)
+            assert abs(total / world_size - loss) <= 1e-6 * loss, said
+            found = gradients(model)
+            try:
+                assert_close(found, wanted)
+            except AssertionError as error:
+                raise AssertionError(said) from error
+            plain = found if plain is None else plain
+            assert all(torch.equal(found[name], plain[name]) for name in plain), (said, ac)
+            norm = clip_grad_norm_(model, 1e9)
+            whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
+            assert abs(norm - whole) <= 1e-5 * whole, said
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, DTensor)
+                axes = parameter.device_mesh.mesh_dim_names
+                assert ("ep" in axes) == name.endswith(("gate_up_proj", "down_proj")), (said, name, axes)
+
+
+def test_which_weights_are_an_expert_s_own() -> None:
+    found = find_experts(Model(), PLAN)
+    assert [(e.fqn, e.count, e.parameters) for e in found] == [
+        (f"layers.{i}.pool", COUNT, ("gate_up_proj", "down_proj")) for i in (0, 1)
+    ]
+
+
+def _family(rank: int, world_size: int) -> None:
+    """MuseSpark, which has a norm inside its experts."""
+    try:
+        from transformers import MuseSparkTextConfig, MuseSparkTextModel
+    except ImportError:  # a release before it
+        return
+
+    config = MuseSparkTextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, use_cache=False, num_local_experts=COUNT,
+        num_experts_per_tok=2, moe_hidden_size=16, moe_intermediate_size=16, eos_token_id=1, bos_token_id=1,
+    )  # fmt: skip
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        model = MuseSparkTextModel(config).train()
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.3)
+        return model
+
+    def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+        return model(input_ids=rows).last_hidden_state.square().mean()
+
+    ids = tokens(world_size)
+    reference = built()
+    loss_of(reference, ids).backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert any(name.endswith("experts.post_expert_norm.weight") for name in wanted)
+    plain = None
+    for ac in ("none", "full", "selective"):
+        model = parallelize(built(), ac=ac, ep=2, device="cpu")
+        loss_of(model, ids[rank : rank + 1]).backward()
+        found = gradients(model)
+        assert_close(found, wanted)
+        plain = found if plain is None else plain
+        assert all(torch.equal(found[name], plain[name]) for name in plain), ac
+
+
+def _adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    bare = Model()
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=2, target_modules=["router"], target_parameters=["pool.gate_up_proj"], init_lora_weights=False
+    )
+    model = get_peft_model(bare, config)
+    for layer in bare.layers:
+        layer.pool.get_base_layer().norm.weight.requires_grad_(True)
+    return model
+
+
+def _with_adapters(rank: int, world_size: int) -> None:
+    """Adapters on the experts, and a norm inside of them that trains beside these."""
+    ids = tokens(world_size)
+    _, wanted = _wanted(_adapted(), ids)
+    wanted = {name: grad for name, grad in wanted.items() if grad is not None}
+    assert any("norm" in name for name in wanted) and any("pool.lora_A" in name for name in wanted)
+    plan = {"**.pool.base_layer": "routed"}
+    model = parallelize(_adapted(), ac="full", ep=ExpertParallel(2, plan=plan), device="cpu")
+    model(ids[rank : rank + 1]).backward()
+    assert_close(gradients(model), wanted)
+
+
+def _on_two_ranks(rank: int, world_size: int, folder: str) -> None:
+    _trained(rank, world_size)
+    _family(rank, world_size)
+    if importlib.util.find_spec("peft") is not None:
+        _with_adapters(rank, world_size)
+    model = parallelize(Model(), ep=ExpertParallel(2, plan=PLAN), device="cpu")
+    dcp.save(get_model_state(model), checkpoint_id=folder)
+
+
+def _on_four_ranks(rank: int, world_size: int, folder: str) -> None:
+    _trained(rank, world_size)
+    bare = Model().state_dict()
+    with torch.device("meta"):
+        empty = Model()
+    model = parallelize(empty, ac="full", ep=ExpertParallel(4, plan=PLAN), device="cpu")
+    materialize(model, state_dict={name: value + 1 for name, value in bare.items()})
+    state = get_model_state(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state(model, state)
+    found = get_model_state(model, full=True)
+    assert rank or (found.keys() == bare.keys() and all(torch.equal(found[name], bare[name]) for name in bare))
+
+
+@pytest.mark.long
+def test_what_all_experts_share_is_summed_over_all_ranks_and_saved(tmp_path: Path) -> None:
+    run_ranks(2, _on_two_ranks, str(tmp_path), timeout=120)
+    run_ranks(4, _on_four_ranks, str(tmp_path), timeout=120)

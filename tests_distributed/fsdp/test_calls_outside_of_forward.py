@@ -1,0 +1,209 @@
+"""What FSDP2 cannot do, named; and what a phase of training changes in which parameters train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from nemo_like import FSDP2, parallelize
+from nemo_like.options import TensorParallel
+from tests.test_unchanged import everything_of
+from tests_distributed.small_model import VOCAB, WIDTH, tokens
+from tests_distributed.spawn import run_ranks
+from tests_distributed.weights.test_stale_weights import Block
+
+
+class Encoding(nn.Module):
+    """A model with another method than forward, whose first block may use a part of the second."""
+
+    def __init__(self, across: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block() for _ in range(3))
+        self.head, self.across = nn.Linear(WIDTH, 2), across
+
+    def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = self.blocks[1].up(x) if self.across else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _grads(model: nn.Module) -> list[torch.Tensor]:
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
+
+
+def _another_method(rank: int, world: int) -> None:
+    bare = Encoding()
+    bare.encode(tokens(2)).square().mean().backward()
+    model: Any = parallelize(Encoding(), ac="full")
+    with pytest.raises(RuntimeError, match=r"Embedding was called while its weights.*register_fsdp_forward_method"):
+        model.encode(tokens(2))
+    register_fsdp_forward_method(model, "encode")
+    model.encode(tokens(2)).square().mean().backward()
+    assert all(map(torch.equal, _grads(model), _grads(bare)))
+
+    model = parallelize(Encoding(across=True), ac="full")
+    with pytest.raises(RuntimeError, match=r"Encoding was called while.*name what holds both: parallelize"):
+        model(tokens(2))
+
+
+def test_a_method_beside_forward_is_explained_and_can_be_registered() -> None:
+    run_ranks(2, _another_method)
+
+
+def _second_backward(rank: int, world: int, ac: str) -> None:
+    model = parallelize(Encoding(), ac=ac)
+    loss = model(tokens(2)).square().mean()
+    with pytest.raises(RuntimeError, match="create_graph=True was asked of a backward through a model that FSDP2"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "selective"])
+def test_a_gradient_of_gradients_is_refused(ac: str) -> None:
+    run_ranks(2, _second_backward, ac)
+
+
+def _phases(rank: int, world: int, precision: str | None) -> None:
+    """The head alone in the first step, everything in the second, the embedding alone in the third."""
+    model = Encoding()
+    model.blocks.requires_grad_(False)
+    model.embed.requires_grad_(False)
+    model = parallelize(model, ac="full", precision=precision)
+    always = parallelize(Encoding(), ac="full", precision=precision)
+    for phase in range(3):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_((phase > 0 or "head" in name) and (phase < 2 or "embed" in name))
+        for either in (model, always):
+            either.zero_grad()
+            either(tokens(2)).float().square().mean().backward()
+        wanted = {name: parameter.grad.full_tensor() for name, parameter in always.named_parameters()}
+        trained = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.requires_grad}
+        assert trained and all(torch.equal(wanted[name], grad) for name, grad in trained.items())
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_phases_that_switch_what_trains(precision: str | None) -> None:
+    run_ranks(2, _phases, precision)
+
+
+class Scaled(Encoding):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.scale
+
+
+def _trained_later(rank: int, world: int, strategy: Any) -> None:
+    model = parallelize(Scaled(), strategy, ac="none")
+    model(tokens(2)).square().mean().backward()
+    next(p for name, p in model.named_parameters() if name.endswith("scale")).requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"scale was frozen when parallelize\(\) was called, and requires"):
+        model(tokens(2))
+
+
+@pytest.mark.parametrize("strategy", [FSDP2(), "ddp"])
+def test_a_weight_that_no_rank_reduces_does_not_train(strategy: Any) -> None:
+    run_ranks(2, _trained_later, strategy)
+
+
+AUX: list[torch.Tensor] = []
+
+
+class Aux(Block):
+    """Keeps a loss of what it computes, or of its weight, on itself, or in a list of this file."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.kept = where, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        loss = self.up.weight.square().sum() if self.where == "weight" else y.square().mean()
+        if self.where == "list":
+            AUX.append(loss)
+        else:
+            self.kept = [loss] if self.where == "weight" else loss  # type: ignore[assignment]
+        return y
+
+
+class WithAux(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Aux(where) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _aux_gradients(model: nn.Module, where: str, with_output: bool) -> list[torch.Tensor]:
+    AUX.clear()
+    out = model(torch.ones(2, WIDTH))
+    kept = AUX if where == "list" else [b.kept[0] if where == "weight" else b.kept for b in model.blocks]
+    (sum(kept) + out.mean() * with_output if with_output else sum(kept)).backward()  # type: ignore[union-attr]
+    return _grads(model)
+
+
+def _auxiliary(rank: int, world: int, ac: str) -> list[tuple[str, bool]]:
+    cases = [(where, with_output) for where in ("attribute", "weight", "list") for with_output in (True, False)]
+    wrong = []
+    for where, with_output in cases:
+        model = parallelize(WithAux(where), ac=ac)
+        for _ in range(2):
+            wanted = _aux_gradients(WithAux(where), where, with_output)
+            found = _aux_gradients(model, where, with_output)
+            if len(found) != len(wanted) or not all(map(torch.equal, found, wanted)):
+                wrong.append((where, with_output))
+            model.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential"])
+def test_gradients_of_what_a_layer_keeps_on_itself(ac: str) -> None:
+    assert run_ranks(2, _auxiliary, ac) == [[], []]
+
+
+def _refused(rank: int, world: int) -> None:
+    plan = TensorParallel(2, plan={"blocks.*.up": "colwise_gather_output"})
+    for norm in (weight_norm, spectral_norm, nn.utils.weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)):
+        model = Encoding()
+        norm(model.blocks[0].up)
+        before = everything_of(model)
+        with pytest.raises(
+            ValueError, match=r"'blocks.0.up' computes its weight in each forward \(.*Take it out of the"
+        ):
+            parallelize(model, tp=plan, ac="none")
+        assert everything_of(model) == before
+    for axes in ({}, {"tp": plan}):
+        model = Encoding()
+        model.embed.sparse = True
+        before = everything_of(model)
+        with pytest.raises(
+            ValueError, match=r"'embed' has sparse=True: FSDP2 cannot reduce sparse gradients\. Build it"
+        ):
+            parallelize(model, ac="none", **axes)
+        assert everything_of(model) == before
+
+
+def test_weights_that_are_computed_and_sparse_gradients_are_refused() -> None:
+    run_ranks(2, _refused)

@@ -1,0 +1,92 @@
+"""Ranks that run other layers under FSDP2 raise on all ranks, with the first layer that differs; none mixes weights."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from nemo_like import parallelize
+from nemo_like._util.log import forget_announcements
+from tests_distributed.small_model import WIDTH
+from tests_distributed.spawn import run_ranks
+from tests_distributed.weights.test_stale_weights import Block
+
+
+class Skipping(nn.Module):
+    """Four blocks of which some are skipped, then one of two heads; the output of a block may be cut from backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.heads = nn.ModuleDict({"words": nn.Linear(WIDTH, 3), "tags": nn.Linear(WIDTH, 3)})
+
+    def forward(self, x: torch.Tensor, skipped: tuple[int, ...] = (), head: str = "words", cut: int = -1) -> Any:
+        for index, block in enumerate(self.blocks):
+            if index not in skipped:
+                x = block(x).detach() if index == cut else block(x)
+        return self.heads[head](x).square().mean()
+
+
+def _trained(rank: int, world: int, ac: str, of_ranks: tuple[dict[str, Any], ...], mode: str) -> None:
+    torch.manual_seed(0)
+    model = parallelize(Skipping(), ac=ac)
+    model.train(mode == "train")
+    with torch.set_grad_enabled(mode == "train"):
+        loss = model(torch.ones(2, WIDTH), **of_ranks[rank])
+    if mode == "train":
+        loss.backward()
+
+
+SKIPS = "FSDP2 gathers and reduces each layer on all ranks together. Run the same layers everywhere: draw what is "
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "differing"),
+    [
+        (({"skipped": (1, 2)}, {}), "the forward of blocks.3 on rank 0 and the forward of blocks.1 on rank 1"),
+        (({"skipped": (1,)}, {"skipped": (2,)}), "the forward of blocks.2 on rank 0 and the forward of blocks.1 on rank 1"),
+        (({}, {"skipped": (3,)}), "the forward of blocks.3 on rank 0 and the end of forward on rank 1"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("ac", "mode"), [("none", "train"), ("full", "train"), ("selective", "evaluate")])
+def test_skipped_layers(of_ranks: Any, differing: str, ac: str, mode: str) -> None:
+    errors = run_ranks(2, _trained, ac, of_ranks, mode, return_exceptions=True)
+    assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
+    assert all(f"Ranks run different layers: next is {differing}. {SKIPS}" in str(error) for error in errors)
+
+
+def _heads_by_turns(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = parallelize(Skipping(), ac="full")
+    for step in range(6):
+        mine = {"skipped": (step % 4,), "head": "words" if step % 2 else "tags", "cut": step % 3}
+        model(torch.ones(2, WIDTH), **mine).backward()
+        model.train(step % 2 == 0)
+
+
+def test_ranks_that_skip_the_same_layers_train() -> None:
+    run_ranks(2, _heads_by_turns)
+
+
+def _warnings_of_layer_drop(rank: int, world: int) -> int:
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, conv_dim=(16,), conv_stride=(5,),
+        conv_kernel=(10,), num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        vocab_size=12, layerdrop=0.5,
+    )  # fmt: skip
+    forget_announcements()
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nemo_like").addHandler(handler)
+    parallelize(transformers.Wav2Vec2ForCTC(config), ac="none")
+    return sum("layerdrop is 0.5, and transformers runs every layer" in text for text in heard)
+
+
+def test_layer_drop_that_transformers_turns_off_is_said() -> None:
+    assert run_ranks(2, _warnings_of_layer_drop) == [1, 0]

@@ -1,0 +1,144 @@
+"""`transformers.Trainer` under `accelerate launch` with FSDP2 on two ranks: bit for bit what it is without us.
+
+Weight decay, clipping, accumulation and evaluation are on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="the launcher is accelerate's")
+
+JOB = Path(__file__).with_name("launched_trainer.py")
+CONFIG = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_cpu_ram_efficient_loading: false
+"""
+SAVING = dict(
+    save_strategy="steps", save_steps=2, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+    greater_is_better=True,  # the earlier one, so that there is something to load
+)  # fmt: skip
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+MODES = ("full", "selective", "submodule", "sequential", "50%")
+
+
+def launch(folder: Path, config: str, jobs: dict[str, Any]) -> dict[str, Any]:
+    """What each job left behind."""
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    (folder / "fsdp2.yaml").write_text(CONFIG + config, encoding="utf-8")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "fsdp2.yaml", JOB, folder]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+    return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in jobs}
+
+
+def losses(result: dict[str, Any]) -> torch.Tensor:
+    """All numbers of the log."""
+    return torch.tensor(
+        [entry[key] for entry in result["log"] for key in ("loss", "grad_norm", "eval_loss") if key in entry]
+    )
+
+
+def _alone(rank: int, world_size: int, folder: str) -> list[float]:
+    from tests.models import decoders
+    from tests_distributed.integrations.launched_trainer import Arguments, Rows, Trainer, settings
+
+    trainer = Trainer(
+        model=decoders.build("qwen3"), args=Arguments(output_dir=folder, **settings), train_dataset=Rows(),
+        eval_dataset=Rows(), ac="none",
+    )  # fmt: skip
+    trainer.train()
+    return losses({"log": trainer.state.log_history}).tolist()
+
+
+@pytest.mark.long
+def test_settings_change_no_bit_of_a_sharded_trainers_run(tmp_path: Path) -> None:
+    """In float32, with sharded state dicts. One test: a launch costs more than all its jobs."""
+    saved = str(tmp_path / "saved" / "checkpoint-2")
+    jobs: dict[str, Any] = {ac: {"mine": {"ac": ac}} for ac in MODES}
+    jobs |= {
+        "plain": {},
+        "offload": {"mine": {"ac": "full", "activation_offloading": "everything"}},
+        "chunked": {"mine": {"ac": "selective", "loss": "chunks of 8"}},
+        "cp": {"model": "qwen3", "mine": {"ac": "selective", "cp": 2}},
+        "saved bare": {"arguments": SAVING},
+        "saved": {"mine": {"ac": "selective"}, "arguments": SAVING},
+        # Into the same folder: sharded weights make theirs late, so that what step 2 wrote of the best one is a race's.
+        "resumed": {"mine": {"ac": "selective"}, "arguments": SAVING, "resume": saved, "output": "saved"},
+        "compiled": {"mine": {"ac": "selective"}, "arguments": COMPILED},
+    }
+    found = launch(tmp_path, "  fsdp_state_dict_type: SHARDED_STATE_DICT\nmixed_precision: 'no'\n", jobs)
+
+    plain = found["plain"]
+    assert len(losses(plain)) == 4 * 2 + 2
+    assert [name for name in plain["units"] if "layers." in name] == [f"model.layers.{i}" for i in range(3)]
+    (decay, decayed), (none, others) = plain["groups"]
+    assert (decay, none) == (0.1, 0.0) and len(decayed) == 3 * 7 + 2 and len(others) == 3 * 2 + 1
+    for name in (*MODES, "offload", "compiled"):
+        for what in ("log", "groups", "weights") + (() if name == "compiled" else ("units",)):
+            assert found[name][what] == plain[what], (name, what)
+        assert (found[name]["moved"] > 0) == (name == "offload")
+
+    for name in ("saved", "resumed"):
+        for what in ("log", "groups", "units", "weights"):
+            assert found[name][what] == found["saved bare"][what], (name, what)
+        assert Path(found[name]["best"]).name == Path(found["saved bare"]["best"]).name == "checkpoint-2"
+    assert found["saved bare"]["weights"] != plain["weights"]  # those of step 2
+
+    torch.testing.assert_close(losses(found["chunked"]), losses(plain), rtol=1e-6, atol=0)
+    assert found["chunked"]["weights"] != plain["weights"]  # it was another sum
+    (alone,) = run_ranks(1, _alone, str(tmp_path), init_group=False, timeout=120)
+    torch.testing.assert_close(losses(found["cp"]), torch.tensor(alone), rtol=1e-4, atol=0)
+
+
+@pytest.mark.long
+def test_layers_that_accelerate_compiles_in_bfloat16(tmp_path: Path) -> None:
+    """With whole state dicts, all by accelerate's own config file."""
+    jobs: dict[str, Any] = {
+        "plain": {"arguments": SAVING},
+        "saved": {"mine": {"ac": "selective"}, "arguments": SAVING},
+        "chunked": {"mine": {"ac": "full", "loss": "chunks of 8"}},
+    }
+    config = "  fsdp_state_dict_type: FULL_STATE_DICT\nmixed_precision: bf16\ndynamo_config:\n"
+    config += "  dynamo_backend: AOT_EAGER\n  dynamo_use_regional_compilation: true\n"
+    found = launch(tmp_path, config, jobs)
+    for what in ("log", "groups", "units", "weights"):
+        assert found["saved"][what] == found["plain"][what], what
+    whole, chunked = losses(found["plain"]), losses(found["chunked"])
+    torch.testing.assert_close(chunked, whole, rtol=2e-2, atol=0)
+    assert not torch.equal(chunked, whole)  # the compiled head was not called with all tokens
+
+
+@pytest.mark.long
+def test_what_accelerates_config_file_does_beside_us_is_refused(tmp_path: Path) -> None:
+    jobs = {
+        "full": {"mine": {"ac": "full"}},
+        "callback": {"mine": {"callback": "full"}},
+        "chunked": {"mine": {"loss": "chunks of 8"}},
+    }
+    config = "  fsdp_activation_checkpointing: true\ndynamo_config:\n  dynamo_backend: AOT_EAGER\n"
+    found = launch(tmp_path, config, jobs)
+    nested = "ValueError: accelerate's config (fsdp_activation_checkpointing: true) and ac= both checkpoint the model"
+    assert found["full"].startswith(nested) and found["callback"].startswith(nested)
+    assert found["chunked"].startswith("ValueError: accelerate's config (dynamo_backend: aot_eager) compiles the whole")

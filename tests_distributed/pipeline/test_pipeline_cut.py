@@ -1,0 +1,158 @@
+"""Pipelines whose stages take parts of sequences (pp x cp): loss and gradients are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like import ContextParallel, parallelize
+from nemo_like.options import PipelineParallel
+from tests.models.nano_gpt import NanoGPT
+from tests.models.tiny import llama
+from tests_distributed.context.cut_models import LOSS, batch, build, differences, gradients, step
+from tests_distributed.fsdp.packed_rows import one_by_one, packed
+from tests_distributed.spawn import run_ranks
+
+ROWS = 4
+NAMES = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral")
+
+
+def _step(pipeline: Any, inputs: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """As `step`; the gradients are those of this rank's stages."""
+    loss = pipeline.step(**inputs)
+    found: dict[str, torch.Tensor] = {}
+    for stage in pipeline.stages:
+        found |= gradients(stage.module)
+    pipeline.zero_grad()
+    return loss.item(), found
+
+
+def _wrong(pipeline: Any, inputs: dict[str, Any], loss: float, expected: dict[str, torch.Tensor]) -> list[str]:
+    found, grads = _step(pipeline, inputs)
+    names = {name for name, _ in pipeline.named_parameters()}
+    wrong = [] if abs(found - loss) <= LOSS * abs(loss) else [f"loss {found} for {loss}"]
+    if not names >= grads.keys():
+        wrong.append(f"gradients of {sorted(grads.keys() - names)}")
+    return wrong + differences(grads, {name: grad for name, grad in expected.items() if name in names})
+
+
+def _cases(rank: int, world_size: int, name: str, cases: list[dict[str, Any]]) -> list[str]:
+    whole, inputs = build(name), batch(name, rows=ROWS)
+    if name == "nanogpt":  # a pipeline knows what counts of ``labels`` alone
+        inputs["targets"] = inputs["idx"]
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    sample = {key: value[:2] for key, value in inputs.items()}
+    wrong = []
+    for options in cases:
+        given = {"cp": 2, "pp": PipelineParallel(2, microbatches=2), "sample_input": sample} | options
+        pipeline = parallelize(copy.deepcopy(whole), **given)
+        for _ in range(2):
+            wrong += [f"{name} {options}: {text}" for text in _wrong(pipeline, inputs, loss, expected)]
+        evaluated = pipeline.eval_step(**inputs).item()
+        if not abs(evaluated - loss) <= LOSS * abs(loss):
+            wrong.append(f"{name} {options}: evaluated {evaluated} for {loss}")
+    return wrong
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "nanogpt", *(pytest.param(name, marks=pytest.mark.long) for name in NAMES)])
+def test_families(name: str) -> None:
+    cases = [{"ac": mode} for mode in ("none", "full", "selective")]
+    assert run_ranks(4, _cases, name, cases, timeout=120) == [[]] * 4
+
+
+def _packed(rank: int, world_size: int, name: str) -> list[str]:
+    """Microbatches of one row each, both with several documents."""
+    whole = build(name)
+    loss, expected = one_by_one(copy.deepcopy(whole), shifts=True)
+    wrong = []
+    for form in ("positions", "numbers"):
+        inputs = packed(form)
+        sample = {key: value[:1] for key, value in inputs.items()}
+        pp = PipelineParallel(2, microbatches=2)
+        pipeline = parallelize(copy.deepcopy(whole), ac="full", cp=2, pp=pp, sample_input=sample)
+        wrong += [f"{form}: {text}" for text in _wrong(pipeline, inputs, loss, expected)]
+    return wrong
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "gemma3_text"])
+def test_packed_documents(name: str) -> None:
+    assert run_ranks(4, _packed, name, timeout=120) == [[]] * 4
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"loss": "chunked", "ac": "full"},
+    {"offload": "saved", "ac": "selective"},
+    {"cp": ContextParallel(2, "ulysses"), "ac": "full"},
+    {"cp": ContextParallel(2, "ring"), "ac": "none"},
+    {"compile": "aot_eager", "ac": "full"},
+]
+
+
+@pytest.mark.long
+def test_with_other_options() -> None:
+    assert run_ranks(4, _cases, "llama", OPTIONS, timeout=180) == [[]] * 4
+
+
+def _several_stages(rank: int, world_size: int) -> list[str]:
+    """Two stages on a rank, and a backward that is cut in two."""
+    whole, inputs = llama(num_hidden_layers=4).float().train(), batch("llama", rows=ROWS)
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    sample = {key: value[:1] for key, value in inputs.items()}
+    pp = PipelineParallel(2, "zbv", microbatches=4)
+    pipeline = parallelize(copy.deepcopy(whole), ac="full", cp=2, pp=pp, sample_input=sample)
+    return [text for _ in range(2) for text in _wrong(pipeline, inputs, loss, expected)]
+
+
+def test_two_stages_on_a_rank() -> None:
+    assert run_ranks(4, _several_stages, timeout=120) == [[]] * 4
+
+
+def _verified(rank: int, world_size: int) -> list[str]:
+    """Verification changes nothing of a model that is right, and finds a layer of any stage that is not."""
+    wrong = _cases(rank, world_size, "qwen3", [{"ac": "none", "loss": "chunked"}])
+    inputs = batch("qwen3", rows=ROWS)
+    for layer in (0, 1):
+        whole: Any = build("qwen3")
+        whole.model.layers[layer].mlp.register_forward_hook(lambda _, args, out: out + out.mean(1, keepdim=True))
+        pp = PipelineParallel(2, microbatches=2)
+        pipeline = parallelize(whole, ac="none", cp=2, pp=pp, sample_input={k: v[:2] for k, v in inputs.items()})
+        try:
+            pipeline.step(**inputs)
+        except ValueError as error:
+            wrong += [] if "other outputs than whole sequences" in str(error) else [str(error)]
+        else:
+            wrong.append(f"a mean over the sequence in layer {layer} was not seen")
+    return wrong
+
+
+@pytest.mark.long
+def test_verification_compares_every_stage_with_whole_sequences() -> None:
+    assert run_ranks(4, _verified, env={"NEMO_LIKE_VERIFY": "1"}, timeout=120) == [[]] * 4
+
+
+def _refused(rank: int, world_size: int) -> None:
+    inputs = batch("llama", rows=ROWS)
+    sample = {key: value[:2] for key, value in inputs.items()}
+    given: dict[str, Any] = {"pp": PipelineParallel(2, microbatches=2), "sample_input": sample}
+    model = build("llama")
+    for options, reason in (
+        ({"cp": ContextParallel(2, "ring"), "ac": "1GiB"}, "'ring' is not planned"),
+        ({"cp": 2, "strategy": "single"}, "it splits sequences over the ranks of FSDP2"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            parallelize(model, **given | options)
+    with pytest.raises(ValueError, match="Mamba"):
+        parallelize(build("mamba2"), ac="none", cp=2, **given)
+    plain = NanoGPT()  # counts its positions in a slice of a parameter: seen in the first step
+    pipeline = parallelize(plain, ac="none", cp=2, **given)
+    with pytest.raises(ValueError, match="other outputs than whole sequences"):
+        pipeline.step(**inputs)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    run_ranks(4, _refused)

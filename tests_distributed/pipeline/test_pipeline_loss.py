@@ -1,0 +1,557 @@
+"""A pipeline's loss and gradients against one call with the whole batch, whatever the loss is made of."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy as imported_cross_entropy
+
+from nemo_like import parallelize
+from nemo_like.options import ChunkedLoss, PipelineParallel
+from tests.models.families import DIM, VOCAB, Block, hf
+from tests.models.tiny import llama
+from tests_distributed.context.cut_models import without_dropout
+from tests_distributed.spawn import run_ranks
+
+ROWS, LENGTH, MICROBATCHES = 8, 12, 4
+Batch = Mapping[str, Tensor]
+
+
+class Decoder(nn.Module):
+    """A plain decoder whose loss a function computes of its logits and the batch."""
+
+    def __init__(self, loss: Callable[[Tensor, Batch], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCAB, DIM), nn.LayerNorm(DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.loss = loss
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, **batch: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(self.head(self.norm(x)), batch)
+
+
+def _ce(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **more)
+
+
+def _next(logits: Tensor, batch: Batch, **more: Any) -> Tensor:
+    return _ce(logits[:, :-1], batch["labels"][:, 1:], **more)
+
+
+def _by_hand(logits: Tensor, batch: Batch) -> Tensor:
+    labels = batch["labels"]
+    found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -(found * (labels >= 0)).sum() / (labels >= 0).sum()
+
+
+def _masked(logits: Tensor, batch: Batch) -> Tensor:
+    losses = _ce(logits, batch["input_ids_again"], reduction="none").view_as(batch["loss_mask"])
+    return (losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+
+
+def _weighted(logits: Tensor, batch: Batch) -> Tensor:
+    return _next(logits, batch, weight=torch.linspace(0.1, 2.0, VOCAB), label_smoothing=0.1)
+
+
+RIGHT: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "mean over labels": lambda logits, batch: _ce(logits, batch["labels"]),
+    "the plainest GPT": _next,
+    "padded, as transformers": lambda logits, batch: _ce(logits, F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]),
+    "tokens first": lambda logits, batch: _ce(logits.transpose(0, 1), batch["labels"].t()),
+    "heads of a class": lambda logits, batch: nn.CrossEntropyLoss()(logits.transpose(1, 2), batch["labels"]),
+    "sum": lambda logits, batch: _next(logits, batch, reduction="sum"),
+    "sum / numel": lambda logits, batch: _next(logits, batch, reduction="sum") / batch["labels"].numel(),
+    "sum / count": lambda logits, batch: _next(logits, batch, reduction="sum") / (batch["labels"][:, 1:] != -100).sum(),
+    "another ignore_index": lambda logits, batch: _ce(
+        logits, batch["labels"].masked_fill(batch["labels"] < 0, 3), ignore_index=3
+    ),
+    "padding counts for nothing": lambda logits, batch: _ce(logits, batch["padded"], ignore_index=0),
+    "class weights and smoothing": _weighted,
+    "and a mean term": lambda logits, batch: _next(logits, batch) + logits.logsumexp(-1).square().mean(),
+    "a sum and a mean": lambda logits, batch: _next(logits, batch, reduction="sum") + _next(logits, batch),
+    "a sum of squares": lambda logits, batch: 0.01 * logits.square().sum(),
+    "two means": lambda logits, batch: _next(logits, batch) + _ce(logits[:, 0], batch["first"]),
+    "nll": lambda logits, batch: F.nll_loss(logits.log_softmax(-1).flatten(0, 1), batch["labels"].flatten()),
+    "by hand": _by_hand,
+    "an imported function": lambda logits, batch: imported_cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten()
+    ),
+    "a mask of floats": _masked,
+    "regression": lambda logits, batch: F.mse_loss(logits.mean((1, 2)), batch["value"]),
+    "of many values": lambda logits, batch: F.smooth_l1_loss(logits.mean(1), batch["values"]),
+    "yes or no": lambda logits, batch: F.binary_cross_entropy_with_logits(logits.mean(1), batch["yes"]),
+    "probabilities": lambda logits, batch: F.cross_entropy(logits.mean(1), batch["yes"].softmax(-1)),
+}
+WRONG: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "contrastive": lambda logits, batch: F.cross_entropy(
+        (x := logits.mean(1)) @ x.roll(1, 0).t(), torch.arange(len(x), device=x.device)
+    ),
+    "a root": lambda logits, batch: logits.square().mean().sqrt(),
+    "two counts by hand": lambda logits, batch: _by_hand(logits, batch) + _masked(logits, batch),
+}
+
+
+def _batch(counts: bool, seed: int = 3) -> dict[str, Tensor]:
+    """counts: not as much counts in each microbatch."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 48, (ROWS, LENGTH), generator=draw)
+    labels, padded, mask = ids.roll(1, 1), ids.clone(), torch.ones(ROWS, LENGTH)
+    first = torch.randint(0, 10, (ROWS,), generator=draw)
+    if counts:
+        labels[0, :7], labels[5, 3:] = -100, -100
+        padded[1, 4:], padded[7, 1:] = 0, 0
+        mask[2, 5:], mask[3, 1:], mask[6] = 0, 0.5, 0.25
+        first[3] = -100
+    return {
+        "input_ids": ids, "input_ids_again": ids.clone(), "labels": labels, "padded": padded, "loss_mask": mask,
+        "first": first, "value": torch.randn(ROWS, generator=draw) - 1,
+        "values": torch.randn(ROWS, VOCAB, generator=draw),
+        "yes": torch.randint(0, 2, (ROWS, VOCAB), generator=draw).float(),
+    }  # fmt: skip
+
+
+def _differences(pipeline: Any, whole: nn.Module, batch: Mapping[str, Any], where: str) -> list[str]:
+    """A step of both; the whole model's in one call. What is off by more than sums in another order are."""
+    output = whole(**batch)
+    loss = output if isinstance(output, Tensor) else output.loss
+    whole.zero_grad()
+    loss.backward()
+    pipeline.zero_grad()
+    found = pipeline.step(**batch)
+    off = [] if abs(found - loss) <= 2e-6 * abs(loss) else [f"{where}: loss {found} for {loss}"]
+    evaluated = pipeline.eval_step(**batch)
+    off += [] if abs(evaluated - loss) <= 2e-6 * abs(loss) else [f"{where}: evaluated {evaluated} for {loss}"]
+    grads = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    least = 1e-3 * max(grad.norm() for grad in grads.values())
+    for name, parameter in pipeline.named_parameters():
+        wanted = grads.get(name)
+        if wanted is None:
+            continue
+        grad = parameter.grad if parameter.grad is not None else torch.zeros_like(wanted)
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        error = (grad - wanted).norm() / wanted.norm().clamp(min=least)
+        off += [] if error < 1e-5 else [f"{where}: {name} {error:.1e}"]
+    return off
+
+
+def _plain(loss: Callable[[Tensor, Batch], Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    return without_dropout(Decoder(loss).train())
+
+
+def _pipeline(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Any:
+    sample = {k: v[:2] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
+    pp = PipelineParallel(2, microbatches=MICROBATCHES)
+    return parallelize(model, **{"ac": "none", "pp": pp, "sample_input": sample} | options)
+
+
+def _every_plain_loss(rank: int, world_size: int) -> list[str]:
+    off = []
+    for name, loss in RIGHT.items():
+        whole = _plain(loss)
+        pipeline = _pipeline(_plain(loss), _batch(False))
+        for counts in (False, True):  # what the first batch does not show, too
+            off += _differences(pipeline, whole, _batch(counts), f"{name}, {counts}")
+        off += _differences(_pipeline(_plain(loss), _batch(True)), whole, _batch(True), f"{name} at once")
+    return off
+
+
+def test_every_loss_of_a_plain_model() -> None:
+    assert run_ranks(2, _every_plain_loss, timeout=240) == [[], []]
+
+
+def _what_no_share_gives(rank: int, world_size: int) -> None:
+    for name, loss in WRONG.items():
+        pipeline = _pipeline(_plain(loss), _batch(True))
+        before = {key: value.clone() for key, value in pipeline.state_dict().items()}
+        with pytest.raises(ValueError, match="pp cannot add up the losses of this Decoder's microbatches"):
+            pipeline.step(**_batch(True))
+        assert all(parameter.grad is None for parameter in pipeline.parameters()), name
+        assert all(torch.equal(value, before[key]) for key, value in pipeline.state_dict().items())
+
+
+def test_a_loss_that_is_not_made_of_its_microbatches_is_refused_on_every_rank() -> None:
+    run_ranks(2, _what_no_share_gives, timeout=120)
+
+
+def _later(rank: int, world_size: int) -> None:
+    """Two counts that are the same in the first batch: refused where they differ."""
+    pipeline = _pipeline(_plain(WRONG["two counts by hand"]), _batch(False))
+    pipeline.step(**_batch(False))
+    with pytest.raises(ValueError, match="pp cannot add up the losses of this Decoder's microbatches"):
+        pipeline.step(**_batch(True))
+    # Targets that the mask beside the labels takes away: seen in the next step.
+    masked = _plain(lambda logits, batch: _ce(logits, batch["labels"].masked_fill(batch["loss_mask"] < 1, -100)))
+    pipeline = _pipeline(masked, _batch(False))
+    pipeline.step(**_batch(False))
+    pipeline.step(**_batch(True))
+    with pytest.raises(ValueError, match="cross entropies of the last step counted other targets"):
+        pipeline.step(**_batch(True))
+    few = _batch(False)
+    few["loss_mask"][0, :5] = 0  # 5 of a micro-batch's 24 tokens: 24 / 19 - 1
+    pipeline = _pipeline(masked, _batch(False))
+    for batch in (_batch(False), few):
+        pipeline.step(**batch)
+    with pytest.raises(ValueError, match=r"counted other targets .*off by 26\.3%"):
+        pipeline.step(**few)
+
+
+def test_a_loss_that_a_later_batch_shows_to_be_another() -> None:
+    run_ranks(2, _later, timeout=120)
+
+
+class Penalised(Decoder):
+    """Its loss has a term that gives the hidden states no gradient."""
+
+    def forward(self, input_ids: Tensor, **batch: Tensor) -> Tensor:
+        return super().forward(input_ids, **batch) + 0.01 * self.head.weight.square().sum()
+
+
+class InDict(Decoder):
+    def forward(self, input_ids: Tensor, **batch: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        return {"loss": super().forward(input_ids, **batch), "extra": None}
+
+
+def _padded_ids(logits: Tensor, batch: Batch) -> Tensor:
+    ids = batch["input_ids_again"]
+    losses, shown = _ce(logits, ids, reduction="none").view_as(ids), (ids != 0).float()
+    return (losses * shown).sum() / shown.sum()
+
+
+def _terms_and_masks(rank: int, world_size: int) -> list[str]:
+    full, padded = _batch(False), _batch(False)
+    for row in range(1, ROWS):
+        padded["input_ids_again"][row, LENGTH - row :] = 0
+    wrong = []
+    for kind, loss in ((Penalised, RIGHT["mean over labels"]), (Penalised, _padded_ids), (Decoder, _padded_ids)):
+        torch.manual_seed(0)
+        whole = without_dropout(kind(loss).train())
+        pipeline = _pipeline(copy.deepcopy(whole), full)
+        for name, batch in (("full", full), ("padded", padded), ("counts", _batch(True))):
+            wrong += _differences(pipeline, whole, batch, f"{kind.__name__}, {name}")
+    torch.manual_seed(0)
+    whole = without_dropout(InDict(RIGHT["mean over labels"]).train())
+    loss, found = whole(**full)["loss"], _pipeline(copy.deepcopy(whole), full).step(**full)
+    return wrong + ([] if abs(found - loss) <= 2e-6 * abs(loss) else [f"in a dict: {found} for {loss}"])
+
+
+def test_terms_without_hidden_states_and_masks_that_a_later_batch_shows() -> None:
+    assert run_ranks(2, _terms_and_masks) == [[], []]
+
+
+_SMALL = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4}
+_BERT = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+HUGGING_FACE: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    **{
+        name: (hf(f"{name}ForCausalLM", f"{name}Config", **_SMALL, max_position_embeddings=64, pad_token_id=0), ())
+        for name in ("Bart", "MBart", "Pegasus", "Marian", "Blenderbot", "TrOCR")
+    },
+    # Their loops ask each layer which mask to give to it.
+    "ModernBERT": (
+        hf("ModernBertForMaskedLM", "ModernBertConfig", **_BERT, pad_token_id=0, bos_token_id=1, cls_token_id=1,
+           eos_token_id=2, sep_token_id=2, local_attention=8), (),
+    ),
+    "Nemotron-H": (
+        hf("NemotronHForCausalLM", "NemotronHConfig", **_BERT | {"num_hidden_layers": None}, head_dim=8,
+           num_key_value_heads=2, layers_block_type=["attention", "mlp"]), (),
+    ),
+    "BERT, masked": (hf("BertForMaskedLM", "BertConfig", **_BERT), ()),
+    "BERT, both": (hf("BertForPreTraining", "BertConfig", **_BERT), ("next_sentence_label",)),
+    "tokens": (hf("BertForTokenClassification", "BertConfig", **_BERT, num_labels=VOCAB), ()),
+    "regression": (hf("BertForSequenceClassification", "BertConfig", **_BERT, num_labels=1), ("values",)),
+    "classes": (hf("BertForSequenceClassification", "BertConfig", **_BERT, num_labels=12), ("classes",)),
+    "several classes": (hf("BertForSequenceClassification", "BertConfig", **_BERT, num_labels=VOCAB), ("yes",)),
+    "answers": (hf("BertForQuestionAnswering", "BertConfig", **_BERT), ("start_positions", "end_positions")),
+    "GPT-2, classes": (
+        hf("GPT2ForSequenceClassification", "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, num_labels=12,
+           pad_token_id=0), ("classes",),
+    ),
+}  # fmt: skip
+
+
+class TorchEncoder(nn.Module):
+    """torch's own stack, which asks its first layer whether batches come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 4, 48, dropout=0.0, batch_first=True)
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return _ce(self.head(self.body(self.embed(input_ids))), labels)
+
+
+HUGGING_FACE["torch's encoder"] = (TorchEncoder, ())
+
+
+def _words(asked: tuple[str, ...], counts: bool) -> dict[str, Tensor]:
+    batch = _batch(counts)
+    given = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+    for name in asked:
+        if name == "next_sentence_label":
+            given[name] = (
+                batch["first"] % 2 if not counts else (batch["first"] % 2).masked_fill(batch["first"] < 0, -100)
+            )
+        elif name.endswith("positions"):
+            given.pop("labels", None)
+            given[name] = batch["first"].clamp(min=0) + (LENGTH if counts else 0) * (torch.arange(ROWS) == 3)
+        else:
+            given["labels"] = {"values": batch["value"], "classes": batch["first"].clamp(min=0), "yes": batch["yes"]}[
+                name
+            ]
+    return given
+
+
+def _hugging_face(rank: int, world_size: int) -> list[str]:
+    off = []
+    for name, (build, asked) in HUGGING_FACE.items():
+        torch.manual_seed(0)
+        whole = without_dropout(build().float().train())
+        torch.manual_seed(0)
+        staged = without_dropout(build().float().train())
+        pipeline = _pipeline(staged, _words(asked, False))
+        for counts in (False, True):
+            off += _differences(pipeline, whole, _words(asked, counts), f"{name}, {counts}")
+    return off
+
+
+def test_losses_of_hugging_face_models() -> None:
+    assert run_ranks(2, _hugging_face, timeout=240) == [[], []]
+
+
+def _llama() -> nn.Module:
+    torch.manual_seed(0)
+    return llama(num_hidden_layers=2).float().train()
+
+
+def _with_items(rank: int, world_size: int) -> list[str]:
+    """What a loss is divided by, as the caller says it: in a model that heeds it, and in one that does not."""
+    off = []
+    for build in (_llama, HUGGING_FACE["BERT, masked"][0]):
+        torch.manual_seed(0)
+        whole = without_dropout(build().float().train())
+        torch.manual_seed(0)
+        pipeline = _pipeline(without_dropout(build().float().train()), _words((), True))
+        for more in ({}, {"num_items_in_batch": 17}, {"num_items_in_batch": torch.tensor(29)}):
+            kind = type(whole).__name__
+            off += _differences(pipeline, whole, _words((), True) | more, f"{kind} {more}")
+    return off
+
+
+def test_the_number_of_items_is_the_callers() -> None:
+    assert run_ranks(2, _with_items, timeout=120) == [[], []]
+
+
+def _missing_rows(rank: int, world_size: int) -> list[str]:
+    off = []
+    for name in (
+        "mean over labels",
+        "padding counts for nothing",
+        "class weights and smoothing",
+        "sum",
+        "tokens first",
+    ):
+        for rows in (6, 2, 1) if name == "mean over labels" else (6,):
+            pipeline = _pipeline(_plain(RIGHT[name]), _batch(True))
+            few = {key: value[:rows] for key, value in _batch(True).items()}
+            for _ in range(2):
+                off += _differences(pipeline, _plain(RIGHT[name]), few, f"{rows} rows, {name}")
+    for name in ("sum / numel", "regression", "by hand", "and a mean term"):
+        pipeline = _pipeline(_plain(RIGHT[name]), _batch(True))
+        with pytest.raises(
+            ValueError, match="The batch has 6 rows and the pipeline 4 microbatches: give a multiple of 4"
+        ):
+            pipeline.step(**{key: value[:6] for key, value in _batch(True).items()})
+    return off
+
+
+def test_rows_that_are_missing() -> None:
+    assert run_ranks(2, _missing_rows, timeout=120) == [[], []]
+
+
+def _empty_parts(rank: int, world_size: int) -> list[str]:
+    """A microbatch in which nothing counts adds nothing; a batch of such has no loss."""
+    batch = _batch(True)
+    batch["labels"][2:4] = -100
+    off = _differences(
+        _pipeline(_plain(RIGHT["the plainest GPT"]), batch), _plain(RIGHT["the plainest GPT"]), batch, ""
+    )
+    pipeline = _pipeline(_plain(RIGHT["by hand"]), batch)
+    with pytest.raises(ValueError, match="A microbatch has nothing that counts"):
+        pipeline.step(**batch)
+    pipeline = _pipeline(_plain(RIGHT["mean over labels"]), batch)
+    with pytest.raises(ValueError, match="Nothing counts in the batch"):
+        pipeline.step(**batch | {"labels": torch.full_like(batch["labels"], -100)})
+    return off
+
+
+def test_parts_in_which_nothing_counts() -> None:
+    assert run_ranks(2, _empty_parts) == [[], []]
+
+
+def _other_names(rank: int, world_size: int) -> list[str]:
+    """The same model with another loss for other names, evaluated first and in inference mode."""
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        return _ce(logits, batch["labels"]) if "labels" in batch else F.mse_loss(logits.mean((1, 2)), batch["value"])
+
+    batch = _batch(True)
+    texts = {key: batch[key] for key in ("input_ids", "labels")}
+    values = {key: batch[key] for key in ("input_ids", "value")}
+    pipeline, whole = _pipeline(_plain(loss), texts), _plain(loss)
+    with torch.inference_mode():
+        evaluated = pipeline.eval_step(**{key: value + 0 for key, value in texts.items()})
+        torch.testing.assert_close(evaluated, whole(**texts), rtol=2e-6, atol=0)
+    return [text for given in (texts, values, texts) for text in _differences(pipeline, whole, given, f"{list(given)}")]
+
+
+def test_another_loss_for_other_names() -> None:
+    assert run_ranks(2, _other_names) == [[], []]
+
+
+def _of_data_ranks(rank: int, world_size: int) -> list[str]:
+    """Two pipelines, of which one's first batch tells less than the other's."""
+    off = []
+    for name in ("the plainest GPT", "by hand", "a mask of floats", "padding counts for nothing"):
+        pipeline = _pipeline(_plain(RIGHT[name]), _batch(True))
+        for counts in ((True, False), (False, True), (True, True)):
+            whole, batches = _plain(RIGHT[name]), [_batch(each, seed) for seed, each in enumerate(counts)]
+            losses = [whole(**batch) for batch in batches]
+            (sum(losses) / 2).backward()
+            pipeline.zero_grad()
+            found = pipeline.step(**batches[rank % 2])
+            off += (
+                [] if abs(found - losses[rank % 2]) < 2e-6 * abs(found) else [f"{name} {counts}: {found} for {losses}"]
+            )
+            wanted = {key: parameter.grad for key, parameter in whole.named_parameters()}
+            for key, parameter in pipeline.named_parameters():
+                error = (parameter.grad.full_tensor() - wanted[key]).norm() / wanted[key].norm().clamp(min=1e-3)
+                off += [] if error < 1e-5 else [f"{name} {counts}: {key} {error:.1e}"]
+    return off
+
+
+@pytest.mark.long
+def test_two_pipelines_with_batches_of_their_own() -> None:
+    assert run_ranks(4, _of_data_ranks, timeout=120) == [[]] * 4
+
+
+def _beside(rank: int, world_size: int, build: str, options: dict[str, Any]) -> list[str]:
+    make = {"llama": _llama, "plain": lambda: _plain(RIGHT["two means"])}[build]
+    pipeline = _pipeline(make(), _batch(True) if build == "plain" else _words((), True), **options)
+    batch = _batch(True) if build == "plain" else _words((), True)
+    return _differences(pipeline, make(), batch, f"{build} {options}")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("ranks", "build", "options"),
+    [
+        (2, "plain", {"ac": "full", "offload": "saved", "loss": "chunked"}),
+        (4, "llama", {"tp": 2, "ac": "full"}),
+        (4, "llama", {"cp": 2, "ac": "full", "loss": ChunkedLoss(chunk_tokens=3)}),
+    ],
+)
+def test_beside_other_options(ranks: int, build: str, options: dict[str, Any]) -> None:
+    assert run_ranks(ranks, _beside, build, options, timeout=120) == [[]] * ranks
+
+
+class _Counting(Decoder):
+    """Counts its calls in all that a module may count in."""
+
+    def __init__(self) -> None:
+        super().__init__(RIGHT["by hand"])
+        self.number, self.every, self.named = 0, [0], {"calls": 0}
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.bend = nn.BatchNorm1d(DIM)
+
+    def forward(self, input_ids: Tensor, **batch: Tensor) -> Tensor:
+        self.number += 1
+        self.every.append(self.number)
+        self.named["calls"] += 1
+        self.calls += 1
+        self.bend(torch.ones(4, DIM))
+        return super().forward(input_ids, **batch)
+
+
+def _counted(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    pipeline = _pipeline(without_dropout(_Counting().train()), _batch(True))
+    module, drawn = pipeline.stages[0].module, torch.get_rng_state()
+
+    def counts() -> list[int]:
+        tracked = int(module.bend.num_batches_tracked)
+        return [module.number, len(module.every), module.named["calls"], int(module.calls), tracked]
+
+    before = counts()
+    pipeline.step(**_batch(True))
+    assert [now - then for now, then in zip(counts(), before)] == [MICROBATCHES] * 5
+    assert torch.equal(torch.get_rng_state(), drawn) and module.training and module.norm.training
+
+
+def test_asking_the_last_stage_leaves_no_trace_in_it() -> None:
+    run_ranks(2, _counted)
+
+
+class Counting(nn.Module):
+    """A block that divides by how often it was called, behind a batch norm."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.block, self.calls = Block(), 0
+        self.norm = nn.BatchNorm1d(LENGTH) if norm else nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(self.block(x)) / (1 + 0.1 * self.calls)
+
+
+def _sees_microbatches(rank: int, world: int, norm: bool) -> list[str]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nemo_like").addHandler(handler)
+    torch.manual_seed(0)
+    model = Decoder(_next)
+    model.blocks = nn.ModuleList(Counting(norm) for _ in range(2))
+    without_dropout(model)
+    batch = {"input_ids": torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))}
+    batch["labels"] = batch["input_ids"]
+    bare = copy.deepcopy(model)
+    pipeline = parallelize(
+        model, pp=PipelineParallel(2, microbatches=2), ac="full", device="cpu",
+        sample_input={name: rows[: ROWS // 2] for name, rows in batch.items()},
+    )  # fmt: skip
+    for _ in range(3):
+        losses = [bare(**{name: rows.chunk(2)[half] for name, rows in batch.items()}).item() for half in range(2)]
+        torch.testing.assert_close(pipeline.step(**batch).item(), sum(losses) / 2, rtol=1e-5, atol=0)
+    return [text for text in heard if "micro-batches it sees one" in text]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_sees_microbatches_is_said(norm: bool) -> None:
+    """Each step equals the micro-batches one after the other, and what does not equal the whole batch is named."""
+    first, others = run_ranks(2, _sees_microbatches, norm)
+    assert others == [] and len(first) == 1 + norm
+    assert any(
+        "'calls' of blocks.0 counts calls: in a pipeline of 2 micro-batches it sees one" in text for text in first
+    )
+    assert not norm or any("blocks.0.norm is a batch norm, which takes the mean of the rows" in text for text in first)

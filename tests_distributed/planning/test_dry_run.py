@@ -1,0 +1,264 @@
+"""A rank that is run on fake tensors against the real one, and the planner against it where no ranks can be started."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_like import parallelize
+from nemo_like._util.log import forget_announcements
+from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.fake_rank import DryRun, dry_run
+from nemo_like.job import Job
+from nemo_like.options import (
+    FSDP2,
+    ContextParallel,
+    ExpertParallel,
+    PipelineParallel,
+    StepSpec,
+    TensorParallel,
+)
+from nemo_like.planning import plan_for
+from nemo_like.planning.storage_ledger import StepMoment
+from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
+from tests_distributed.planning.peak_families import build, tokens
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+FULLEST = ExpertParallel(2, imbalance=2.0)
+"""All rows of `build`'s models go to the experts of one rank, which is the one that a dry run stands for."""
+MICROBATCHES = 4
+STAGES = PipelineParallel(2, microbatches=MICROBATCHES)
+Cell = tuple[str, Any, dict[str, Any], int]
+"""A family, its ``ac``, other arguments of `parallelize`, and microbatches."""
+
+ON_TWO: tuple[Cell, ...] = (
+    ("llama", "40%", {}, 2),
+    ("llama", "full", {"pp": STAGES}, 1),
+)
+MORE_ON_TWO: tuple[Cell, ...] = (
+    ("mixtral", "none", {"tp": 2}, 1),
+    ("qwen3", "full", {"strategy": FSDP2(reshard_after_forward=False)}, 1),  # a tied head
+    ("smollm3", "selective", {"cp": 2}, 1),
+    ("flex_olmo", "selective", {"ep": FULLEST}, 1),
+    ("llama", "none", {}, 1),
+    ("llama", "full", {"precision": "bf16", "loss": "chunked"}, 1),
+    ("llama", "submodule", {}, 1),
+    ("gpt_oss", "selective", {}, 1),
+    ("olmo3", "full", {"dp_replicate": 2}, 1),
+    ("llama", "selective", {"tp": TensorParallel(2, sequence_parallel=True)}, 1),
+    ("qwen3", "none", {"cp": ContextParallel(2, "ulysses")}, 1),
+    ("deepseek_v3", "full", {"ep": FULLEST}, 1),
+    ("qwen3", "selective", {"pp": PipelineParallel(2, "zbv", MICROBATCHES)}, 1),
+)
+ON_FOUR: tuple[Cell, ...] = (
+    ("llama", "selective", {"tp": 2}, 1),
+    ("qwen3_moe", "none", {"tp": 2, "ep": FULLEST}, 1),
+    ("helium", "full", {"dp_replicate": 2, "cp": 2}, 1),
+    ("llama", "50%", {"pp": STAGES}, 1),
+)
+NUMBERS = 256
+"""Bytes: autograd keeps a number that a tensor was multiplied by, as a tensor of 8, which no dispatcher sees; a pipeline's
+counts of what its loss is divided by are looked up in the batch, or not."""
+
+
+def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
+    ids = tokens(rows)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _real(rank: int, world_size: int, cells: tuple[Cell, ...]) -> list[int]:
+    found = []
+    for family, ac, job, microbatches in cells:
+        made: Any = parallelize(build(family), ac=ac, device="cpu", sample_input=_batch(), **job)
+        if isinstance(made, Pipeline):
+            found.append(pipeline_peak_bytes(made, _batch(2 * MICROBATCHES)))
+        else:
+            found.append(loop_peak_bytes(made, _batch(), microbatches=microbatches, lr=0.0))
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("ranks", "cells"),
+    [
+        (2, ON_TWO),
+        pytest.param(2, MORE_ON_TWO, marks=pytest.mark.long),
+        pytest.param(4, ON_FOUR, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_on_fake_tensors_takes_what_the_real_one_does(ranks: int, cells: tuple[Cell, ...]) -> None:
+    for cell, real in zip(cells, zip(*run_ranks(ranks, _real, cells, timeout=400))):
+        family, ac, job, microbatches = cell
+        for rank in range(0, ranks, ranks // 2) if "pp" in job else (0,):
+            asked = Job.of(world_size=ranks, ac=ac, step=StepSpec(microbatches=microbatches), **job)
+            found = dry_run(build(family), asked, _batch(), rank=rank)
+            wanted = max(real) if "ep" in job else real[rank]
+            assert abs(wanted - found.peak_bytes) <= NUMBERS, (cell, rank, real, found.peak)
+
+
+def _dry_run(model: Any, **asked: Any) -> DryRun:
+    own = {name: asked.pop(name) for name in ("rank", "layers") if name in asked}
+    return dry_run(model, Job.of(**asked), _batch(), **own)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "ac", "ranks", "rank", "job"),
+    [
+        ("llama", "40%", 8, 0, {"tp": 2, "precision": "bf16"}),
+        pytest.param("llama", "selective", 16, 15, {"dp_replicate": 2, "cp": 2, "tp": 2}, marks=pytest.mark.long),
+        ("gpt_oss", "selective", 2, 0, {}),
+        pytest.param("gpt_oss", "full", 8, 3, {}, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "none", 4, 0, {"ep": FULLEST}, marks=pytest.mark.long),
+        # What autograd keeps for choosing experts goes once they are chosen.
+        pytest.param("deepseek_v3", "none", 2, 0, {}, marks=pytest.mark.long),
+        ("deepseek_v3", "selective", 8, 0, {"ep": FULLEST, "loss": "chunked"}),
+        ("llama", "none", 8, 0, {"pp": STAGES}),
+    ],
+)
+def test_the_planner_predicts_what_a_dry_run_finds(
+    family: str, ac: str, ranks: int, rank: int, job: dict[str, Any]
+) -> None:
+    found = _dry_run(build(family), world_size=ranks, rank=rank, ac=ac, **job)
+    assert found.against is not None
+    assert abs(found.against - found.peak_bytes) <= NUMBERS, (found.against, found.peak)
+
+
+def _deep(family: str, layers: int) -> Any:
+    """A config of a tiny model with so many layers."""
+    config = build(family).config
+    extra = {"num_hidden_layers": layers, "layer_types": None}
+    return type(config)(**{**config.to_dict(), **extra})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "layers", "asked"),
+    [
+        ("llama", 12, {"ac": "full"}),
+        ("deepseek_v3", 8, {"ac": "none", "ep": FULLEST}),  # one dense layer, then experts
+        # Two kinds that alternate.
+        pytest.param("gpt_oss", 14, {"ac": "selective", "tp": 2}, marks=pytest.mark.long),
+        pytest.param("llama", 14, {"ac": "50%", "world_size": 64}, marks=pytest.mark.long),
+        pytest.param("mixtral", 9, {"ac": "full"}, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", 9, {"ac": "selective", "cp": 2}, marks=pytest.mark.long),
+        pytest.param("llama", 12, {"ac": "none", "step": StepSpec(microbatches=2)}, marks=pytest.mark.long),
+    ],
+)
+def test_few_layers_say_what_all_of_them_take(family: str, layers: int, asked: dict[str, Any]) -> None:
+    config = _deep(family, layers)
+    asked = {"world_size": 2} | asked
+    whole = _dry_run(config, **asked, layers=None)
+    few = _dry_run(config, **asked)
+    assert few.peak_bytes == whole.peak_bytes and few.parts == whole.parts
+    assert few.against == whole.against
+    assert len(few.moments) < len(whole.moments)
+
+
+@pytest.mark.long
+def test_layers_that_are_left_out_are_shared_by_copies_of_the_model() -> None:
+    # They hold fake tensors, which parallelize's trial of tp copied with the model: memory that was freed twice.
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=384, hidden_size=64, intermediate_size=160, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=8, use_cache=False,
+    )  # fmt: skip
+    found = _dry_run(config, world_size=64, ac="full", tp=8, precision="bf16")
+    gc.collect()
+    assert found.against is not None and abs(found.against - found.peak_bytes) <= NUMBERS
+
+
+@pytest.mark.long
+def test_all_layers_run_where_few_do_not_grow_evenly(caplog: pytest.LogCaptureFixture) -> None:
+    class Wide(nn.Module):
+        """Its output is as wide as the square of its number of layers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(9))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            real = sum(any(p.requires_grad for p in layer.parameters()) for layer in self.layers)
+            return torch.cat([x] * real**2)
+
+    forget_announcements()
+    job, sample = Job.of(ac="none", world_size=2), torch.zeros(64, 8)
+    with caplog.at_level("INFO", logger="nemo_like"):
+        found = dry_run(Wide(), job, sample)
+    assert "4 to 6 layers do not grow evenly: all of them run." in caplog.text
+    assert found.peak_bytes == dry_run(Wide(), job, sample, layers=None).peak_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("asked", [{}, {"pp": STAGES}])
+def test_a_plan_is_compared_as_the_budget_is_that_it_was_made_for(asked: dict[str, Any]) -> None:
+    job = Job.of(ac="40%", world_size=4, gpu="cpu", **asked)
+    plan = plan_for(build("qwen3"), job, sample_input=_batch())
+    by_budget = dry_run(build("qwen3"), job, _batch())
+    by_plan = dry_run(build("qwen3"), job.change(ac=plan), _batch())
+    assert (by_plan.peak_bytes, by_plan.against) == (by_budget.peak_bytes, by_budget.against)
+    assert by_plan.against is not None
+
+
+@pytest.mark.long
+def test_a_mode_that_the_planner_does_not_predict_is_run_and_not_compared() -> None:
+    found = _dry_run(build("llama"), world_size=2, ac="submodule")
+    assert found.against is None
+    assert found.peak_bytes == sum(found.parts.values()) > 0 and "backward" in found.at
+
+
+@pytest.mark.long
+def test_a_step_is_told_by_its_moments_and_what_there_is_in_each() -> None:
+    model = build("llama")
+    before = {name: (id(tensor), tensor._version) for name, tensor in model.named_parameters()}
+    keys = {name: set(vars(module)) for name, module in model.named_modules()}
+    found = _dry_run(model, world_size=2, ac="full")
+    assert all(level.total == sum(level.parts.values()) for level in found.moments.values())
+    order = [moment.where for moment in found.moments]
+    assert order[0] == "start of the step" and order[-1] == "optimizer step"
+    layers = [f"model.layers.{i}" for i in range(4)]
+    assert [where for where in order if where.startswith("forward of")] == [f"forward of {name}" for name in layers]
+    backward = [f"backward of {name}" for name in layers[::-1]]
+    assert list(dict.fromkeys(where for where in order if where.startswith("backward of"))) == backward
+    trained = sum(p.numel() for p in model.parameters())
+    start = found.moments[StepMoment("start of the step")].parts
+    assert start["parameters"] == 4 * trained // 2
+    assert start["optimizer"] == 2 * start["parameters"] + 4 * len(before)  # counters of steps
+    # The model is as it was, and no process group is left.
+    assert before == {name: (id(tensor), tensor._version) for name, tensor in model.named_parameters()}
+    assert keys == {name: set(vars(module)) for name, module in model.named_modules()}
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"world_size": 2, "rank": 2}, ValueError, "rank is 2, and the job has 2: 0 to 1"),
+        ({"world_size": 0}, ValueError, "world_size is 0; it must be a whole number >= 1"),
+        ({"world_size": 2, "layers": 2}, ValueError, "layers is 2; it must be a whole number >= 3"),
+        ({"world_size": 2, "strategy": "ddp"}, NotImplementedError, "strategy='ddp' is not run without ranks"),
+        ({"world_size": 2, "devices": "cpu"}, TypeError, "'devices' is not a keyword"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        _dry_run(build("llama"), **given)
+    assert not dist.is_initialized()
+
+
+def test_what_is_no_model_or_no_job_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"it must be a torch\.nn\.Module or a transformers config"):
+        dry_run("llama", Job.of(world_size=2), _batch())
+    with pytest.raises(TypeError, match="job is 'full'; it must be a Job"):
+        dry_run(build("llama"), "full", _batch())  # type: ignore[arg-type]

@@ -1,0 +1,206 @@
+"""What a fine-tuning run leaves when it is killed, has no disk or no memory left, or may not write."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.finetune import main
+from nemo_like.recipes.finetune_options import parse_finetune_options
+from nemo_like.recipes.finetuner import FineTuner
+from nemo_like.recipes.job_checkpoint import CheckpointError
+from nemo_like.recipes.pretrain import main as pretrain_main
+from nemo_like.recipes.result import _replace
+from nemo_like.recipes.run_job import run_job
+from nemo_like.recipes.trainer import Trainer
+from tests_distributed.recipes.finetune_job import make_model, questions, run_finetune, write_lines
+from tests_distributed.recipes.pretrain_job import LLAMA
+from tests_distributed.spawn import RankDiedError, run_ranks
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of a small job."""
+    folder = tmp_path_factory.mktemp("job")
+    make_model(folder / "model", max_position_embeddings=2048)
+    write_lines(folder / "data.jsonl", questions())
+    line = f"--model {folder / 'model'} --data {folder / 'data.jsonl'} --steps 4 --batch-size 4 --seq-len 32 --save-every 2"
+    line += " --eval-samples 0 --warmup-steps 1 --lr 1e-2 --device cpu --plain --precision float32 --sync-save"
+    return line.split()
+
+
+def _killed_in_a_step(rank: int, world_size: int, arguments: list[str]) -> None:
+    train = FineTuner._train
+
+    def killed(self: FineTuner, step: int) -> torch.Tensor:
+        if step == 3 and self.ranks.rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train(self, step)
+
+    FineTuner._train = killed  # type: ignore[method-assign]
+    main(arguments)
+
+
+def test_a_run_killed_in_a_step_goes_on_from_the_last_checkpoint(base: list[str], tmp_path: Path) -> None:
+    line = [*base, "--lora", "--output", str(tmp_path / "killed")]
+    with pytest.raises(RankDiedError):
+        run_ranks(2, _killed_in_a_step, line, init_group=False, timeout=100)
+    whole = run_finetune(2, [*base, "--lora", "--output", str(tmp_path / "whole")], tmp_path / "whole.json")
+    resumed = run_finetune(2, [*line, "--resume"], tmp_path / "resumed.json")
+    assert resumed["first_step"] == 2 and resumed["losses"] == whole["losses"][2:]
+
+
+def _killed_in_the_result(rank: int, world_size: int, folder: str, finished: bool) -> None:
+    def write(target: Path) -> None:
+        (target / "model.safetensors").write_bytes(b"new and whole" if finished else b"new and ha")
+        if not finished:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if finished:
+        Path.rename = lambda self, to: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    _replace(Path(folder), write, ALONE)
+
+
+def _write(folder: Path, content: bytes) -> None:
+    def write(target: Path) -> None:
+        (target / "model.safetensors").write_bytes(content)
+
+    _replace(folder, write, ALONE)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_result_killed_in_its_writing_leaves_the_one_before(tmp_path: Path, finished: bool) -> None:
+    result = tmp_path / "model"
+    _write(result, b"old")
+    with pytest.raises(RankDiedError):
+        run_ranks(1, _killed_in_the_result, str(result), finished, init_group=False)
+    assert [path.read_bytes() for path in result.iterdir()] == [b"old"]
+    _write(result, b"new")
+    assert [path.read_bytes() for path in result.iterdir()] == [b"new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def _without_disk(rank: int, world_size: int, arguments: list[str], checkpoints: bool) -> str:
+    """The error where a file can have no more than 20 kB, in the checkpoints or only in the result."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    full = (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    job = FineTuner(parse_finetune_options(arguments), ALONE)
+    if checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, full)
+    save_result = job.save_result
+
+    def save_without_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, full)
+        save_result()
+
+    job.save_result = save_without_disk  # type: ignore[method-assign]
+    try:
+        run_job(job)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_full_disk_is_said_and_loses_nothing(base: list[str], tmp_path: Path) -> None:
+    line = [*base, "--output", str(tmp_path / "run")]
+    (said,) = run_ranks(1, _without_disk, line, False, init_group=False, timeout=100)
+    assert f"Writing {tmp_path / 'run' / 'model'} failed:" in said and "run again with --resume" in said
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    assert not (tmp_path / "run" / "model").exists()
+    run_finetune(1, [*line, "--resume"], tmp_path / "on.json")
+    transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "run" / "model"))
+
+    shutil.rmtree(tmp_path / "run" / "model")
+    more = [*line, "--steps", "6", "--resume"]
+    (said,) = run_ranks(1, _without_disk, more, True, init_group=False, timeout=100)
+    assert "Writing the checkpoint of step 6" in said and "Checkpoints before it are untouched" in said
+    assert run_finetune(1, more, tmp_path / "on.json")["first_step"] == 4
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to a full device (Linux)")
+def test_a_summary_that_finds_no_room_is_said_after_the_result(
+    base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"run.json.{os.getpid()}.partial").symlink_to("/dev/full")
+    line = [*base, "--lora", "--steps", "1", "--output", str(tmp_path / "run"), "--json", str(tmp_path / "run.json")]
+    assert main(line) == 2
+    said = capsys.readouterr().err
+    assert f"Writing {tmp_path / 'run.json'} failed: [Errno 28] No space left" in said and "--resume" in said
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a_folder_that_may_not_be_written_is_refused_at_once(base: list[str]) -> None:
+    codes = run_ranks(1, _code, [*base, "--output", "/proc/tuned"], init_group=False)  # not even root may
+    assert codes == [2]
+
+
+def _code(rank: int, world_size: int, arguments: list[str]) -> int:
+    return main(arguments)
+
+
+def _without_memory(rank: int, world_size: int, arguments: list[str], pretrain: bool = False) -> tuple[int, str]:
+    """The exit code, and what was written to standard error, where this process may have 90 MB more in a step."""
+    job: Any = Trainer if pretrain else FineTuner
+    name = "_train" if pretrain else "_try_largest_step"
+    train = getattr(job, name)
+
+    def limited(self: Any, *step: int) -> Any:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + 90 * 2**20, hard))
+        try:
+            return train(self, *step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+    setattr(job, name, limited)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = (pretrain_main if pretrain else main)(arguments)
+    return code, said.getvalue()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="limits the address space (Linux)")
+def test_without_memory_it_says_what_to_change(base: list[str], tmp_path: Path) -> None:
+    line = [*base, "--output", str(tmp_path), "--pack", "--seq-len", "2048", "--batch-size", "32", "--ac", "none"]
+    data = write_lines(tmp_path / "data.jsonl", [{"text": "and what is that? " * 600} for _ in range(64)])
+    line += ["--loss", "model", "--data", str(data)]
+    ((code, said),) = run_ranks(1, _without_memory, line, init_group=False, timeout=200)
+    assert code == 2 and "Memory ran out:" in said and not (tmp_path / "checkpoints" / "step-00000002").exists()
+    for way in ("--ac full", "--loss chunked", "--grad-accum 2", "--precision bf16"):
+        assert f" {way} (" in said
+    assert "with all of these" in said
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="limits the address space (Linux)")
+def test_pretraining_within_a_budget_says_what_to_change_too(tmp_path: Path) -> None:
+    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 2048}))
+    (tmp_path / "text.txt").write_text("and what is that? " * 8000)
+    line = f"--model {tmp_path / 'config.json'} --data {tmp_path / 'text.txt'} --batch-size 32 --seq-len 2048 --steps 2"
+    line += f" --eval-samples 0 --device cpu --plain --ac 50% --checkpoint-dir {tmp_path / 'saved'}"
+    ((code, said),) = run_ranks(1, _without_memory, line.split(), True, init_group=False, timeout=200)
+    assert code == 2 and "Memory ran out:" in said and not list((tmp_path / "saved").glob("step-*"))
+    for way in ("--ac full", "--ac 25%", "--loss chunked", "--grad-accum 2", "--precision bf16"):
+        assert f" {way} (" in said
+    assert " --lora (" not in said and "in place of" in said

@@ -1,0 +1,350 @@
+"""``--fit`` in the training jobs: chosen once, the same on every rank, kept by a resumed run, and as predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like._util.log import forget_announcements
+from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
+from nemo_like.models import resolve_model
+from nemo_like.planning.devices import Device, resolve_device
+from nemo_like.recipes import fitted, pretrain
+from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.finetune_options import FinetuneOptions
+from nemo_like.recipes.finetuner import FineTuner
+from nemo_like.recipes.fitted import FILE, Fitted
+from nemo_like.recipes.job import TrainingJob
+from nemo_like.recipes.job_options import Options, parse_options
+from nemo_like.recipes.run_job import joined
+from nemo_like.recipes.trainer import Trainer
+from tests_distributed.allocated import step_peak_bytes
+from tests_distributed.recipes.finetune_job import make_model, questions, write_lines
+from tests_distributed.recipes.pretrain_job import LLAMA
+from tests_distributed.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+ALONE = Ranks(0, 1, torch.device("cpu"))
+FREE = "grad_accum,ac"
+
+
+def _peak(job: TrainingJob) -> int:
+    """Bytes that the allocator says a step peaks at."""
+
+    def step() -> None:
+        job._train(0)
+        job.optimizer.step()
+        job.optimizer.zero_grad(set_to_none=True)
+
+    step()
+    return step_peak_bytes(job.model, job.optimizer, step)
+
+
+UNSAVED: dict[str, Any] = {"checkpoint_dir": None, "save_every": 100, "sync_save": False}
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "text.txt").write_text("a text that is learned, " * 400)
+    return {
+        "model": str(folder / "config.json"), "data": str(folder / "text.txt"), "seq_len": 64, "batch_size": 8, "steps": 4,
+        "eval_samples": 0, "device": "cpu", "plain": True, "save_every": 2, "sync_save": True, "log_every": 1,
+        "schedule": "constant", "warmup_steps": 2,  # the same rates, however many steps there are
+        "checkpoint_dir": str(folder / "checkpoints"),
+    }  # fmt: skip
+
+
+def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    asked = _job(Path(folder)) | {"fit": FREE, "fit_memory": "1MiB"}
+    with joined(Options(**asked)) as ranks:
+        job = Trainer(Options(**asked), ranks)
+        found["first"] = vars(job.fitted), job.options
+        job.run()
+        found["losses"], found["peak"] = job.log.losses, _peak(job)
+        again = Options(**asked | {"steps": 6, "resume": "must"})
+        resumed = Trainer(again, ranks)
+        resumed.run()
+        found["kept"], found["resumed"] = vars(resumed.fitted), (resumed.first_step, resumed.log.losses)
+        other = Trainer(Options(**asked | {"steps": 6, "resume": "must", "fit": "ac", "fit_memory": "1GiB"}), ranks)
+        found["other"] = vars(other.fitted)
+        own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
+        plain = Trainer(Options(**own), ranks)
+        plain.run()
+        found["plain"] = plain.log.losses
+    return found
+
+
+def test_ranks_agree_on_what_fits_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+    one, two = run_ranks(2, _run, str(tmp_path), init_group=False, timeout=280)
+    for name in ("first", "kept", "other"):
+        assert one[name] == two[name], "both ranks have the same"
+    chosen, options = one["first"]
+    assert set(chosen["options"]) == set(FREE.split(","))
+    assert all(getattr(options, name) == value for name, value in chosen["options"].items())
+    assert chosen["predicted"]["peak_bytes"] <= chosen["predicted"]["limit_bytes"] == 1 << 20
+    for found in (one, two):
+        assert found["peak"] == pytest.approx(chosen["predicted"]["peak_bytes"], rel=0.01)
+    assert one["kept"] == chosen | {"kept": True}
+    assert one["resumed"][0] == 4 and len(one["resumed"][1]) == 2
+    torch.testing.assert_close(
+        torch.tensor(one["losses"] + one["resumed"][1]), torch.tensor(one["plain"]), rtol=1e-5, atol=0
+    )
+    assert not one["other"]["kept"] and one["other"]["predicted"]["limit_bytes"] == 1 << 30
+
+
+def _small_gpu(kind: str) -> Device:
+    """A GPU whose name alone is at hand, in which nothing takes a while: what decides is what its allocator reserves."""
+    return replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0)
+
+
+WIDE = {"intermediate_size": 16_384}
+"""Layers whose state on the device takes more than the allocator's segments differ by."""
+
+
+def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    free = {"fit": "ac,cpu_offload", "fit_memory": "200MiB", "grad_accum": 2}
+    asked = _job(Path(folder)) | free
+    (Path(folder) / "config.json").write_text(json.dumps(LLAMA | WIDE))
+    own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
+    with joined(Options(**asked)) as ranks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitted, "device_at_hand", _small_gpu)
+        job = Trainer(Options(**asked), ranks)
+        found["first"], found["words"] = vars(job.fitted), job.fitted.words()
+        job.run()
+        found["on"] = {str(p.to_local().device) for p in job.model.parameters()}, hasattr(job.model, CPU_OFFLOAD_MARK)
+        resumed = Trainer(Options(**asked | {"steps": 6, "resume": "must"}), ranks)
+        resumed.run()
+        found["kept"], found["losses"] = vars(resumed.fitted), job.log.losses + resumed.log.losses
+        more = Trainer(Options(**asked | {"steps": 6, "resume": "must", "fit_memory": "1GiB"}), ranks)
+        found["more"] = vars(more.fitted)
+        patch.setattr(fitted, "host_bytes", lambda: 1 << (9 if rank else 40))
+        found["refused"] = []
+        for changed in (UNSAVED, {"resume": "must"}):
+            with pytest.raises(ValueError) as refused:
+                Trainer(Options(**asked | changed), ranks)
+            found["refused"].append(str(refused.value))
+        enough = Trainer(Options(**asked | {"fit_host_memory": "1GiB"} | UNSAVED), ranks)
+        found["enough"] = vars(enough.fitted)
+        plain = Trainer(Options(**own), ranks)
+        plain.run()
+        found["plain"] = plain.log.losses
+        patch.undo()
+        pinned = asked | {"fit": "ac", "cpu_offload": True, "fit_memory": "128MiB"} | UNSAVED
+        here = Trainer(Options(**pinned), ranks)
+        here.run()
+        found["pinned"] = vars(here.fitted), here.log.losses, _peak(here)
+    return found
+
+
+@pytest.mark.long
+def test_state_goes_to_the_host_where_that_alone_fits_and_trains_the_same(tmp_path: Path) -> None:
+    one, two = run_ranks(2, _run_on_host, str(tmp_path), init_group=False, timeout=280)
+    assert one == two, "both ranks have the same"
+    chosen = one["first"]
+    assert chosen["options"]["cpu_offload"] is True and set(chosen["options"]) == {"ac", "cpu_offload"}
+    assert one["words"].startswith("--fit chose --ac ") and " --cpu-offload: predicted peak " in one["words"]
+    assert one["on"] == ({"cpu"}, True)
+    assert one["kept"] == chosen | {"kept": True}
+    assert len(one["losses"]) == 6 and one["losses"] == one["plain"]
+    # With more memory on the device it stays there; what the host has counts, on the rank with the least.
+    assert one["more"]["options"]["cpu_offload"] is False and not one["more"]["kept"]
+    assert all("Nothing fits in 200.00MiB" in words for words in one["refused"]) and len(one["refused"]) == 2
+    assert one["enough"]["options"] == chosen["options"] and one["enough"]["asked"]["host_memory"] == "1GiB"
+    there, losses, peak = one["pinned"]
+    assert "cpu_offload" not in there["options"] and losses == one["plain"][:4]
+    assert peak == pytest.approx(there["predicted"]["peak_bytes"], rel=0.01) and peak < 128 << 20
+
+
+@pytest.mark.long
+def test_adapters_train_with_state_on_the_host_as_fitted(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    make_model(tmp_path / "model", **WIDE)
+    write_lines(tmp_path / "data.jsonl", questions())
+    one, two = run_ranks(2, _tune_on_host, str(tmp_path), init_group=False, timeout=280)
+    assert one == two
+    assert all(chosen["asked"]["fixed"]["cpu_offload"] for chosen, _ in one["fitted"])
+    for _, losses in one["fitted"]:
+        assert losses == one["plain"]
+
+
+def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    options: dict[str, Any] = dict(
+        model=f"{folder}/model", data=f"{folder}/data.jsonl", lora=True, steps=4, batch_size=8, eval_samples=0,
+        device="cpu", plain=True, precision="float32", log_every=1, sync_save=True, save_every=2,
+        schedule="constant", warmup_steps=2,  # the same rates, however many steps there are
+    )  # fmt: skip
+    free = options | {"fit": "ac", "cpu_offload": True, "fit_memory": "195MiB", "output": f"{folder}/out"}
+    found: dict[str, Any] = {"fitted": []}
+    with joined(FinetuneOptions(**options)) as ranks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitted, "device_at_hand", _small_gpu)
+        first = FineTuner(FinetuneOptions(**free | {"steps": 2}), ranks)
+        first.run()
+        resumed = FineTuner(FinetuneOptions(**free | {"resume": "must"}), ranks)
+        resumed.run()
+        plain = FineTuner(FinetuneOptions(**options | {"output": f"{folder}/plain"}), ranks)
+        plain.run()
+        found["fitted"].append((vars(resumed.fitted), first.log.losses + resumed.log.losses))
+        found["plain"] = plain.log.losses
+    return found
+
+
+@pytest.mark.long
+def test_fine_tuning_fits_its_longest_rows_and_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    make_model(tmp_path / "model")
+    write_lines(tmp_path / "data.jsonl", questions())
+    options = FinetuneOptions(
+        model=str(tmp_path / "model"), data=str(tmp_path / "data.jsonl"), output=str(tmp_path / "out"), lora=True, steps=1,
+        batch_size=8, eval_samples=0, device="cpu", plain=True, precision="float32",
+        fit="ac", fit_memory="1MiB",
+    )  # fmt: skip
+    job = FineTuner(options, ALONE)
+    assert job.fitted is not None and job.fitted.predicted["width"] == max(job.rows.samples.lengths)
+    assert _peak(job) == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01)
+    job.run()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--fit chose ")]
+    assert len(said) == 1 and "predicted peak" in said[0] and f"x {job.fitted.predicted['width']} tokens" in said[0]
+
+
+def _tuned(folder: Path, **said: Any) -> FineTuner:
+    options: dict[str, Any] = dict(
+        model=str(folder / "model"), data=str(folder / "data.jsonl"), steps=2, batch_size=4, eval_samples=0, device="cpu",
+        plain=True, precision="float32", log_every=1,
+    )  # fmt: skip
+    return FineTuner(FinetuneOptions(**options | said), ALONE)
+
+
+def _fitted_in_5mib(folder: Path, **said: Any) -> Fitted:
+    """What was chosen for a job that takes more without checkpointing: it peaks as predicted, and trains the same."""
+    job = _tuned(folder, output=str(folder / "out"), fit="ac", fit_memory="5MiB", **said)
+    plain = _tuned(folder, output=str(folder / "plain"), ac="none", **said)
+    assert job.fitted is not None
+    job.run()
+    plain.run()
+    assert job.log.losses == plain.log.losses
+    peak = _peak(job)
+    assert peak == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01) and peak < 5 * 2**20 < _peak(plain)
+    return job.fitted
+
+
+@pytest.mark.long
+def test_fine_tuning_fits_weights_of_four_bits_and_packed_rows(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    write_lines(tmp_path / "data.jsonl", questions(120))
+    chosen = _fitted_in_5mib(tmp_path, qlora=True, pack=True, seq_len=128)
+    assert chosen.predicted["width"] == 128
+    assert chosen.plan is not None, "neither none nor full, and with the mask of the packed rows"
+
+
+@pytest.mark.long
+def test_pretraining_counts_the_mask_of_packed_documents(tmp_path: Path) -> None:
+    said = _job(tmp_path) | {"data": str(tmp_path / "texts"), "pack": True, "seq_len": 128} | UNSAVED
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 128}))
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text("a text that is learned, " * 5)
+    job = Trainer(Options(**said | {"fit": "ac", "fit_memory": "6MiB", "loss": "chunked"}), ALONE)
+    assert job.fitted is not None and job.fitted.plan is not None
+    assert _peak(job) == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01)
+
+
+@pytest.mark.long
+def test_compiled_layers_train_as_fitted_and_their_bytes_are_said_to_be_unknown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Long: dynamo traces the layers under a plan."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    forget_announcements()
+    caplog.set_level("INFO", "nemo_like")
+    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    write_lines(tmp_path / "data.jsonl", questions(120))
+    said: dict[str, Any] = dict(qlora=True, pack=True, seq_len=128, compile="aot_eager")
+    job = _tuned(tmp_path, output=str(tmp_path / "out"), fit="ac", fit_memory="5MiB", **said)
+    assert caplog.text.count("those of --compile aot_eager are not known") == 1
+    plain = _tuned(tmp_path, output=str(tmp_path / "plain"), **said | {"compile": "none", "ac": "none"})
+    job.run()
+    plain.run()
+    assert job.fitted is not None and job.fitted.plan is not None
+    torch.testing.assert_close(torch.tensor(job.log.losses), torch.tensor(plain.log.losses), rtol=1e-5, atol=0)
+
+
+def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = _job(tmp_path)
+    line = [f"--{name.replace('_', '-')}={value}" for name, value in job.items() if not isinstance(value, bool)]
+    options = parse_options([*line, "--fit", "--ac", "full", "--tp", "1"])
+    assert set(options.free) == set(Options().searched) - {"ac", "tp"} and "cpu_offload" in options.free
+    for said in ("--cpu-offload", "--no-cpu-offload"):
+        given = parse_options([*line, "--fit", said])
+        assert "cpu_offload" not in given.free and given.cpu_offload is (said == "--cpu-offload")
+    assert (
+        pretrain.main([*line, "--plain", "--fit", "--fit-memory", "200KiB", "--loss", "chunked", "--ac", "full"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "--fit: Nothing fits in 200.00KiB" in said and "bound by memory: parameters and optimizer" in said
+    assert not (tmp_path / "checkpoints" / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"fit": "acc"}, "Did you mean 'ac'"),
+        ({"fit": "all", "strategy": "ddp"}, "--strategy is 'ddp', with which --fit predicts nothing"),
+        ({"fit": "loss", "ac": "submodule"}, "--ac is 'submodule', with which --fit"),
+        ({"fit": "loss", "ac": "50%"}, "--ac is '50%', with which --fit"),
+        ({"fit_memory": "1GiB"}, "without --fit nothing reads it"),
+        ({"fit": "all", "fit_memory": "much"}, "much"),
+        ({"fit_host_memory": "1GiB"}, "--fit-host-memory is '1GiB', and without --fit nothing reads it"),
+        ({"fit": "all", "fit_host_memory": "-1"}, "-1"),
+    ],
+)
+def test_what_fit_cannot_do_is_refused(asked: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options(**asked)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "device", "message"),
+    [
+        (1, "h100-80gb", "--cpu-offload beside --fit, and one rank was started.*Start more ranks, or leave"),
+        (2, "rtx-4090", "--cpu-offload beside --fit.*beside rtx-4090 is not known.*Leave one of the two out"),
+    ],
+)
+def test_state_on_the_host_is_refused_where_it_cannot_be_or_nobody_knows_its_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, device: str, message: str
+) -> None:
+    monkeypatch.setattr(fitted, "device_at_hand", lambda kind: resolve_device(device))
+    options = Options(**_job(tmp_path) | {"fit": "ac", "cpu_offload": True})
+    model = resolve_model(options.model).build("meta")
+    with pytest.raises(ValueError, match=message):
+        fitted.choose(options, replace(ALONE, world_size=world_size), model, 64)
+
+
+@pytest.mark.long
+def test_fine_tuning_fits_float8(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.float8")
+    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    write_lines(tmp_path / "data.jsonl", questions(60))
+    chosen = _fitted_in_5mib(tmp_path, precision="fp8", loss="model", pack=True, seq_len=128)
+    assert chosen.plan is not None and chosen.plan["matmuls"] == "fp8"
+
+
+def test_weights_gathered_in_float8_are_no_plans_and_fit_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.float8")
+    options = FinetuneOptions(model="model", data="data.jsonl", precision="fp8-gather", fit="ac", output=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    model = resolve_model(str(tmp_path / "config.json")).build("meta")
+    with pytest.raises(ValueError, match=r"--fit: No combination can be run on 2 GPU.*gathers in float8 are not known"):
+        fitted.choose(options, replace(ALONE, world_size=2), model, 32)
