@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as"
     from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper as CheckpointWrapper
     from nemo_like.activation_checkpointing.wrapper import unwrap_checkpoint_wrapper as unwrap_checkpoint_wrapper
     from nemo_like.compile import compile_layers as compile_layers
-    from nemo_like.distributed.context_parallel.sequence_ops import shard_sequence as shard_sequence
-    from nemo_like.distributed.context_parallel.sequence_ops import unshard_sequence as unshard_sequence
+    from nemo_like.distributed.context.sequence_ops import shard_sequence as shard_sequence
+    from nemo_like.distributed.context.sequence_ops import unshard_sequence as unshard_sequence
     from nemo_like.distributed.pipeline import Pipeline as Pipeline
     from nemo_like.distributed.shard import shard_layers as shard_layers
     from nemo_like.distributed.weights.materialize import materialize as materialize
@@ -102,7 +102,7 @@ _WHERE = {
         "unwrap_checkpoint_wrapper",
     ),
     "compile": ("compile_layers",),
-    "distributed.context_parallel.sequence_ops": (
+    "distributed.context.sequence_ops": (
         "shard_sequence",
         "unshard_sequence",
     ),

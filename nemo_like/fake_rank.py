@@ -29,8 +29,8 @@ from nemo_like._util.module_tree import bare, bare_modules
 from nemo_like._util.tensors import split_sample
 from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.distributed.context_parallel.methods import method_of
-from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.distributed.context.methods import method_of
+from nemo_like.distributed.expert import find_experts
 from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.batches import repeated

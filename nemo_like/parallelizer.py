@@ -25,9 +25,9 @@ from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.activation_checkpointing.spec import CheckpointSpec, keep_routing
 from nemo_like.compile import compile_layers
 from nemo_like.distributed.agreement import check_agreement, compare_batches
-from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
+from nemo_like.distributed.context import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
-from nemo_like.distributed.expert_parallel import (
+from nemo_like.distributed.expert import (
     ExpertMesh,
     Experts,
     check_experts,

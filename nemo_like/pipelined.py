@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like._util.log import is_rank_zero, logger
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.distributed.context_parallel import check_context_parallel
+from nemo_like.distributed.context import check_context_parallel
 from nemo_like.distributed.documents import packed_calls
-from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.distributed.expert import find_experts
 from nemo_like.distributed.launch import local_device
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut, loss_of

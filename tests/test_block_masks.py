@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
-from nemo_like.distributed.context_parallel import masks, sequence_ops
-from nemo_like.distributed.context_parallel.attention import replace_flex
-from nemo_like.distributed.context_parallel.methods import method_of
-from nemo_like.distributed.context_parallel.parts import Parts
-from nemo_like.distributed.context_parallel.verify_cut import first_tokens
+from nemo_like.distributed.context import masks, sequence_ops
+from nemo_like.distributed.context.attention import replace_flex
+from nemo_like.distributed.context.methods import method_of
+from nemo_like.distributed.context.parts import Parts
+from nemo_like.distributed.context.verify_cut import first_tokens
 
 
 def _sliding(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:

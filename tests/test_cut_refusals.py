@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from nemo_like import ContextParallel, parallelize
-from nemo_like.distributed.context_parallel import check_context_parallel, cut_for_planning
-from nemo_like.distributed.context_parallel.methods.ring import (
+from nemo_like.distributed.context import check_context_parallel, cut_for_planning
+from nemo_like.distributed.context.methods.ring import (
     attention_block,
     attention_block_backward,
     tiled_block,
     tiled_block_backward,
 )
-from nemo_like.distributed.context_parallel.sequence_ops import cut, join, pad, padded_length, positions, split
+from nemo_like.distributed.context.sequence_ops import cut, join, pad, padded_length, positions, split
 from tests.models.families import FAMILIES, causal
 
 REFUSED = {

@@ -166,7 +166,7 @@ def test_layers_of_the_installed_transformers_take_a_cache_that_is_known(hf: Any
 
 
 def test_cut_attention_is_refused_where_no_configuration_has_a_name_for_it(next_release: None) -> None:
-    from nemo_like.distributed.context_parallel import _reroute
+    from nemo_like.distributed.context import _reroute
 
     stack: Any = SimpleNamespace(module=nn.Linear(1, 1))
     with pytest.raises(

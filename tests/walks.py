@@ -23,7 +23,7 @@ from nemo_like import (
 )
 from nemo_like.activation_checkpointing import CheckpointSpec
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.distributed.context_parallel.parts import Parts
+from nemo_like.distributed.context.parts import Parts
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.stage import Stage
 from nemo_like.losses.model_loss import LossHooks

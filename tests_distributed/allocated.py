@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from nemo_like._util.tensors import tensors_in
-from nemo_like.distributed.context_parallel.parts import MARK
+from nemo_like.distributed.context.parts import MARK
 from nemo_like.distributed.pipeline import Pipeline
 
 

@@ -1,7 +1,7 @@
 """Many ranks: mesh, FSDP2 over the layers, materializing, clipping, state dicts, the process group's life."""
 
-from nemo_like.distributed.context_parallel.sequence_ops import shard_sequence, unshard_sequence
-from nemo_like.distributed.expert_parallel import balanced_bias, summed_expert_load, watch_expert_load
+from nemo_like.distributed.context.sequence_ops import shard_sequence, unshard_sequence
+from nemo_like.distributed.expert import balanced_bias, summed_expert_load, watch_expert_load
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync, with_unused_sample
 from nemo_like.distributed.launch import init_distributed, shutdown, world_size
 from nemo_like.distributed.mesh import build_mesh, validate_mesh

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare, bare_modules, base_model, join
-from nemo_like.distributed.context_parallel.stacks import counts_ids, counts_positions, sequence_mixers
+from nemo_like.distributed.context.stacks import counts_ids, counts_positions, sequence_mixers
 from nemo_like.distributed.document_numbers import (
     PackedRows,
     documents_of,

@@ -28,7 +28,7 @@ from nemo_like._util.log import say_once
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.agreement import compare_batches
-from nemo_like.distributed.context_parallel import apply_context_parallel, check_context_parallel
+from nemo_like.distributed.context import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
@@ -233,7 +233,7 @@ def split_for_trainer(model: nn.Module, trainer: Any, cp: ContextParallel) -> nn
 
     Raises:
         ValueError: a number of ranks that `cp` does not divide, or metrics of logits, of which each rank has a part; and
-            as `nemo_like.distributed.context_parallel.check_context_parallel`.
+            as `nemo_like.distributed.context.check_context_parallel`.
     """
     ranks = world_size()
     if ranks % cp.size:

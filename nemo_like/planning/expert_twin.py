@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.expert_parallel import Experts, find_experts
-from nemo_like.distributed.expert_parallel.find_experts import EACH, experts_per_token
-from nemo_like.distributed.expert_parallel.grouped import zero_rows_stay_zero
-from nemo_like.distributed.expert_parallel.split_experts import SplitExperts, adapters_in, pass_through
-from nemo_like.distributed.expert_parallel.tensor_ranks import TensorRanks
+from nemo_like.distributed.expert import Experts, find_experts
+from nemo_like.distributed.expert.find_experts import EACH, experts_per_token
+from nemo_like.distributed.expert.grouped import zero_rows_stay_zero
+from nemo_like.distributed.expert.split_experts import SplitExperts, adapters_in, pass_through
+from nemo_like.distributed.expert.tensor_ranks import TensorRanks
 from nemo_like.fake.run import PLANNED
 from nemo_like.job import Job
 

@@ -24,9 +24,9 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan, plan_specs
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import KeepRouting
-from nemo_like.distributed.context_parallel import cut_for_planning
-from nemo_like.distributed.context_parallel.parts import MasksOfAllLayers
-from nemo_like.distributed.expert_parallel.split_experts import has_experts
+from nemo_like.distributed.context import cut_for_planning
+from nemo_like.distributed.context.parts import MasksOfAllLayers
+from nemo_like.distributed.expert.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
 from nemo_like.fake.model_copy import model_copy

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from nemo_like._util.module_tree import bare
-from nemo_like.distributed.expert_parallel import Experts
-from nemo_like.distributed.expert_parallel.expert_mesh import expert_shard_dim
+from nemo_like.distributed.expert import Experts
+from nemo_like.distributed.expert.expert_mesh import expert_shard_dim
 from nemo_like.distributed.units import UnitPlan, padded_rows, plan_units, shard_dim
 from nemo_like.options import FSDP2, Precision
 from nemo_like.options.optimizers import TrainedParameter

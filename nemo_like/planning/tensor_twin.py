@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like._util.log import warn_once
-from nemo_like.distributed.expert_parallel.find_experts import find_experts
+from nemo_like.distributed.expert.find_experts import find_experts
 from nemo_like.distributed.tensor.apply import SequencePlaces, cut_head, sequence_places
 from nemo_like.distributed.tensor.plan import Rule, resolve_plan
 from nemo_like.distributed.tensor.row_lookup import looks_up_own_rows, own_rows

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from nemo_like._util.module_tree import base_model
 from nemo_like._util.tensors import split_sample, tensors_in
-from nemo_like.distributed.context_parallel import cut_for_planning
-from nemo_like.distributed.context_parallel.methods import method_of
+from nemo_like.distributed.context import cut_for_planning
+from nemo_like.distributed.context.methods import method_of
 from nemo_like.fake.model_copy import call_with, model_copy
 from nemo_like.fake.reasons import in_place
 from nemo_like.fake.run import FakeRun, cache_off, call_flags
@@ -54,7 +54,7 @@ def try_context_parallel(
 
     Args:
         model: bare; not changed.
-        options, layers: as for `nemo_like.distributed.context_parallel.check_context_parallel`, which comes first.
+        options, layers: as for `nemo_like.distributed.context.check_context_parallel`, which comes first.
         sample_input: what `model` is called with; None: a transformers model's own dummy inputs. Without any, nothing
             is tried.
     """

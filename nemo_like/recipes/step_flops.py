@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.distributed.expert_parallel.find_experts import EACH, experts_per_token, find_experts
+from nemo_like.distributed.expert.find_experts import EACH, experts_per_token, find_experts
 from nemo_like.layers import find_layers
 from nemo_like.options import Precision
 from nemo_like.planning.devices import Device

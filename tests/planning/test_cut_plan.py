@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from nemo_like import Job
 from nemo_like.cli import main
-from nemo_like.distributed.context_parallel import check_context_parallel, methods
-from nemo_like.distributed.context_parallel.methods.all_gather import GatherKeys
-from nemo_like.distributed.context_parallel.parts import Parts
+from nemo_like.distributed.context import check_context_parallel, methods
+from nemo_like.distributed.context.methods.all_gather import GatherKeys
+from nemo_like.distributed.context.parts import Parts
 from nemo_like.options import ContextParallel, parallel
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import Planner

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from nemo_like import ContextParallel, apply_activation_checkpointing
-from nemo_like.distributed.context_parallel import apply_context_parallel
-from nemo_like.distributed.context_parallel.methods import ring
+from nemo_like.distributed.context import apply_context_parallel
+from nemo_like.distributed.context.methods import ring
 from nemo_like.planning.meter import LiveBytes
 from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.families import COMMON, hf

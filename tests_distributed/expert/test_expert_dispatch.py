@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nemo_like import parallelize
 from nemo_like._util.extras import MissingExtraError
-from nemo_like.distributed.expert_parallel.deepep import DeepEP
-from nemo_like.distributed.expert_parallel.exchange import AllToAll, Dispatch, group_key
-from nemo_like.distributed.expert_parallel.gather_dispatch import AllGather
+from nemo_like.distributed.expert.deepep import DeepEP
+from nemo_like.distributed.expert.exchange import AllToAll, Dispatch, group_key
+from nemo_like.distributed.expert.gather_dispatch import AllGather
 from nemo_like.options import ExpertParallel
 from tests.models.expert_families import build, tokens
 from tests_distributed.counting import CountOps

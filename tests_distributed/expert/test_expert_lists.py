@@ -20,8 +20,8 @@ from nemo_like.distributed import (
     set_model_state,
     set_optimizer_state,
 )
-from nemo_like.distributed.expert_parallel import find_experts
-from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts
+from nemo_like.distributed.expert import find_experts
+from nemo_like.distributed.expert.expert_lists import StackedExperts
 from nemo_like.options import ExpertParallel
 from nemo_like.planning.planner import plan_for
 from tests_distributed.expert.whole_gradients import assert_close, gradients

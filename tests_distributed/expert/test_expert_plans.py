@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like import parallelize
-from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.distributed.expert import find_experts
 from nemo_like.options import ExpertParallel
 from tests_distributed.expert.whole_gradients import assert_close, gradients
 from tests_distributed.small_model import VOCAB, WIDTH, SmallModel

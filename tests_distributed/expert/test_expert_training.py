@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.distributed import build_mesh
-from nemo_like.distributed.expert_parallel import balanced_bias, summed_expert_load, watch_expert_load
+from nemo_like.distributed.expert import balanced_bias, summed_expert_load, watch_expert_load
 from nemo_like.options import PipelineParallel
 from tests.models.expert_families import build, tokens
 from tests_distributed.expert.whole_gradients import assert_close, expected, gradients

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.distributed import clip_grad_norm_, get_model_state, materialize, set_model_state
-from nemo_like.distributed.expert_parallel import find_experts
+from nemo_like.distributed.expert import find_experts
 from nemo_like.options import ExpertParallel, TensorParallel
 from tests_distributed.expert.whole_gradients import assert_close, gradients
 from tests_distributed.small_model import VOCAB, WIDTH, SmallModel, tokens

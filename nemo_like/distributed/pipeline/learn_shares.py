@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.module_state import ModuleWorld
 from nemo_like.distributed.agreement import gather, gather_objects
-from nemo_like.distributed.context_parallel.verify_cut import evaluating, put_back
+from nemo_like.distributed.context.verify_cut import evaluating, put_back
 from nemo_like.distributed.pipeline.batches import (
     MEAN,
     SUM,

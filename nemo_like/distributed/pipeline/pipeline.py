@@ -18,7 +18,7 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import every_module
 from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.agreement import check_same_batch, sharing_groups
-from nemo_like.distributed.context_parallel.sequence_ops import padded_length
+from nemo_like.distributed.context.sequence_ops import padded_length
 from nemo_like.distributed.gradients import clip_stages_
 from nemo_like.distributed.pipeline.batches import BatchShares
 from nemo_like.distributed.pipeline.cut import merged
@@ -103,7 +103,7 @@ class Pipeline(StagesOfRank):
 
     def _verify(self, batch: Mapping[str, Any]) -> None:
         """Once: whether all ranks have this batch; under ``cp``, as
-        `nemo_like.distributed.context_parallel.verify_cut` does for whole models."""
+        `nemo_like.distributed.context.verify_cut` does for whole models."""
         if not self._verified:
             self._verified = True
             check_same_batch(batch, self._sharing)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.agreement import mesh_groups
-from nemo_like.distributed.context_parallel.parts import MARK, WHOLE, Parts
-from nemo_like.distributed.context_parallel.sequence_ops import find_group
-from nemo_like.distributed.context_parallel.verify_cut import (
+from nemo_like.distributed.context.parts import MARK, WHOLE, Parts
+from nemo_like.distributed.context.sequence_ops import find_group
+from nemo_like.distributed.context.verify_cut import (
     answers,
     as_it_was,
     excess,
@@ -83,7 +83,7 @@ def verify_stages(
 ) -> None:
     """Raise ValueError, on every rank, where the stages answer otherwise on parts than on whole sequences.
 
-    Compared is what `nemo_like.distributed.context_parallel.verify_cut.wanted` says: the first tokens, and with
+    Compared is what `nemo_like.distributed.context.verify_cut.wanted` says: the first tokens, and with
     ``NEMO_LIKE_VERIFY=1`` the whole batch.
 
     Args:

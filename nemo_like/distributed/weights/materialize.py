@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed import launch
-from nemo_like.distributed.expert_parallel.expert_lists import list_pieces
+from nemo_like.distributed.expert.expert_lists import list_pieces
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
 from nemo_like.distributed.weights.sources import (
     CheckpointUnreadableError,

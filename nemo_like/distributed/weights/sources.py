@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.extras import require
 from nemo_like._util.words import a_or_an
-from nemo_like.distributed.expert_parallel.expert_lists import copy_own_experts, own_experts
+from nemo_like.distributed.expert.expert_lists import copy_own_experts, own_experts
 from nemo_like.distributed.weights.slots import Slot, copy_whole, in_boxes, list_names
 
 

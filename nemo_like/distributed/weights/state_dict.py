@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like._util.module_tree import check_model
 from nemo_like.distributed import launch
 from nemo_like.distributed.agreement import wire_device
-from nemo_like.distributed.expert_parallel.expert_lists import (
+from nemo_like.distributed.expert.expert_lists import (
     Pieces,
     list_pieces,
     optimizer_apart,

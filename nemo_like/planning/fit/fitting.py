@@ -16,8 +16,8 @@ from torch import nn
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.words import write_bytes
-from nemo_like.distributed.expert_parallel import find_experts
-from nemo_like.distributed.expert_parallel.find_experts import EACH
+from nemo_like.distributed.expert import find_experts
+from nemo_like.distributed.expert.find_experts import EACH
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.models import check_positions, resolve_model

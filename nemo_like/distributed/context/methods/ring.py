@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.ops import OpFacts, declare
-from nemo_like.distributed.context_parallel.attention import attention_of, is_causal
-from nemo_like.distributed.context_parallel.parts import ContextMethod, CutStack, Parts, StackCall
-from nemo_like.distributed.context_parallel.sequence_ops import find_group
+from nemo_like.distributed.context.attention import attention_of, is_causal
+from nemo_like.distributed.context.parts import ContextMethod, CutStack, Parts, StackCall
+from nemo_like.distributed.context.sequence_ops import find_group
 
 _REFUSED = ("s_aux", "softcap", "position_bias")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_like._util.extras import MissingExtraError
-from nemo_like.distributed.expert_parallel.exchange import ByToken, process_group
+from nemo_like.distributed.expert.exchange import ByToken, process_group
 
 _FIRST = 256
 """Numbers for each token in the dispatch that brings the handle: its kernels move whole vectors."""

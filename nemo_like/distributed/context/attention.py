@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like.distributed.context_parallel import masks, sequence_ops
-from nemo_like.distributed.context_parallel.parts import CURRENT, Parts, StackCall, parts_of
+from nemo_like.distributed.context import masks, sequence_ops
+from nemo_like.distributed.context.parts import CURRENT, Parts, StackCall, parts_of
 from nemo_like.layers.structure import class_of
 from nemo_like.torch_compat import is_fake
 from nemo_like.transformers_compat import (

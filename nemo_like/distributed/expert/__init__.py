@@ -4,15 +4,15 @@
 `split_experts` keeps this rank's part of the weights and sends tokens, `shard_experts` puts FSDP2 around that part.
 """
 
-from nemo_like.distributed.expert_parallel.expert_load import (
+from nemo_like.distributed.expert.expert_load import (
     balanced_bias,
     reduce_idle_experts,
     summed_expert_load,
     watch_expert_load,
 )
-from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, make_expert_mesh, shard_experts
-from nemo_like.distributed.expert_parallel.find_experts import Experts, find_experts
-from nemo_like.distributed.expert_parallel.split_experts import check_experts, split_experts
+from nemo_like.distributed.expert.expert_mesh import ExpertMesh, make_expert_mesh, shard_experts
+from nemo_like.distributed.expert.find_experts import Experts, find_experts
+from nemo_like.distributed.expert.split_experts import check_experts, split_experts
 
 __all__ = [
     "ExpertMesh",

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nemo_like._util.module_tree import bare_modules, glob_to_regex
-from nemo_like.distributed.expert_parallel.exchange import AllToAll, Dispatch, group_key
-from nemo_like.distributed.expert_parallel.expert_lists import BlockOfList, StackedExperts
-from nemo_like.distributed.expert_parallel.expert_mesh import ExpertMesh, check_expert_ranks
-from nemo_like.distributed.expert_parallel.find_experts import EACH, EVERY, Experts, find_experts
-from nemo_like.distributed.expert_parallel.gather_dispatch import AllGather
-from nemo_like.distributed.expert_parallel.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
-from nemo_like.distributed.expert_parallel.tensor_ranks import TensorRanks
+from nemo_like.distributed.expert.exchange import AllToAll, Dispatch, group_key
+from nemo_like.distributed.expert.expert_lists import BlockOfList, StackedExperts
+from nemo_like.distributed.expert.expert_mesh import ExpertMesh, check_expert_ranks
+from nemo_like.distributed.expert.find_experts import EACH, EVERY, Experts, find_experts
+from nemo_like.distributed.expert.gather_dispatch import AllGather
+from nemo_like.distributed.expert.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
+from nemo_like.distributed.expert.tensor_ranks import TensorRanks
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.options import ExpertParallel
 from nemo_like.options.parallel import DISPATCHES
@@ -74,7 +74,7 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
 
 
 def _check_deepep(mesh: DeviceMesh) -> None:
-    from nemo_like.distributed.expert_parallel.deepep import require_deep_ep
+    from nemo_like.distributed.expert.deepep import require_deep_ep
 
     if mesh.device_type != "cuda":
         raise ValueError(
@@ -156,7 +156,7 @@ def make_dispatch(word: str, experts: int, group: str, *, leaves_out: bool) -> D
     if word == "all_gather":
         return AllGather(experts, group)
     if word == "deepep":
-        from nemo_like.distributed.expert_parallel.deepep import DeepEP  # where it is asked for alone
+        from nemo_like.distributed.expert.deepep import DeepEP  # where it is asked for alone
 
         return DeepEP(experts, group)
     return AllToAll(experts, group, leaves_out)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.log import warn_once
-from nemo_like.distributed.context_parallel import sequence_ops
-from nemo_like.distributed.context_parallel.masks import first_tokens as first_of_mask
-from nemo_like.distributed.context_parallel.masks import is_block_mask
-from nemo_like.distributed.context_parallel.parts import WHOLE, Parts
-from nemo_like.distributed.context_parallel.sequence_ops import find_group
-from nemo_like.distributed.context_parallel.stack_calls import main_input, tensors_of
+from nemo_like.distributed.context import sequence_ops
+from nemo_like.distributed.context.masks import first_tokens as first_of_mask
+from nemo_like.distributed.context.masks import is_block_mask
+from nemo_like.distributed.context.parts import WHOLE, Parts
+from nemo_like.distributed.context.sequence_ops import find_group
+from nemo_like.distributed.context.stack_calls import main_input, tensors_of
 from nemo_like.distributed.tensor.shared_random import generators
 from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
 from nemo_like.losses.stand_in import StandIn

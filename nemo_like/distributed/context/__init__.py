@@ -14,31 +14,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.module_tree import bare
-from nemo_like.distributed.context_parallel import attention
-from nemo_like.distributed.context_parallel.attention import (
+from nemo_like.distributed.context import attention
+from nemo_like.distributed.context.attention import (
     AttentionHooks,
     OwnPositions,
     PositionHook,
     counts_along,
     replace_flex,
 )
-from nemo_like.distributed.context_parallel.methods import method_of
-from nemo_like.distributed.context_parallel.parts import MARK, CutStack, Parts
-from nemo_like.distributed.context_parallel.sequence_ops import name_group
-from nemo_like.distributed.context_parallel.stack_calls import (
+from nemo_like.distributed.context.methods import method_of
+from nemo_like.distributed.context.parts import MARK, CutStack, Parts
+from nemo_like.distributed.context.sequence_ops import name_group
+from nemo_like.distributed.context.stack_calls import (
     LongestPosition,
     StackHooks,
     gather_before,
     gather_behind,
     reads_the_longest,
 )
-from nemo_like.distributed.context_parallel.stacks import (
+from nemo_like.distributed.context.stacks import (
     count_from_the_whole,
     counts_positions,
     find_stacks,
     over_whole_sequences,
 )
-from nemo_like.distributed.context_parallel.whole_loss import RootHooks
+from nemo_like.distributed.context.whole_loss import RootHooks
 from nemo_like.layers import Layer
 from nemo_like.layers.structure import is_callable, is_container
 from nemo_like.options import CONTEXT_METHODS, ContextParallel

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like._util.module_tree import base_model
-from nemo_like.distributed.context_parallel.parts import Parts
-from nemo_like.distributed.context_parallel.sequence_ops import find_group, sum_parts
-from nemo_like.distributed.context_parallel.stack_calls import exchange, main_input, tensors_of
-from nemo_like.distributed.context_parallel.verify_cut import sequence_length, verify_cut, wanted
+from nemo_like.distributed.context.parts import Parts
+from nemo_like.distributed.context.sequence_ops import find_group, sum_parts
+from nemo_like.distributed.context.stack_calls import exchange, main_input, tensors_of
+from nemo_like.distributed.context.verify_cut import sequence_length, verify_cut, wanted
 from nemo_like.layers.structure import class_of
 from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_like.distributed.expert_parallel.exchange import group_key, process_group
+from nemo_like.distributed.expert.exchange import group_key, process_group
 
 
 @dataclass(frozen=True)

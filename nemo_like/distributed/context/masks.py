@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_like.distributed.context_parallel import sequence_ops
-from nemo_like.distributed.context_parallel.parts import CURRENT, WHOLE, Parts, StackCall
+from nemo_like.distributed.context import sequence_ops
+from nemo_like.distributed.context.parts import CURRENT, WHOLE, Parts, StackCall
 from nemo_like.distributed.document_numbers import kept_apart
 from nemo_like.torch_compat import unseen
 from nemo_like.transformers_compat import causal_mask_function, mask_functions

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.context_parallel import masks, sequence_ops
-from nemo_like.distributed.context_parallel.parts import CURRENT, CutStack, Parts, StackCall, gathers_whole
-from nemo_like.distributed.context_parallel.stacks import GatheringCache, OwnMasks, cache_for, positions_of_ids
+from nemo_like.distributed.context import masks, sequence_ops
+from nemo_like.distributed.context.parts import CURRENT, CutStack, Parts, StackCall, gathers_whole
+from nemo_like.distributed.context.stacks import GatheringCache, OwnMasks, cache_for, positions_of_ids
 from nemo_like.distributed.document_numbers import documents_of
 from nemo_like.layers.structure import class_of
 from nemo_like.losses.model_loss import LABELS

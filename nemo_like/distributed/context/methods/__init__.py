@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from nemo_like.distributed.context_parallel.parts import ContextMethod
+from nemo_like.distributed.context.parts import ContextMethod
 
 
 def method_of(word: str) -> ContextMethod:

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.module_tree import bare, bare_modules, check_model, glob_to_regex
 from nemo_like._util.tensors import map_tensors, tensors_in
-from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts
-from nemo_like.distributed.expert_parallel.find_experts import EACH, EVERY, Experts, find_experts
+from nemo_like.distributed.expert.expert_lists import StackedExperts
+from nemo_like.distributed.expert.find_experts import EACH, EVERY, Experts, find_experts
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.torch_compat import in_backward

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from nemo_like.distributed.expert_parallel.find_experts import Experts
+from nemo_like.distributed.expert.find_experts import Experts
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.distributed.shard import shard_unit
 from nemo_like.options import FSDP2

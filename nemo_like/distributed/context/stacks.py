@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like._util.module_tree import bare, bare_modules
-from nemo_like.distributed.context_parallel import masks, sequence_ops
-from nemo_like.distributed.context_parallel.attention import attention_of, counts_along, uses_interface
-from nemo_like.distributed.context_parallel.parts import CutStack, Parts, parts_of
+from nemo_like.distributed.context import masks, sequence_ops
+from nemo_like.distributed.context.attention import attention_of, counts_along, uses_interface
+from nemo_like.distributed.context.parts import CutStack, Parts, parts_of
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import class_of
 from nemo_like.transformers_compat import (

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.context_parallel import masks
-from nemo_like.distributed.context_parallel.attention import is_causal, over_whole, with_whole_bias, without_padding
-from nemo_like.distributed.context_parallel.parts import ContextMethod, Parts, StackCall
+from nemo_like.distributed.context import masks
+from nemo_like.distributed.context.attention import is_causal, over_whole, with_whole_bias, without_padding
+from nemo_like.distributed.context.parts import ContextMethod, Parts, StackCall
 
 
 class GatherKeys(ContextMethod):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like._util.module_tree import bare
-from nemo_like.distributed.context_parallel import sequence_ops
-from nemo_like.distributed.context_parallel.sequence_ops import gather_sequence
+from nemo_like.distributed.context import sequence_ops
+from nemo_like.distributed.context.sequence_ops import gather_sequence
 from nemo_like.transformers_compat import USE_CACHE, cache_argument, parameter_names
 
 MARK = "_nemo_like_sequence_parts"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_like.distributed.expert_parallel.exchange import ByToken, process_group
+from nemo_like.distributed.expert.exchange import ByToken, process_group
 
 
 @torch.library.custom_op("nemo_like::route_gathered", mutates_args=())

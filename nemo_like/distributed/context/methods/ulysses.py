@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from nemo_like._util.words import a_or_an
-from nemo_like.distributed.context_parallel.attention import (
+from nemo_like.distributed.context.attention import (
     over_whole,
     uses_interface,
     with_whole_bias,
     without_padding,
 )
-from nemo_like.distributed.context_parallel.parts import ContextMethod, CutStack, Parts, StackCall
-from nemo_like.distributed.context_parallel.sequence_ops import heads_for_sequence, sequence_for_heads
+from nemo_like.distributed.context.parts import ContextMethod, CutStack, Parts, StackCall
+from nemo_like.distributed.context.sequence_ops import heads_for_sequence, sequence_for_heads
 
 
 class Ulysses(ContextMethod):

@@ -11,7 +11,7 @@ from torch import nn
 
 from nemo_like._util.module_tree import bare_modules, glob_to_regex
 from nemo_like._util.words import a_or_an
-from nemo_like.distributed.expert_parallel.expert_lists import StackedExperts, check_list
+from nemo_like.distributed.expert.expert_lists import StackedExperts, check_list
 from nemo_like.layers.structure import is_list_of_experts
 
 ROUTED, EVERY, EACH = "routed", "every", "each"
