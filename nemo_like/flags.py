@@ -10,10 +10,12 @@ import argparse
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_like._util.field_docs import field_docs
 from nemo_like.job import Job
 from nemo_like.options import (
     AC_STRATEGIES,
@@ -46,214 +48,101 @@ OFFLOADS = ("none", "boundary", "saved", "all")
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of a job."""
+    """One flag of a job. Its help is the first sentence of its field's documentation."""
 
     name: str
     """As a Python name; on the command line ``--name`` with ``_`` written as ``-``."""
     field: str
     """The field of `Job` that it sets, with the field of that: ``"tp.size"``."""
     default: Any
-    help: str
     kind: Callable[[str], Any] = str
     choices: Sequence[str] = ()
     """The words that it may be; empty: any."""
     least: float | None = None
     """The smallest number that it may be."""
+    on: str = "plan"
+    """The commands that take it: ``plan``, ``fit``, and ``pins`` for those that pin a search of ``fit``."""
+    words: str = ""
+    """What it may be, for its help; default: its choices."""
+    note: str = ""
+    """Its help where it says the opposite of its field."""
 
     @property
     def word(self) -> str:
         """What is written on the command line."""
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def help(self) -> str:
+        """What the flag does, in a line."""
+        head, _, tail = self.field.partition(".")
+        doc = self.note or field_docs(_CLASSES[head] if tail else Job).get(tail or head, "")
+        text = re.split(r"\.(?= |$)|; None", doc.replace("`", "").replace('"', ""))[0]
+        words = self.words or " | ".join(self.choices)
+        start = text[:1].lower() if text[1:2].islower() else text[:1]
+        return (start + text[1:] + (f": {words}" if words else "")).replace("%", "%%")
 
+
+_CLASSES = {
+    "strategy": FSDP2,
+    "tp": TensorParallel,
+    "cp": ContextParallel,
+    "ep": ExpertParallel,
+    "pp": PipelineParallel,
+    "precision": Precision,
+    "step": StepSpec,
+    "search": PlanSearch,
+}
+"""The class of a field that flags set in parts."""
+
+_DTYPES = f"float32 | bfloat16 | {' | '.join(FLOAT8)}"
 FLAGS: dict[str, Flag] = {
     flag.name: flag
     for flag in (
+        Flag("strategy", "strategy", "fsdp2", choices=STRATEGIES, on=""),
+        Flag("ac", "ac", "selective", words=" | ".join(AC_STRATEGIES), on=""),
+        Flag("scope", "ac_scope", "all", words="all | language | vision | audio, several with commas", on=""),
+        Flag("gpu", "gpu", "h100-80gb", on="plan fit"),
+        Flag("world_size", "world_size", 1, int, least=1),
+        Flag("dp_replicate", "dp_replicate", 1, int, least=1, on="plan pins"),
+        Flag("tp", "tp.size", 1, int, least=1, on="plan pins"),
+        Flag("sequence_parallel", "tp.sequence_parallel", False, bool),
+        Flag("loss_parallel", "tp.loss_parallel", False, bool),
+        Flag("cp", "cp.size", 1, int, least=1, on="plan pins"),
+        Flag("cp_method", "cp.method", ContextParallel.method, choices=CONTEXT_METHODS, on=""),
+        Flag("ep", "ep.size", 1, int, least=1, on="plan pins"),
+        Flag("imbalance", "ep.imbalance", None, float, least=1, on="plan fit"),
+        Flag("pp", "pp.size", 1, int, least=1, on="plan pins"),
+        Flag("pp_schedule", "pp.schedule", PipelineParallel.schedule, words=" | ".join(SCHEDULES), on="plan pins"),
+        Flag("balance", "pp.balance", "time", words="time | memory | counts such as 8,8,7,7"),
+        Flag("precision", "precision.param_dtype", "float32", words=_DTYPES),
+        Flag("reduce_dtype", "precision.reduce_dtype", "float32"),
+        Flag("optimizer", "step.optimizer", StepSpec.optimizer, choices=OPTIMIZERS),
+        Flag("grad_accum", "step.microbatches", 1, int, least=1, on="plan pins"),
+        Flag("loss", "loss", "model", choices=LOSSES, on="plan pins"),
+        Flag("sync", "step.sync", StepSpec.sync, choices=("every", "last")),
         Flag(
-            "strategy",
-            "strategy",
-            "fsdp2",
-            f"{' | '.join(STRATEGIES)}; on one rank all of them are 'single'",
-            choices=STRATEGIES,
+            "drop_output", "step.keeps_output", False, bool, note="The loop drops the model's output before backward."
         ),
-        Flag(
-            "ac",
-            "ac",
-            "selective",
-            f"activation checkpointing: {' | '.join(AC_STRATEGIES)}, or a budget like 40GiB, 50%% or auto",
-        ),
-        Flag("scope", "ac_scope", "all", "layers to checkpoint: all | language | vision | audio; several with commas"),
-        Flag(
-            "loss",
-            "loss",
-            "model",
-            f"{' | '.join(LOSSES)}: head and loss of a few tokens at a time, never the whole logits",
-            choices=LOSSES,
-        ),
-        Flag(
-            "compile",
-            "compile",
-            "none",
-            f"compile each layer: none | {' | '.join(COMPILE_BACKENDS)}",
-            choices=("none", *COMPILE_BACKENDS),
-        ),
-        Flag(
-            "precision",
-            "precision.param_dtype",
-            "float32",
-            f"dtype to compute in: float32 | bfloat16; or {' | '.join(FLOAT8)}: bfloat16, and the layers' matmuls in "
-            "float8 (torchao)",
-        ),
-        Flag("reduce_dtype", "precision.reduce_dtype", "float32", "dtype of gradients while they are reduced"),
-        Flag(
-            "offload",
-            "offload",
-            "none",
-            f"activations that wait in host memory: {' | '.join(OFFLOADS)}",
-            choices=OFFLOADS,
-        ),
-        Flag(
-            "cpu_offload",
-            "strategy.cpu_offload",
-            False,
-            "keep weights, gradients and optimizer state in host memory (fsdp2)",
-            bool,
-        ),
-        Flag(
-            "reshard_after_forward",
-            "strategy.reshard_after_forward",
-            "default",
-            "free gathered layers after forward (fsdp2): default | yes | no, or over how many ranks they stay sharded; "
-            "default: all but the last",
-        ),
-        Flag(
-            "prefetch",
-            "strategy.forward_prefetch",
-            FSDP2.forward_prefetch,
-            "layers gathered ahead (fsdp2)",
-            int,
-            least=0,
-        ),
-        Flag(
-            "dp_replicate",
-            "dp_replicate",
-            1,
-            "replicas of the sharded model (HSDP); must divide the number of ranks",
-            int,
-            least=1,
-        ),
-        Flag(
-            "tp",
-            "tp.size",
-            1,
-            "ranks that share a layer's matmuls (tensor parallel); must divide the number of ranks",
-            int,
-            least=1,
-        ),
-        Flag(
-            "sequence_parallel",
-            "tp.sequence_parallel",
-            False,
-            "with --tp: norms and residuals are split by tokens, too",
-            bool,
-        ),
-        Flag("loss_parallel", "tp.loss_parallel", False, "with --tp: logits and loss stay split by vocabulary", bool),
-        Flag(
-            "cp",
-            "cp.size",
-            1,
-            "ranks that share each sequence (context parallel); must divide the number of ranks",
-            int,
-            least=1,
-        ),
-        Flag(
-            "cp_method",
-            "cp.method",
-            ContextParallel.method,
-            f"how queries meet the keys of other ranks: {' | '.join(CONTEXT_METHODS)}",
-            choices=CONTEXT_METHODS,
-        ),
-        Flag(
-            "ep",
-            "ep.size",
-            1,
-            "ranks that share a layer's experts (expert parallel); must divide the number of experts",
-            int,
-            least=1,
-        ),
-        Flag(
-            "imbalance",
-            "ep.imbalance",
-            None,
-            "rows of the fullest rank's experts, as a multiple of a balanced router's: 1 (balanced) to --ep (default: 1.5)",
-            float,
-            least=1,
-        ),
-        Flag(
-            "pp",
-            "pp.size",
-            1,
-            "ranks that the layers are divided among (pipeline); its micro-batches: --grad-accum, else twice as many",
-            int,
-            least=1,
-        ),
-        Flag(
-            "pp_schedule",
-            "pp.schedule",
-            PipelineParallel.schedule,
-            f"order of the pipeline's micro-batches: {' | '.join(SCHEDULES)}",
-        ),
-        Flag("balance", "pp.balance", "time", "layers of a stage: time | memory | counts such as 8,8,7,7"),
-        Flag(
-            "grad_accum",
-            "step.microbatches",
-            1,
-            "micro-batches per step; gradients are summed over ranks once, in the last",
-            int,
-            least=1,
-        ),
-        Flag(
-            "sync",
-            "step.sync",
-            StepSpec.sync,
-            "micro-batches that reduce gradients: every | last",
-            choices=("every", "last"),
-        ),
-        Flag(
-            "drop_output",
-            "step.keeps_output",
-            False,
-            "the loop drops the model's output (its logits) before backward",
-            bool,
-        ),
-        Flag(
-            "zero_grad",
-            "step.zero_grad",
-            StepSpec.zero_grad,
-            "gradients between steps: free | zero",
-            choices=("free", "zero"),
-        ),
-        Flag("ema", "step.ema", False, "the loop keeps a copy of the weights that it averages", bool),
-        Flag("optimizer", "step.optimizer", StepSpec.optimizer, " | ".join(OPTIMIZERS), choices=OPTIMIZERS),
-        Flag("gpu", "gpu", "h100-80gb", "the device to predict for: its name, or a JSON file"),
-        Flag("world_size", "world_size", 1, "ranks in all", int, least=1),
-        Flag(
-            "alloc_conf",
-            "allocator",
-            None,
-            "settings of CUDA's caching allocator, as in PYTORCH_ALLOC_CONF (default: that variable's)",
-        ),
-        Flag("no_skip", "search.skip", False, "recompute every op, also those that nobody reads", bool),
-        Flag("host", "search.host", False, "also consider keeping outputs in host memory, over the GPU's link", bool),
-        Flag(
-            "host_memory",
-            "search.host_memory",
-            "64GiB",
-            "host memory of one rank, for --host, --offload and --cpu-offload",
-        ),
-        Flag("measure", "search.measure", False, "time the ops on the device at hand instead of the GPU's table", bool),
+        Flag("zero_grad", "step.zero_grad", StepSpec.zero_grad, choices=("free", "zero")),
+        Flag("ema", "step.ema", False, bool),
+        Flag("compile", "compile", "none", choices=("none", *COMPILE_BACKENDS), on=""),
+        Flag("offload", "offload", "none", choices=OFFLOADS, on="plan pins"),
+        Flag("cpu_offload", "strategy.cpu_offload", False, bool, on="plan pins"),
+        Flag("reshard_after_forward", "strategy.reshard_after_forward", "default", words="default | yes | no | ranks"),
+        Flag("prefetch", "strategy.forward_prefetch", FSDP2.forward_prefetch, int, least=0),
+        Flag("alloc_conf", "allocator", None, on="plan fit"),
+        Flag("no_skip", "search.skip", False, bool, note="Recompute every op, also those that nobody reads."),
+        Flag("host", "search.host", False, bool),
+        Flag("host_memory", "search.host_memory", "64GiB", on="plan fit"),
+        Flag("measure", "search.measure", False, bool),
     )
 }
+
+
+def flags_on(command: str) -> tuple[str, ...]:
+    """Return the names of the flags that `command` takes (see `Flag.on`)."""
+    return tuple(flag.name for flag in FLAGS.values() if command in flag.on.split())
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults: Any) -> None:

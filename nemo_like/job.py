@@ -94,16 +94,16 @@ class Job:
     """
 
     strategy: FSDP2 | DDP | Single = FSDP2()
-    """How parameters are spread over the ranks: ``"fsdp2"``, ``"ddp"`` or ``"single"``; or `FSDP2(...)` with what only
+    """How parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``; or `FSDP2(...)` with what only
     it has (resharding, prefetch, CPU offload, frozen towers), or `DDP(...)`. With one rank all mean ``"single"``."""
     ac: CheckpointConfig | MemoryBudget | Plan = "selective"  # type: ignore[assignment]
-    """Activation checkpointing: ``None``/``False``/``"none"``, ``True``/``"full"`` (recompute whole layers),
-    ``"selective"`` (keep the expensive ops), ``"submodule"``, ``"sequential"`` (recompute segments of layers).
-    With a `sample_input`: ``"40GiB"`` (the best plan for that peak per rank), ``"50%"`` (of the activation bytes
-    of ``"none"``), ``"auto"`` (this device's memory) or a `MemoryBudget`. Also a `Plan`, a `CheckpointConfig`, or
-    a policy object (`SelectivePolicy`, `TorchPolicy`)."""
+    """Activation checkpointing, or a budget such as ``"40GiB"``, ``"50%"`` or ``"auto"``. ``None``/``False``/``"none"``,
+    ``True``/``"full"`` (recompute whole layers), ``"selective"`` (keep the expensive ops), ``"submodule"``,
+    ``"sequential"`` (recompute segments of layers). With a `sample_input`: ``"40GiB"`` (the best plan for that
+    peak per rank), ``"50%"`` (of the activation bytes of ``"none"``), ``"auto"`` (this device's memory) or a
+    `MemoryBudget`. Also a `Plan`, a `CheckpointConfig`, or a policy object (`SelectivePolicy`, `TorchPolicy`)."""
     ac_scope: str | tuple[str, ...] = "all"
-    """The groups of layers to checkpoint: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``, ``"multimodal"`` or a
+    """The groups of layers to checkpoint. ``"all"``, ``"language"``, ``"vision"``, ``"audio"``, ``"multimodal"`` or a
     list. A frozen layer is recomputed in calls with an input that needs a gradient."""
     layers: tuple[str | nn.Module, ...] | None = None
     """Names (globs) or modules of the layers; None: found by structure."""
@@ -124,17 +124,18 @@ class Job:
     needs `sample_input`, one micro-batch. A `Pipeline` is returned then, whose ``step(**batch)`` takes whole
     batches."""
     loss: ChunkedLoss | None = None
-    """``"model"``, or ``"chunked"`` (`ChunkedLoss(...)` with sizes): a cross entropy that the model computes of its
-    head's output from ``labels`` in training mode is computed a chunk of tokens at a time, and ``output.logits``
-    is None. Where the model does something else with the logits, they are made, and this is logged."""
+    """Whose loss: the model's own, or head and loss of a few tokens at a time. ``"model"``, or ``"chunked"``
+    (`ChunkedLoss(...)` with sizes): a cross entropy that the model computes of its head's output from ``labels``
+    in training mode is computed a chunk of tokens at a time, and ``output.logits`` is None. Where the model does
+    something else with the logits, they are made, and this is logged."""
     precision: Precision = Precision()
     """The dtype to compute in (``"bf16"``), ``"fp8"`` (bfloat16, with the matmuls of the layers' linears in float8, by
     torchao; also ``"fp8-rowwise"``, ``"fp8-gather"``), a `Precision` (also for reduction and outputs) or torch's
     `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast."""
     compile: str | None = None
-    """``True``/``"inductor"`` or ``"aot_eager"``: compile each layer in place."""
+    """The backend that compiles each layer in place. ``True`` means ``"inductor"``."""
     offload: OffloadConfig = OffloadConfig("none")
-    """What waits in host memory between forward and backward: ``"boundary"`` (layer inputs), ``"saved"`` (these and what
+    """What waits in host memory between forward and backward. ``"boundary"`` (layer inputs), ``"saved"`` (these and what
     checkpointing keeps), ``"all"``, or an `OffloadConfig`."""
     step: StepSpec = StepSpec()
     """What a prediction counts of the training loop (`StepSpec`: micro-batches, a loss outside of the model, whether the
@@ -146,13 +147,14 @@ class Job:
     device: torch.device | None = None
     """Where the model goes; None: this rank's accelerator if there is one, else the CPU."""
     gpu: Any = None
-    """The device to predict for: a name of `nemo_like.planning.devices.known_devices`, a file or a `Device`; None: the
-    one at hand."""
+    """The device to predict for, by name or JSON file. A name of `nemo_like.planning.devices.known_devices`, a file or a
+    `Device`; None: the one at hand."""
     world_size: int | None = None
-    """Ranks of the job, for predictions where no process group is; None: the process group's, else the launcher's, else
-    1."""
+    """Ranks in all. It is for predictions where no process group is; None: the process group's, else the launcher's,
+    else 1."""
     allocator: AllocatorConfig = AllocatorConfig()  # noqa: RUF009 - frozen
-    """The settings of CUDA's caching allocator that a prediction counts with; default: its own."""
+    """The settings of CUDA's caching allocator that a prediction counts with, as in PYTORCH_ALLOC_CONF. Default: its
+    own."""
     search: PlanSearch = PlanSearch()
     """What a plan may use to stay within a budget."""
     asked: frozenset[str] = field(default=frozenset(), compare=False, repr=False)

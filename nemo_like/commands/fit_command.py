@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like._util.console import check_picture, check_writable, refuse_unread
-from nemo_like.flags import add_flags, add_pins, allocator_here
+from nemo_like.flags import add_flags, add_pins, allocator_here, flags_on
 from nemo_like.options import OPTIMIZERS, StepSpec, normalise, parse_dtype
 
 HELP = "find the fastest configuration that fits on a number of GPUs, without one"
@@ -18,8 +18,7 @@ EXAMPLES = (
     "--model llama3-8b --gpus 8 --tp 1 2 --ac none full plan --explain 1",
     "--model config.json --gpus 16 --lengths lengths.json --json fit.json --save plan.json",
 )
-_PINS = ("dp_replicate", "tp", "cp", "ep", "pp", "pp_schedule", "grad_accum", "loss", "offload", "cpu_offload")
-_JOB = ("gpu", "imbalance", "host_memory", "alloc_conf")
+_PINS, _JOB = flags_on("pins"), flags_on("fit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_like._util.console import check_picture, check_writable, refuse_unread
-from nemo_like.flags import FLAGS, add_flags, job_of
+from nemo_like.flags import FLAGS, add_flags, flags_on, job_of
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import FLOAT8, MemoryBudget, parse_bytes, parse_dtype
@@ -33,38 +33,7 @@ EXAMPLES = (
     "--model llama3-70b --world-size 64 --pp 4 --tp 4 --grad-accum 8",
     "--model llama3-8b --world-size 512 --tp 8 --check",
 )
-JOB_FLAGS = (
-    "gpu",
-    "world_size",
-    "dp_replicate",
-    "tp",
-    "sequence_parallel",
-    "loss_parallel",
-    "cp",
-    "ep",
-    "imbalance",
-    "pp",
-    "pp_schedule",
-    "balance",
-    "precision",
-    "reduce_dtype",
-    "optimizer",
-    "loss",
-    "grad_accum",
-    "sync",
-    "drop_output",
-    "zero_grad",
-    "ema",
-    "cpu_offload",
-    "reshard_after_forward",
-    "prefetch",
-    "offload",
-    "alloc_conf",
-    "no_skip",
-    "host",
-    "host_memory",
-    "measure",
-)
+JOB_FLAGS = flags_on("plan")
 _NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
 """Flags that no plan of a pipeline's stages knows."""
 

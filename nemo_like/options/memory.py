@@ -24,7 +24,7 @@ class PlanSearch:
     """Also consider keeping outputs in host memory, over the device's link. What computing does not hide of the copies
     counts as time."""
     host_memory: int | str = 64 << 30
-    """Host bytes of one rank for that, for `offload` and for ``cpu_offload``, shared evenly by the layers. The default is a
+    """Host memory of one rank, for kept outputs, `offload` and ``cpu_offload``. The layers share it evenly. The default is a
     quarter of a node's 2 TiB for eight GPUs."""
     measure: bool = False
     """Time each operator of a layer on the device at hand, instead of the roofline."""

@@ -132,7 +132,7 @@ class TensorParallel:
     sequence_parallel: bool = False
     """Norms and residuals are split along the sequence too."""
     loss_parallel: bool = False
-    """The logits stay split by vocabulary: forward and backward go under
+    """The logits stay split by vocabulary. Forward and backward go under
     `torch.distributed.tensor.parallel.loss_parallel`."""
 
     def __post_init__(self) -> None:

@@ -25,15 +25,17 @@ class PipelineParallel:
     size: int = 1
     """Ranks of one pipeline; must divide the number of ranks."""
     schedule: str = "1f1b"
-    """``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` | ``zbv`` | ``dualpipev``: torch's; or a CSV
-    file of torch's, with one line per rank (``0F0,0F1,,0B0``), which says stages and microbatches, too."""
+    """The order of the micro-batches. ``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` |
+    ``zbv`` | ``dualpipev``: torch's; or a CSV file of torch's, with one line per rank (``0F0,0F1,,0B0``), which
+    says stages and microbatches, too."""
     microbatches: int | None = None
     """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
     stages_per_rank: int | None = None
     """None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
     balance: str | tuple[int, ...] = "time"
-    """``"time"``: the stage with the most FLOPs has as few as possible, the head counted; ``"memory"``: the rank that peaks
-    highest peaks as low as it can; or how many layers each stage gets, from the first stage on."""
+    """The layers of a stage. ``"time"``: the stage with the most FLOPs has as few as possible, the head counted;
+    ``"memory"``: the rank that peaks highest peaks as low as it can; or how many layers each stage gets, from the
+    first stage on."""
     replay: str = "auto"
     """Where a schedule cuts backward in two: ``"once"`` replays a checkpointed layer in the first half and keeps for the
     second one what that still needs; ``"twice"`` keeps nothing and replays again; ``"auto"``: once, or under a memory budget

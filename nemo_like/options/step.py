@@ -135,20 +135,21 @@ class StepSpec:
     """
 
     microbatches: int = 1
-    """Forward and backward passes before the optimizer's step; gradients are there from the first one on."""
+    """Micro-batches of a step, forward and backward each. Gradients are there from the first one on."""
     sync: str = "every"
-    """Which microbatches reduce gradients over the ranks: ``every`` one (what a plain loop does), or the ``last``
-    (`nemo_like.distributed.gradients.set_gradient_sync`, DDP's ``no_sync``): each rank holds whole gradients till then."""
+    """Which micro-batches reduce gradients over the ranks. ``every`` one (what a plain loop does), or the ``last``
+    (`nemo_like.distributed.gradients.set_gradient_sync`, DDP's ``no_sync``): each rank holds whole gradients till
+    then."""
     keeps_output: bool = True
     """What the model returned (logits!) stays alive through backward, and until the next forward has returned, as
     where it has a name. False: the loop drops it before backward (``loss = model(**batch).loss``)."""
     zero_grad: str = "free"
-    """``free``: gradients are None before the first forward of a step (torch's default); ``zero``: they stay, as
-    zeros (``zero_grad(set_to_none=False)``)."""
+    """Gradients between steps. ``free``: gradients are None before the first forward of a step (torch's default);
+    ``zero``: they stay, as zeros (``zero_grad(set_to_none=False)``)."""
     optimizer: str = "adamw"
-    """The optimizer's state and the temporaries of its step: ``adamw`` (as torch builds it: with ``foreach`` on CUDA, else
-    one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``, ``adamw-8bit`` (states in blocks of 256),
-    ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,
+    """The optimizer, whose state and temporaries count. ``adamw`` (as torch builds it: with ``foreach`` on CUDA, else
+    one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``, ``adamw-8bit`` (states in blocks
+    of 256), ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,
     ``sgd-momentum``."""
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     """The loss of what the model returned, where the loop computes it. It is called on tensors without values on the
