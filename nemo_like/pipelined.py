@@ -18,8 +18,16 @@ from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.expert import find_experts
 from nemo_like.distributed.launch import local_device
 from nemo_like.distributed.pipeline import Pipeline
-from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageForward, cut, loss_of
-from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
+from nemo_like.distributed.pipeline.cut import (
+    STAGE_MARK,
+    StageForward,
+    StageParts,
+    StageSlice,
+    counts_of,
+    cut,
+    loss_of,
+    slices,
+)
 from nemo_like.distributed.pipeline.schedules import stages_of
 from nemo_like.distributed.pipeline.stage import Stage
 from nemo_like.distributed.pipeline.stage_parts import SplitParts, check_stages, stage_parts

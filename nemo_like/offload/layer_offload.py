@@ -13,8 +13,8 @@ from nemo_like._util.module_tree import check_model, every_module
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.legacy import names_in
-from nemo_like.activation_checkpointing.nameless import Nameless
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.activation_checkpointing.wrapper import Nameless
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.offloader import HostPolicy, Offloader, keep_on_host, moves_everything
 from nemo_like.options import OffloadConfig

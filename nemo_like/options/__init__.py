@@ -30,8 +30,7 @@ from nemo_like.options.parallel import (
     TensorParallel,
     parse_strategy,
 )
-from nemo_like.options.pipelining import PipelineParallel
-from nemo_like.options.schedules import SCHEDULES, Schedule
+from nemo_like.options.pipelining import SCHEDULES, PipelineParallel, Schedule
 from nemo_like.options.step import COMPILE_BACKENDS, LOSSES, OPTIMIZERS, ChunkedLoss, StepSpec, parse_compile
 
 __all__ = [

@@ -15,8 +15,19 @@ from torch import Tensor, nn
 from nemo_like._util.module_tree import bare_modules
 from nemo_like._util.tensors import split_sample, tensors_in
 from nemo_like.distributed.context.sequence_ops import padded_length
-from nemo_like.distributed.pipeline.cut import STAGE_MARK, MicrobatchCall, Received, StageEnd, call_of, cut, loss_of
-from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
+from nemo_like.distributed.pipeline.cut import (
+    STAGE_MARK,
+    MicrobatchCall,
+    Received,
+    StageEnd,
+    StageParts,
+    StageSlice,
+    call_of,
+    counts_of,
+    cut,
+    loss_of,
+    slices,
+)
 from nemo_like.distributed.pipeline.schedules import (
     BACKWARD,
     FORWARD,

@@ -13,7 +13,7 @@ from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import PipelineParallel
-from nemo_like.options.schedules import SCHEDULE_OBJECTS
+from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import network
 from nemo_like.planning.block import Choice
 from nemo_like.planning.devices import Device

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nemo_like import Job, PlanSearch, plan_for
-from nemo_like.fake.cuda_attention import CUDNN, EFFICIENT, FLASH, MATH, Call, backend
+from nemo_like.fake.cuda_ops import CUDNN, EFFICIENT, FLASH, MATH, Call, backend
 from nemo_like.fake.run import FakeRun
 from nemo_like.layers import find_layers
 from nemo_like.options import Precision

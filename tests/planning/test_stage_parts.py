@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like.distributed.pipeline.cut import cut
-from nemo_like.distributed.pipeline.dealing import StageParts, deal, slices
+from nemo_like.distributed.pipeline.cut import StageParts, cut, deal, slices
 from nemo_like.distributed.pipeline.stage_parts import check_stages, stage_parts
 from nemo_like.layers import find_layers
 from tests.models.families import FAMILIES

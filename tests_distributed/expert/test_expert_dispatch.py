@@ -12,8 +12,7 @@ from torch import Tensor
 from nemo_like import parallelize
 from nemo_like._util.extras import MissingExtraError
 from nemo_like.distributed.expert.deepep import DeepEP
-from nemo_like.distributed.expert.exchange import AllToAll, Dispatch, group_key
-from nemo_like.distributed.expert.gather_dispatch import AllGather
+from nemo_like.distributed.expert.exchange import AllGather, AllToAll, Dispatch, group_key
 from nemo_like.options import ExpertParallel
 from tests.models.expert_families import build, tokens
 from tests_distributed.counting import CountOps

@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nemo_like._util.module_tree import bare_modules, glob_to_regex
-from nemo_like.distributed.expert.exchange import AllToAll, Dispatch, group_key
+from nemo_like.distributed.expert.exchange import AllGather, AllToAll, Dispatch, group_key
 from nemo_like.distributed.expert.expert_lists import BlockOfList, StackedExperts
 from nemo_like.distributed.expert.expert_mesh import ExpertMesh, check_expert_ranks
 from nemo_like.distributed.expert.find_experts import EACH, EVERY, Experts, find_experts
-from nemo_like.distributed.expert.gather_dispatch import AllGather
 from nemo_like.distributed.expert.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
 from nemo_like.distributed.expert.tensor_ranks import TensorRanks
 from nemo_like.distributed.mesh import axis_size

@@ -21,8 +21,7 @@ from nemo_like.distributed.agreement import check_same_batch, sharing_groups
 from nemo_like.distributed.context.sequence_ops import padded_length
 from nemo_like.distributed.gradients import clip_stages_
 from nemo_like.distributed.pipeline.batches import BatchShares
-from nemo_like.distributed.pipeline.cut import merged
-from nemo_like.distributed.pipeline.dealing import StageSlice, StagesOfModel, TensorForm
+from nemo_like.distributed.pipeline.cut import StageSlice, StagesOfModel, TensorForm, merged
 from nemo_like.distributed.pipeline.learn_shares import SharesByNames
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
 from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank, verify_stages

@@ -23,8 +23,7 @@ from nemo_like.distributed.context.verify_cut import (
     refuse_others,
     wanted,
 )
-from nemo_like.distributed.pipeline.cut import StageForward
-from nemo_like.distributed.pipeline.dealing import StageSlice, StagesOfModel
+from nemo_like.distributed.pipeline.cut import StageForward, StageSlice, StagesOfModel
 from nemo_like.options import PipelineParallel
 
 

@@ -21,8 +21,16 @@ from torch import Tensor, nn
 from nemo_like._util.tensors import split_sample, tensors_in
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.distributed.pipeline.cut import Received, StageEnd, cut, loss_of
-from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, TensorForm, slices
+from nemo_like.distributed.pipeline.cut import (
+    Received,
+    StageEnd,
+    StageParts,
+    StageSlice,
+    TensorForm,
+    cut,
+    loss_of,
+    slices,
+)
 from nemo_like.fake.model_copy import call_with, model_copy
 from nemo_like.fake.reasons import STAGES, place_of
 from nemo_like.fake.run import FakeRun, cache_off, call_flags, replaced_forwards, run_forward

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, CheckpointConfig, PipelineParallel
-from nemo_like.options.schedules import SCHEDULE_OBJECTS
+from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 
 SHORTEST_PART = 4096
 """Tokens: sequences are not cut into shorter parts, unless somebody pins ``cp``."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from nemo_like.activation_checkpointing.plan import OF_HEAD, OF_LAYERS, BudgetError, Part, Plan
-from nemo_like.distributed.pipeline.dealing import StageParts
+from nemo_like.distributed.pipeline.cut import StageParts
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ChunkedLoss, MemoryBudget

@@ -13,7 +13,7 @@ from torch import nn
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.distributed.expert.find_experts import find_experts
-from nemo_like.distributed.pipeline.dealing import StageParts
+from nemo_like.distributed.pipeline.cut import StageParts
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ChunkedLoss, MemoryBudget

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_like.options import PipelineParallel
 from nemo_like.options.optimizers import optimizer_memory
-from nemo_like.options.schedules import SCHEDULE_OBJECTS
+from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import network
 from nemo_like.planning.block import Choice
 from nemo_like.planning.fit.layouts import Configuration

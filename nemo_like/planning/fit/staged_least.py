@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from nemo_like.distributed.pipeline.dealing import StageParts, StageSlice, counts_of, slices
+from nemo_like.distributed.pipeline.cut import StageParts, StageSlice, counts_of, slices
 from nemo_like.distributed.pipeline.schedules import BACKWARD, FORWARD, INPUTS, Action, actions_of, rank_of, stages_of
 from nemo_like.options import PipelineParallel
 from nemo_like.options.optimizers import optimizer_memory
