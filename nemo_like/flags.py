@@ -194,26 +194,21 @@ def job_of(values: Mapping[str, Any], **fields: Any) -> Job:
     for name, value in given.items():
         check_flag(name, value)
     said = {name: flag.default for name, flag in FLAGS.items()} | given
-    made: dict[str, Any] = {
-        "strategy": _strategy(said),
-        "ac": said["ac"],
-        "ac_scope": _scopes(said["scope"]),
-        "loss": said["loss"],
-        "compile": None if said["compile"] == "none" else said["compile"],
-        "precision": _precision(said),
-        "offload": OffloadConfig.of(said["offload"]),
-        "dp_replicate": said["dp_replicate"],
-        "tp": TensorParallel(said["tp"], None, said["sequence_parallel"], said["loss_parallel"]),
-        "cp": ContextParallel(said["cp"], said["cp_method"]),
-        "ep": ExpertParallel(said["ep"], imbalance=said["imbalance"]),
-        "pp": _pipeline(said),
-        "step": _step(said),
-        "allocator": allocator_here(said["alloc_conf"]),
-        "search": PlanSearch(
-            False if said["no_skip"] else None, said["host"], _bytes("host_memory", said), said["measure"]
-        ),
-    }
-    made |= {name: said[name] for name in ("gpu", "world_size") if name in given}
+    parts: dict[str, dict[str, Any]] = {}
+    for flag in FLAGS.values():
+        head, _, tail = flag.field.partition(".")
+        parts.setdefault(head, {})[tail] = _READ.get(flag.name, _as_it_is)(said[flag.name])
+    parts["precision"] = {"": _precision(said)}
+    parts["strategy"] = {"": _strategy(parts["strategy"])}
+    if said["pp"] == 1:
+        parts["pp"] = {}
+    else:  # a pipeline cuts its one batch by itself
+        parts["pp"]["microbatches"] = said["grad_accum"] if said["grad_accum"] > 1 else None
+        parts["step"]["microbatches"] = 1
+    made = {head: part[""] if "" in part else _CLASSES[head](**part) for head, part in parts.items()}
+    for name in ("gpu", "world_size"):
+        if name not in given:
+            del made[name]
     return Job.of(**{**made, **fields})
 
 
@@ -237,20 +232,21 @@ _AS_FLAGS: Mapping[str, Callable[[Any], Any]] = {
 """What a flag's value is for that of its field, where the two are not the same."""
 
 
-def _bytes(name: str, said: Mapping[str, Any]) -> int:
-    value = said[name]
-    return parse_bytes(value, FLAGS[name].word) if isinstance(value, str) else value
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
-def _strategy(said: Mapping[str, Any]) -> Any:
-    strategy = parse_strategy(said["strategy"])
-    reshard, prefetch = said["reshard_after_forward"], said["prefetch"]
+def _strategy(part: Mapping[str, Any]) -> Any:
+    """Return the strategy of these options by name; the word itself has no name."""
+    strategy = parse_strategy(part[""])
+    options = {name: value for name, value in part.items() if name}
     if isinstance(strategy, FSDP2):
-        return FSDP2(_reshard(reshard), prefetch, prefetch, said["cpu_offload"])
-    for name in ("cpu_offload", "reshard_after_forward", "prefetch"):
-        if said[name] != FLAGS[name].default:
+        return FSDP2(**options, backward_prefetch=options["forward_prefetch"])
+    for name, value in options.items():
+        if value != getattr(FSDP2(), name):
             kind = "ddp" if isinstance(strategy, DDP) else "single"
-            raise ValueError(f"{FLAGS[name].word} is FSDP2's, and --strategy is {kind!r}. Leave one of the two out.")
+            word = next(flag.word for flag in FLAGS.values() if flag.field == f"strategy.{name}")
+            raise ValueError(f"{word} is FSDP2's, and --strategy is {kind!r}. Leave one of the two out.")
     return strategy
 
 
@@ -280,24 +276,15 @@ def _precision(said: Mapping[str, Any]) -> Precision:
     return Precision(compute, None if compute is None else parse_dtype("--reduce-dtype", said["reduce_dtype"]))
 
 
-def _pipeline(said: Mapping[str, Any]) -> PipelineParallel:
-    if said["pp"] == 1:
-        return PipelineParallel()
-    balance: Any = said["balance"]
-    if balance not in ("time", "memory"):
-        try:
-            balance = tuple(int(word) for word in balance.split(","))
-        except ValueError:
-            raise ValueError(
-                f"--balance is {balance!r}; it must be time, memory, or how many layers each stage gets, such as 8,8."
-            ) from None
-    many = said["grad_accum"] if said["grad_accum"] > 1 else None
-    return PipelineParallel(said["pp"], said["pp_schedule"], many, balance=balance)
-
-
-def _step(said: Mapping[str, Any]) -> StepSpec:
-    count = said["grad_accum"] if said["pp"] == 1 else 1  # a pipeline cuts its one batch by itself
-    return StepSpec(count, said["sync"], not said["drop_output"], said["zero_grad"], said["optimizer"], ema=said["ema"])
+def _balance(said: Any) -> str | tuple[int, ...]:
+    if said in ("time", "memory"):
+        return str(said)
+    try:
+        return tuple(int(word) for word in said.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--balance is {said!r}; it must be time, memory, or how many layers each stage gets, such as 8,8."
+        ) from None
 
 
 def allocator_here(said: str | None) -> AllocatorConfig:
@@ -305,3 +292,17 @@ def allocator_here(said: str | None) -> AllocatorConfig:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     text = next((os.environ[name] for name in names if name in os.environ), "") if said is None else said
     return AllocatorConfig.parse(text)
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "scope": _scopes,
+    "compile": lambda word: None if word == "none" else word,
+    "offload": OffloadConfig.of,
+    "balance": _balance,
+    "drop_output": lambda dropped: not dropped,
+    "reshard_after_forward": _reshard,
+    "alloc_conf": allocator_here,
+    "no_skip": lambda without: False if without else None,
+    "host_memory": lambda size: parse_bytes(size, "--host-memory") if isinstance(size, str) else size,
+}
+"""How the value of a flag becomes that of its field, where the two are not the same."""

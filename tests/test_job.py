@@ -215,3 +215,14 @@ def test_accumulation_counts_in_the_step_or_in_the_pipeline() -> None:
     one, staged = job_of({"grad_accum": 4}), job_of({"grad_accum": 4, "pp": 2, "world_size": 2})
     assert one.step.microbatches == 4
     assert (staged.step.microbatches, staged.pp.microbatches) == (1, 4)
+
+
+def test_a_flag_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_like import flags
+
+    flag = flags.Flag("stages_per_rank", "pp.stages_per_rank", None, int)
+    monkeypatch.setitem(flags.FLAGS, flag.name, flag)
+    job = flags.job_of({"pp": 2, "pp_schedule": "interleaved_1f1b", "stages_per_rank": 3})
+    assert job.pp.stages_per_rank == 3
+    assert flag.help == "stages on one rank"
+    assert flag.name in flags.flags_on("plan")

@@ -30,7 +30,7 @@ class PipelineParallel:
     microbatches: int | None = None
     """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
     stages_per_rank: int | None = None
-    """None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
+    """Stages on one rank. None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
     balance: str | tuple[int, ...] = "time"
     """The layers of a stage. ``"time"``: the stage with the most FLOPs has as few as possible, the head counted;
     ``"memory"``: the rank that peaks highest peaks as low as it can; or how many layers each stage gets, from the
