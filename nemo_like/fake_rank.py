@@ -91,7 +91,9 @@ class DryRun:
         return {part: size for part, size in self.peak[1].parts.items() if size}
 
 
-def dry_run(model_or_config: Any, job: Job, sample_input: Any, *, rank: int = 0, layers: int | None = 3) -> DryRun:
+def dry_run(
+    model_or_config: object, job: Job, sample_input: object, *, rank: int = 0, layers: int | None = 3
+) -> DryRun:
     """Run `parallelize` and two training steps as one rank would, without its weights, its GPU and the other ranks.
 
     Collectives and attention are those of a CPU (gloo's), as in a plan for ``gpu="cpu"``, whatever ``Job.gpu`` is.
@@ -148,7 +150,7 @@ def dry_run(model_or_config: Any, job: Job, sample_input: Any, *, rank: int = 0,
     return DryRun(run({}) if found is None else found, planned.peak_bytes)
 
 
-def _model(model_or_config: Any) -> nn.Module:
+def _model(model_or_config: object) -> nn.Module:
     """Return the model; one that is made of a config has no memory."""
     if isinstance(model_or_config, nn.Module):
         return model_or_config
@@ -160,7 +162,7 @@ def _model(model_or_config: Any) -> nn.Module:
 
 
 def _extrapolated(
-    run: Callable[[Mapping[str, Kind]], dict[StepMoment, Level]], traced: ModelTrace, ac: Any, least: int
+    run: Callable[[Mapping[str, Kind]], dict[StepMoment, Level]], traced: ModelTrace, ac: object, least: int
 ) -> dict[StepMoment, Level] | None:
     """What each moment of a step of the whole model reaches, by three runs of few layers, the first one of `least`; None:
     it is not known."""
@@ -180,7 +182,7 @@ def _extrapolated(
     return found
 
 
-def _run(model: nn.Module, sample_input: Any, job: Job, skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
+def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
     """The levels of a step without the layers in `skipped`."""
     mine, loop = _on_meta(model), job.step
     names = [layer.fqn for layer in find_layers(model, job.layers) if layer.fqn not in skipped]
@@ -254,10 +256,10 @@ def _loop(
 def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLedger) -> Callable[[], None]:
     """Forward and backward of a step in the order of the pipeline's schedule."""
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         ledger.phase = "forward"
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         ledger.phase = "backward"
 
     for stage in pipeline.stages:

@@ -145,7 +145,7 @@ def flags_on(command: str) -> tuple[str, ...]:
     return tuple(flag.name for flag in FLAGS.values() if command in flag.on.split())
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults: Any) -> None:
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults: object) -> None:
     """Add the flags of these `names` to `parser`; `defaults`: other ones than the table's, by name."""
     for name in names:
         flag = FLAGS[name]
@@ -232,7 +232,7 @@ _AS_FLAGS: Mapping[str, Callable[[Any], Any]] = {
 """What a flag's value is for that of its field, where the two are not the same."""
 
 
-def _as_it_is(value: Any) -> Any:
+def _as_it_is(value: object) -> Any:
     return value
 
 
@@ -255,7 +255,7 @@ def reshard_word(value: bool | int | None) -> str:
     return next((word for word, known in RESHARD.items() if known is value), str(value))
 
 
-def _reshard(word: Any) -> bool | int | None:
+def _reshard(word: object) -> bool | int | None:
     if word in RESHARD:
         return RESHARD[word]
     if isinstance(word, str) and word.isdigit():

@@ -173,7 +173,7 @@ class Job:
                 raise ValueError(problem)
 
     @classmethod
-    def of(cls, *positional: Any, **asked: Unpack[AllKeywords]) -> Job:
+    def of(cls, *positional: object, **asked: Unpack[AllKeywords]) -> Job:
         """Make the job that the keywords of `nemo_like.parallelize` ask for.
 
         Args:
@@ -333,7 +333,7 @@ def _read_names(names: Any) -> Any:
     return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else names
 
 
-def _read_layers(layers: Any) -> tuple[str | nn.Module, ...] | None:
+def _read_layers(layers: object) -> tuple[str | nn.Module, ...] | None:
     return (layers,) if isinstance(layers, str | nn.Module) else _read_names(layers)
 
 
@@ -561,7 +561,7 @@ RULES: tuple[Callable[[Job], str | None], ...] = (
 # --- values as code ----------------------------------------------------------------------------------------------------
 
 
-def as_code(value: Any, read: Callable[[Any], Any] | None = None) -> str:
+def as_code(value: object, read: Callable[[Any], Any] | None = None) -> str:
     """Return the shortest Python that means `value`: a word that `read` makes it of, else its class with what differs.
 
     >>> as_code(TensorParallel(4), TensorParallel.of), as_code(TensorParallel(4, loss_parallel=True), TensorParallel.of)
@@ -594,7 +594,7 @@ def as_code(value: Any, read: Callable[[Any], Any] | None = None) -> str:
     return repr(value)
 
 
-def _shorthands(value: Any) -> Iterable[Any]:
+def _shorthands(value: object) -> Iterable[Any]:
     """Words that may mean `value`."""
     if isinstance(value, CheckpointConfig):
         yield value.mode

@@ -46,7 +46,7 @@ class SelectiveCheckpointer:
         self._checkpointed: list[str] = []
 
     def apply(
-        self, model: nn.Module, profile_report: ProfileReport | None = None, *, sample_input: Any = None
+        self, model: nn.Module, profile_report: ProfileReport | None = None, *, sample_input: object = None
     ) -> nn.Module:
         """Checkpoint `model` in place and return it.
 

@@ -25,7 +25,7 @@ from nemo_like.options import did_you_mean
 
 
 def _llama(
-    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int = 128_256, **more: Any
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int = 128_256, **more: object
 ) -> dict[str, Any]:
     return {
         "model_type": "llama",
@@ -212,7 +212,7 @@ def resolve_model(spec: str) -> ModelSource:
     )
 
 
-def check_positions(config: Any, option: str, tokens: int) -> None:
+def check_positions(config: object, option: str, tokens: int) -> None:
     """Raise ValueError where sequences of `tokens` tokens, as `option` asks for, are longer than a model of `config` takes.
 
     Without a word in `config` on its positions, nothing is checked.
@@ -232,7 +232,7 @@ def check_positions(config: Any, option: str, tokens: int) -> None:
         )
 
 
-def _text_config(config: Any) -> Any:
+def _text_config(config: object) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

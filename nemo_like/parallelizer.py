@@ -73,13 +73,13 @@ _MARK = "_nemo_like_parallelized"
 
 def apply_activation_checkpointing(
     model: nn.Module,
-    ac: Any = "selective",
+    ac: object = "selective",
     scope: str | Iterable[str] = "all",
     compile: bool | str = False,
     *,
     layers: Iterable[str | nn.Module] | None = None,
     loss: str | ChunkedLoss = "model",
-    sample_input: Any = None,
+    sample_input: object = None,
     autocast: str | torch.dtype | None = None,
 ) -> nn.Module:
     """Checkpoint the repeated layers of `model` in place, for callers who shard later themselves.
@@ -113,7 +113,7 @@ def apply_activation_checkpointing(
     )
 
 
-def checkpoint(model: nn.Module, job: Job, sample_input: Any = None) -> nn.Module:
+def checkpoint(model: nn.Module, job: Job, sample_input: object = None) -> nn.Module:
     """`apply_activation_checkpointing` for a job that was read already."""
     found, chosen = layers_for(model, job)
     if job.loss is not None:
@@ -129,7 +129,7 @@ def parallelize(
     ac: Checkpointing = "selective",
     *,
     mesh: DeviceMesh | None = None,
-    sample_input: Any = None,
+    sample_input: object = None,
     **asked: Unpack[JobKeywords],
 ) -> Any:
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
@@ -195,7 +195,7 @@ if parallelize.__doc__:  # absent under python -OO
     parallelize.__doc__ = parallelize.__doc__.replace("        FIELDS\n", described(Job, " " * 8))
 
 
-def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: Any = None) -> Any:
+def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: object = None) -> Any:
     """Check `model`, a whole model or one stage of a pipeline, then change it, on the ranks of `mesh`.
 
     The order below is that of torchtitan's ``parallelize.py``: weights are cut before they are checkpointed, compiled and
@@ -260,7 +260,7 @@ def _watch_planned(model: nn.Module, job: Job, device: torch.device) -> None:
 
 
 def _check(
-    model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: Any
+    model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: object
 ) -> tuple[Job, Sequence[Layer], tuple[Experts, ...], list[CheckpointSpec]]:
     """Return the job with its plan, the layers, the experts to split and what to checkpoint; raise what cannot be."""
     ranks = mesh if job.fsdp is not None else None
@@ -366,7 +366,7 @@ def _sized_by(job: Job, mesh: DeviceMesh) -> Job:
     )
 
 
-def _comes_in_split(model: Any) -> bool:
+def _comes_in_split(model: object) -> bool:
     """Whether transformers has split and sharded `model`, as its `DistributedConfig` says."""
     decided = getattr(getattr(model, "config", None), "distributed_config", None)
     return decided is not None and isinstance(model, FSDPModule) and not hasattr(model, _MARK)
@@ -376,7 +376,7 @@ _DECIDED = ("strategy", "dp_replicate", "tp", "cp", "ep", "pp", "precision", "of
 """Fields of a job that a model which comes in split has decided already."""
 
 
-def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: Any) -> nn.Module:
+def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: object) -> nn.Module:
     """Checkpointing, loss and compilation for a model that is sharded; its shards and units stay as they are."""
     plain = Job()
     asked = [name for name in _DECIDED if getattr(job, name) != getattr(plain, name)]

@@ -104,7 +104,7 @@ class CutModel:
         return made
 
 
-def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: Any) -> CutModel:
+def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: object) -> CutModel:
     """Check that `model` can be cut for `job`, and plan its budget; changes nothing.
 
     Args:
@@ -148,7 +148,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     return CutModel(model, parts, planned, mesh, device)
 
 
-def _planned(model: nn.Module, job: Job, sample_input: Any) -> Job:
+def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:
     """Return `job` with its budget as a plan, and with what a plan decides of the pipeline."""
     pp = job.pp
     if isinstance(job.ac, MemoryBudget):

@@ -48,7 +48,7 @@ def autocast_forward(
     inner = getattr(model.forward, "__func__", None) or _ignoring_self(model.forward)
 
     @functools.wraps(inner)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
         with torch.autocast(device_type, dtype=param_dtype if lowers else None, enabled=lowers):
             output = inner(self, *args, **kwargs)
         return output if output_dtype is None else _cast(output, output_dtype)
@@ -61,7 +61,7 @@ def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(function)(lambda self, *args, **kwargs: function(*args, **kwargs))
 
 
-def _cast(output: Any, dtype: torch.dtype) -> Any:
+def _cast(output: object, dtype: torch.dtype) -> Any:
     """`output` with every floating-point tensor in it as `dtype`; dictionaries (ModelOutput too) are changed in place."""
     if isinstance(output, torch.Tensor):
         return output.to(dtype) if output.is_floating_point() else output

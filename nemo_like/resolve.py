@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -59,7 +58,7 @@ def layers_for(model: nn.Module, job: Job) -> tuple[tuple[Layer, ...], tuple[Lay
 
 
 def resolve(
-    model: nn.Module, job: Job, found: Sequence[Layer], chosen: Sequence[Layer], sample_input: Any = None
+    model: nn.Module, job: Job, found: Sequence[Layer], chosen: Sequence[Layer], sample_input: object = None
 ) -> tuple[Job, list[CheckpointSpec]]:
     """Return the job, its budget as a plan, and the regions its ``ac`` means on `model`, which is not changed.
 
@@ -99,7 +98,7 @@ def resolve(
     return job, specs
 
 
-def _check_budget(model: nn.Module, budget: MemoryBudget, sample_input: Any) -> None:
+def _check_budget(model: nn.Module, budget: MemoryBudget, sample_input: object) -> None:
     _refuse_plan_through_cache(model, budget)
     if sample_input is None:
         raise ValueError(
@@ -232,7 +231,7 @@ def _sharded(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
 
 
-def _measured_bytes(model: nn.Module, config: CheckpointConfig, sample_input: Any) -> dict[str, int] | None:
+def _measured_bytes(model: nn.Module, config: CheckpointConfig, sample_input: object) -> dict[str, int] | None:
     """Activation bytes by layer name, where the config asks for a measurement and there is an input for it."""
     wanted = config.profile_before_apply or config.mode == "sequential"
     if config.mode == "none" or not wanted or sample_input is None:

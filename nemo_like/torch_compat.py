@@ -387,12 +387,12 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """The tables of a module's hooks, in the order in which a step calls them."""
 
 
-def _of_fsdp(hook: Any) -> bool:
+def _of_fsdp(hook: object) -> bool:
     """Whether `hook` gathers or frees the parameters of an FSDP2 unit, or explains that nobody has gathered them."""
     return hook is explain_sharded_weights or str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
-def explain_sharded_weights(module: nn.Module, _args: Any, _output: Any) -> None:
+def explain_sharded_weights(module: nn.Module, _args: object, _output: object) -> None:
     """Explain, as a forward hook that is always called, torch's error for weights that FSDP2 has not gathered."""
     error = sys.exc_info()[1]
     if not isinstance(error, RuntimeError) or "got mixed torch.Tensor and DTensor" not in str(error):
@@ -425,7 +425,7 @@ def _hooks_where(module: nn.Module, keep: Callable[[Any], bool]) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def without_fsdp_hooks(module: Any) -> Iterator[None]:
+def without_fsdp_hooks(module: object) -> Iterator[None]:
     """Within it, a call of `module`, whose parameters are gathered already, runs all hooks but FSDP2's."""
     if not isinstance(module, nn.Module):
         yield
@@ -590,11 +590,11 @@ def sharded_versions(module: nn.Module) -> list[int]:
     return [tensor._version for shard in shards for tensor in (shard, shard._local_tensor)]
 
 
-def _call_first(group: Any, method: str, call: Callable[[], None]) -> None:
+def _call_first(group: object, method: str, call: Callable[[], None]) -> None:
     """Have `method` of one FSDP2 group begin with `call`; not a hook of the module, which a compiled layer would trace."""
     own = getattr(group, method)
 
-    def called(*args: Any) -> Any:
+    def called(*args: object) -> Any:
         call()
         return own(*args)
 
@@ -717,7 +717,7 @@ def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:
         ) from error
 
 
-def schedule_from_file(path: str, stages: Any, microbatches: int, **options: Any) -> Any:
+def schedule_from_file(path: str, stages: object, microbatches: int, **options: object) -> Any:
     """torch's schedule for what the CSV file at `path` says.
 
     Raises:

@@ -116,7 +116,7 @@ def causal_mask_function() -> Any:
     return _inside("masking_utils", "causal_mask_function")
 
 
-def rope_follows_length(module: Any) -> bool:
+def rope_follows_length(module: object) -> bool:
     """Whether `module` makes rotary embeddings whose frequencies follow the longest position of a call."""
     kinds = getattr(module, ROPE_TYPE, "")
     kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
@@ -150,7 +150,7 @@ def cache_argument(forward: Callable[..., Any], *, required: bool = False) -> st
     return found
 
 
-def is_cache(value: Any, name: str = "") -> bool:
+def is_cache(value: object, name: str = "") -> bool:
     """Whether `value`, an argument called `name`, is a key/value cache that keeps what it is given.
 
     By what it can do. Under a name that stands for nothing else, anything is one; ``cache`` may be a table of a model's

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from nemo_like._util.extras import require
 from nemo_like.torch_compat import PYTREE_LOGGER
@@ -66,7 +65,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def as_flag(name: str, value: Any) -> str:
+def as_flag(name: str, value: object) -> str:
     """A setting as one writes it on the command line.
 
     >>> as_flag("cpu_offload", False), as_flag("grad_accum", 4)

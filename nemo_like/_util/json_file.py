@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 
-def write_json(path: str | Path, value: Any) -> None:
+def write_json(path: str | Path, value: object) -> None:
     """Write `value` to `path`, indented: a reader finds the old file or the whole new one, never a part.
 
     Each process writes beside it first, so that several may write the same file, the last of which stays. Where `value`

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ _INNER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module
 _MODULE_WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 
-def check_model(model: Any, name: str = "model") -> None:
+def check_model(model: object, name: str = "model") -> None:
     """Raise where `model`, the argument `name`, cannot be taken apart and changed.
 
     Raises:

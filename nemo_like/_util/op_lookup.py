@@ -123,7 +123,7 @@ def _higher_order(name: str) -> Op | None:
     return found if isinstance(found, HigherOrderOperator) else None
 
 
-def _attribute(owner: Any, name: str) -> Any:
+def _attribute(owner: object, name: str) -> Any:
     try:
         return getattr(owner, name, None)
     except RuntimeError:  # torch's word for an unknown operator in some namespaces

@@ -21,7 +21,7 @@ Place = tuple[int | str, int]
 """Of a tensor in a call: the position or the name of the argument that it is in, and its number there."""
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """Every tensor in `value`, in order, a tensor that occurs twice twice.
 
     Looks into tuples, lists, mappings (the output classes of model libraries among them), and the classes that are
@@ -35,7 +35,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def _find(value: Any, found: list[Tensor]) -> None:
+def _find(value: object, found: list[Tensor]) -> None:
     """By hand: this runs on the arguments and the outputs of every operator, where a pytree is slow."""
     if isinstance(value, Tensor):
         found.append(value)
@@ -62,14 +62,14 @@ def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:
     return {(name, i): tensor for name, value in arguments for i, tensor in enumerate(tensors_in(value))}
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: object) -> Any:
     """`value` with `function` on every tensor that `tensors_in` finds; containers are new ones, anything else as it is.
 
     >>> map_tensors(lambda t: t.shape, {"a": Tensor(2), "b": [3]})
     {'a': torch.Size([2]), 'b': [3]}
     """
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
         if not isinstance(leaf, MutableMapping):
@@ -89,7 +89,7 @@ def describe(args: tuple, kwargs: Mapping[str, Any]) -> str:
     'float32 (2, 3), name: str'
     """
 
-    def of(value: Any) -> str:
+    def of(value: object) -> str:
         if isinstance(value, Tensor):
             return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         return type(value).__name__
@@ -97,7 +97,7 @@ def describe(args: tuple, kwargs: Mapping[str, Any]) -> str:
     return ", ".join([*map(of, args), *(f"{name}: {of(value)}" for name, value in kwargs.items())])
 
 
-def split_sample(sample_input: Any) -> tuple[tuple, dict[str, Any]]:
+def split_sample(sample_input: object) -> tuple[tuple, dict[str, Any]]:
     """A sample input as (args, kwargs): a mapping is keywords, a tuple or list positions, anything else one argument."""
     if isinstance(sample_input, Mapping):
         return (), dict(sample_input)

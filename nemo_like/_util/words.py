@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def a_or_an(value: Any) -> str:
+def a_or_an(value: object) -> str:
     """The class of `value` in words, for an error.
 
     >>> a_or_an(3), a_or_an("x")
@@ -47,13 +46,13 @@ def a_or_an(value: Any) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: object) -> None:
     """Raise TypeError where `value`, of the setting `name`, is neither True nor False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be True or False.")
 
 
-def check_whole(name: str, value: Any, least: int, of: str = "") -> None:
+def check_whole(name: str, value: object, least: int, of: str = "") -> None:
     """Raise ValueError where `value`, of the setting `name`, is not a whole number >= `least`; `of`: what it counts."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be a whole number {of and f'of {of} '}>= {least}.")
@@ -85,7 +84,7 @@ def write_bytes(size: int) -> str:
     return next((f"{size / unit:.2f}{name}" for least, unit, name in units if abs(size) >= least), f"{size}B")
 
 
-def parse_dtype(name: str, value: Any, others: Sequence[str] = ()) -> torch.dtype | None:
+def parse_dtype(name: str, value: object, others: Sequence[str] = ()) -> torch.dtype | None:
     """A torch dtype, its name (``"bf16"``, ``"bfloat16"``, ...) or None.
 
     `name` is the argument's, and `others` are words that it takes besides, for the error.

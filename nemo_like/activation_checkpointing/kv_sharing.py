@@ -123,11 +123,11 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
         pending += [value for name, value in fields.items() if name.endswith("config") or _looks_like_config(value)]
 
 
-def _fields(config: Any) -> dict[str, Any]:
+def _fields(config: object) -> dict[str, Any]:
     """The attributes of an object's own, also where they are in slots."""
     slots = {name: getattr(config, name, None) for name in getattr(type(config), "__slots__", ())}
     return slots | dict(getattr(config, "__dict__", {}))
 
 
-def _looks_like_config(value: Any) -> bool:
+def _looks_like_config(value: object) -> bool:
     return any(hasattr(value, name) for name in ("model_type", "use_cache", "num_kv_shared_layers"))

@@ -174,7 +174,7 @@ class _Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         return self._held.setdefault(storage._cdata, storage)._cdata
 
-    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = len(self._kept())
         reads = frozenset(map(self._key, tensors_in(args) + tensors_in(kwargs)))

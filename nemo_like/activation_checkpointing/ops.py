@@ -35,7 +35,7 @@ _LONGEST_Q = ("max_q", "max_seqlen_q")
 _LONGEST_K = ("max_k", "max_seqlen_k")
 
 
-def rule_of_torch(op: Any) -> FlopRule | None:
+def rule_of_torch(op: object) -> FlopRule | None:
     """PyTorch's own formula for `op`, as a rule; None where it has none."""
     formula = flop_registry.get(getattr(op, "overloadpacket", op))
     if formula is None:
@@ -43,12 +43,12 @@ def rule_of_torch(op: Any) -> FlopRule | None:
     return lambda op, args, kwargs, out: int(formula(*args, **kwargs, out_val=out))
 
 
-def matrix_product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def matrix_product(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
     """``(M, K) x (K, N)``."""
     return 2 * math.prod(args[0].shape) * args[1].shape[-1]
 
 
-def grouped_mm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def grouped_mm(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
     """``(rows, K) x (groups, K, N)``, each row with its own group's matrix, and the other forms.
 
     They are ``(groups, M, K) x (groups, K, N)``, ``(M, K) x (K, N)`` with `K` cut into groups, and
@@ -60,12 +60,12 @@ def grouped_mm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     return 2 * math.prod(first) * second[-1]
 
 
-def linear(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def linear(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
     """``(..., K)`` times the transpose of ``(N, K)``; the bias is not counted, as in PyTorch's `addmm`."""
     return 2 * math.prod(args[0].shape) * args[1].shape[0]
 
 
-def attention_heads_first(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def attention_heads_first(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
     """Query, key, value ``(B, H, S, D)``, or ``(T, H, D)`` with offsets: ``2 B H S_q S_k (D_qk + D_v)``.
 
     `H` is the query's: a key head that several query heads share is multiplied with each.
@@ -73,12 +73,12 @@ def attention_heads_first(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return _attention(op, args, kwargs, heads=1, tokens=2)
 
 
-def attention_tokens_first(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def attention_tokens_first(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
     """As `attention_heads_first`, for kernels that take ``(B, S, H, D)``."""
     return _attention(op, args, kwargs, heads=2, tokens=1)
 
 
-def _attention(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], heads: int, tokens: int) -> int:
+def _attention(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], heads: int, tokens: int) -> int:
     query, key, value = args[:3]
     widths = query.shape[-1] + value.shape[-1]
     offsets_q = argument(op, args, kwargs, *_OFFSETS_Q)
@@ -314,7 +314,7 @@ def written_tensors(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     return [tensor for name in names for tensor in tensors_in(argument(op, args, kwargs, name))]
 
 
-def flops(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> int:
+def flops(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: object) -> int:
     """FLOPs of this call, a multiply-add being two, as PyTorch's `FlopCounterMode` counts: no mask is looked at.
 
     `out` is the call's output. 0 for all that is neither a matrix product, a convolution nor an attention kernel.
@@ -323,7 +323,7 @@ def flops(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any
     return 0 if rule is None else rule(op, args, kwargs or {}, out)
 
 
-def kernel_flops(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> int:
+def kernel_flops(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: object) -> int:
     """FLOPs that the kernel really does: half of `flops` in causal attention, whose kernels skip the masked half."""
     count = flops(op, args, kwargs, out)
     return count // 2 if facts(op).attention and _is_causal(op, args, kwargs) else count

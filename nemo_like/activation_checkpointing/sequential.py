@@ -45,7 +45,7 @@ class Segment:
         """Without the region that may be open: it belongs to this segment's graph, not to a copy's."""
         return self.__dict__ | {"_open": None}
 
-    def call(self, member: SegmentMember, run: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
+    def call(self, member: SegmentMember, run: Callable[..., Any], position: int, args: object, kwargs: object) -> Any:
         """Run one member's call as part of the region that is open, or of a new one, as its first member says."""
         region = self._open() if self._open is not None else None
         if region is None or region.complete or not self.continues(region, position, args, kwargs):
@@ -58,7 +58,7 @@ class Segment:
             region.end()
         return out
 
-    def continues(self, region: _SegmentRegion, position: int, args: Any, kwargs: Any) -> bool:
+    def continues(self, region: _SegmentRegion, position: int, args: object, kwargs: object) -> bool:
         """Whether this call belongs to the region: its member comes after those that the region has."""
         return position > region.position_of_last
 
@@ -70,7 +70,7 @@ class Segment:
 class Chunk(Segment):
     """One cell that is called again and again; every `size` calls that hand on their state are one region."""
 
-    def continues(self, region: _SegmentRegion, position: int, args: Any, kwargs: Any) -> bool:
+    def continues(self, region: _SegmentRegion, position: int, args: object, kwargs: object) -> bool:
         return region.hands_on(args) or region.hands_on(kwargs)
 
     def is_full(self, region: _SegmentRegion) -> bool:
@@ -95,7 +95,7 @@ class SegmentMember(CheckpointWrapper):
         self._segment = segment
         self._position = position
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """As any module is called: hooks outside the region's tensors, which is where FSDP's are."""
         run = super().__call__
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._saves_nothing(args, kwargs):
@@ -103,7 +103,7 @@ class SegmentMember(CheckpointWrapper):
         self._refuse_cache(args, kwargs)
         return self._segment.call(self, run, self._position, args, kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The wrapped module's forward; a region of its own only where a whole model is compiled."""
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
@@ -125,7 +125,7 @@ class _Call:
 
     __slots__ = ("ambient", "buffers", "inputs", "looker", "requires_grad", "run", "world")
 
-    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool) -> None:
+    def __init__(self, run: Callable[..., Any], args: object, kwargs: object, preserve_rng_state: bool) -> None:
         self.run = run
         self.requires_grad = [tensor.requires_grad for tensor in _tensors((args, kwargs))]
         # Detached (the version counter stays shared): an argument that was made from an earlier output of this very
@@ -212,7 +212,7 @@ class _SegmentRegion(Region):
     def calls(self) -> list[_Call]:
         return self._again.calls
 
-    def hands_on(self, value: Any) -> bool:
+    def hands_on(self, value: object) -> bool:
         """Whether an earlier call of the region returned one of the tensors in `value`."""
         return any(self._earlier(tensor) is not None for tensor in _tensors(value))
 
@@ -245,7 +245,7 @@ class _SegmentRegion(Region):
             self._outputs[id(tensor)] = (weakref.ref(tensor), tensor._version, mark)
         return out
 
-    def _marked(self, leaf: Any) -> Any:
+    def _marked(self, leaf: object) -> Any:
         """What to keep of an argument: a mark in the place of an output of the region, else itself."""
         if isinstance(leaf, Tensor):
             return self._earlier(leaf) or leaf
@@ -279,12 +279,12 @@ class _SegmentRegion(Region):
         return known[2]
 
 
-def _map(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+def _map(function: Callable[[Any], Any], value: object, kind: type = Tensor) -> Any:
     """`function` on every `kind` in `value` and its containers, in which arguments are saved."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, value)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: object) -> list[Tensor]:
     found: list[Tensor] = []
     _map(found.append, value)
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from torch import nn
 
@@ -197,7 +197,7 @@ class _Run:
         if finish is not None:
             self.finish = finish
 
-    def __call__(self, op: Op, index: int, *call: Any) -> Decision:
+    def __call__(self, op: Op, index: int, *call: object) -> Decision:
         decision = self._decide(op, index, *call) if self._asked is None or op in self._asked else SAVE
         return SAVE if op in self._routing and decision not in (SAVE, HOST) else decision
 

@@ -28,8 +28,8 @@ TWO_LEVELS_FROM = 10_000
 
 def checkpoint_timesteps(
     cell: Cell | nn.RNNCellBase,
-    inputs: Any,
-    state: Any,
+    inputs: object,
+    state: object,
     chunk_size: int | None = None,
     *,
     levels: int | None = None,
@@ -77,19 +77,19 @@ def checkpoint_timesteps(
         _check_lengths(lengths, len(steps))
         step = _stops_at(step, lengths)
 
-    def region(fn: Callable[..., Any], *args: Any) -> Any:
+    def region(fn: Callable[..., Any], *args: object) -> Any:
         return run_region(
             fn, args, {}, policy=FullPolicy(), name=name, preserve_rng_state=preserve_rng_state, owner=cell
         )
 
-    def chunk(start: int, members: list[Any], state: Any) -> tuple[list[Any], Any]:
+    def chunk(start: int, members: list[Any], state: object) -> tuple[list[Any], Any]:
         outputs = []
         for offset, member in enumerate(members):
             output, state = step(start + offset, member, state)
             outputs.append(output)
         return outputs, state
 
-    def chunk_of_chunks(start: int, members: list[Any], state: Any) -> tuple[list[Any], Any]:
+    def chunk_of_chunks(start: int, members: list[Any], state: object) -> tuple[list[Any], Any]:
         outputs: list[Any] = []
         for first in range(0, len(members), chunk_size):
             piece, state = region(chunk, start + first, members[first : first + chunk_size], state)
@@ -127,14 +127,16 @@ class UnrolledCell(nn.Module):
         self.chunk_size = chunk_size
         """Timesteps per region; None: the square root of their number."""
 
-    def forward(self, inputs: Any, state: Any = None, lengths: Tensor | None = None) -> tuple[Any, Any]:
+    def forward(self, inputs: object, state: object = None, lengths: Tensor | None = None) -> tuple[Any, Any]:
         """See `checkpoint_timesteps`."""
         if self.checkpoint:
             return checkpoint_timesteps(self.cell, inputs, state, self.chunk_size, lengths=lengths)
         return unroll(self.cell, inputs, state, lengths=lengths)
 
 
-def unroll(cell: Cell | nn.RNNCellBase, inputs: Any, state: Any, *, lengths: Tensor | None = None) -> tuple[Any, Any]:
+def unroll(
+    cell: Cell | nn.RNNCellBase, inputs: object, state: object, *, lengths: Tensor | None = None
+) -> tuple[Any, Any]:
     """The plain loop: `checkpoint_timesteps` without a region."""
     steps = _steps_of(inputs)
     step = _pairs(cell)
@@ -148,7 +150,7 @@ def unroll(cell: Cell | nn.RNNCellBase, inputs: Any, state: Any, *, lengths: Ten
     return (outputs if isinstance(inputs, list) else _stack(outputs)), state
 
 
-def _steps_of(inputs: Any) -> list[Any]:
+def _steps_of(inputs: object) -> list[Any]:
     """The input of each step. Tensors are split by `unbind`, whose backward is one stack (indexing: one sum a step)."""
     if isinstance(inputs, list):
         if not inputs:
@@ -207,11 +209,11 @@ def _stops_at(
 ) -> Callable[[int, Any, Any], tuple[Any, Any]]:
     """`step` that leaves a sample's state alone, and puts out zeros, from its length on."""
 
-    def stopping(index: int, member: Any, state: Any) -> tuple[Any, Any]:
+    def stopping(index: int, member: Any, state: object) -> tuple[Any, Any]:
         running = index < lengths
         output, after = step(index, member, state)
 
-        def pick(new: Any, old: Any) -> Any:
+        def pick(new: object, old: Any) -> Any:
             if not isinstance(new, Tensor):
                 return new
             if new.dim() == 0 or new.shape[0] != lengths.shape[0]:

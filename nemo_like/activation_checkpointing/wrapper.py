@@ -34,7 +34,7 @@ class Nameless(nn.Module):
     answers for the class inside (`nemo_like._util.module_tree.every_module` has both). `children` gives the module inside.
     """
 
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, module: nn.Module, *args: object, **kwargs: object) -> None:
         super().__init__(module, *args, **kwargs)
         # The very dicts: what is put into one of the two modules is in the other.
         for registered in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -85,10 +85,10 @@ class Nameless(nn.Module):
         self._modules[_INNER]._apply(fn, recurse)  # type: ignore[union-attr]
         return self
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
         """The module inside saves its own."""
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: object, prefix: str, *args: object) -> None:
         """The module inside loads its own; the hooks of the wrapper give it its names."""
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *args)
@@ -162,7 +162,7 @@ def _with_operators(wrapper: type, operators: tuple[str, ...]) -> type:
 
 
 def _handed_on(name: str) -> Callable[..., Any]:
-    def method(self: nn.Module, *args: Any) -> Any:
+    def method(self: nn.Module, *args: object) -> Any:
         inner = self._modules[_INNER]
         result = getattr(inner, name)(*args)
         return self if result is inner else result  # ``layer.mlp += [more]`` keeps the wrapper in its place
@@ -190,7 +190,7 @@ def _class_around(wrapper: type, said: type, wanted: type) -> type:
     return _made[key]
 
 
-def _blank(kind: Any, operators: tuple[str, ...]) -> Nameless:
+def _blank(kind: object, operators: tuple[str, ...]) -> Nameless:
     made: Any = _with_operators(kind, operators)
     return made.__new__(made)
 
@@ -261,13 +261,13 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         self.transfer = transfer
         self._arguments = parameter_names(module.forward)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """As `Nameless`; the module's own checkpointing stays off."""
         if value is True and name in FLAGS:
             raise second_replay(self.region_name, name)
         super().__setattr__(name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The wrapped module's forward, as one region where gradients flow through it."""
         if not torch.is_grad_enabled() or self._saves_nothing(args, kwargs):
             return self._checkpoint_wrapped_module(*args, **kwargs)
@@ -394,7 +394,7 @@ class _OnlyOurs:
     def __init__(self) -> None:
         self._flagged: list[tuple[nn.Module, str]] | None = None
 
-    def __call__(self, module: nn.Module, _args: Any) -> None:
+    def __call__(self, module: nn.Module, _args: object) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if self._flagged is None:  # the first forward: by now, whoever prepares a model has done it

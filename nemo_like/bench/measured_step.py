@@ -29,7 +29,7 @@ class MeasuredBytes:
     """The most that is alive at one time during the step."""
 
 
-def step_loss(model: nn.Module, sample: Any) -> torch.Tensor:
+def step_loss(model: nn.Module, sample: object) -> torch.Tensor:
     """Forward: the model's own loss, or the mean of squares of what it returns."""
     output = run_model(model, sample)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -48,7 +48,7 @@ def zero_gradients(model: nn.Module) -> None:
                 parameter.grad.zero_()
 
 
-def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> MeasuredBytes:
+def measure_bytes(model: nn.Module, sample: object, device: torch.device) -> MeasuredBytes:
     """One step's bytes from the allocator: CUDA's statistics, or PyTorch's allocation events on the CPU."""
     zero_gradients(model)
     if device.type == "cuda":
@@ -64,7 +64,7 @@ def measure_bytes(model: nn.Module, sample: Any, device: torch.device) -> Measur
     return MeasuredBytes(held, peak_bytes(model, sample, device))
 
 
-def peak_bytes(model: nn.Module, sample: Any, device: torch.device) -> int:
+def peak_bytes(model: nn.Module, sample: object, device: torch.device) -> int:
     """The most that is alive at one time during the next step, beyond what was there before it."""
     zero_gradients(model)
     return peak_of(lambda: step_loss(model, sample).backward(), device)
@@ -90,7 +90,7 @@ def cpu_events(run: Callable[[], Any]) -> list[int]:
     return levels
 
 
-def measure_flops(model: nn.Module, sample: Any) -> tuple[int, int]:
+def measure_flops(model: nn.Module, sample: object) -> tuple[int, int]:
     """FLOPs of the forward, and of the whole step with replay and backward, as PyTorch's counter counts operators."""
     zero_gradients(model)
     with FlopCounterMode(display=False) as counter:
@@ -100,7 +100,7 @@ def measure_flops(model: nn.Module, sample: Any) -> tuple[int, int]:
     return forward, counter.get_total_flops()
 
 
-def gradients_of(model: nn.Module, sample: Any, seed: int = 0) -> dict[str, torch.Tensor]:
+def gradients_of(model: nn.Module, sample: object, seed: int = 0) -> dict[str, torch.Tensor]:
     """The gradients of one step from a fixed random state, by parameter name."""
     for parameter in model.parameters():
         parameter.grad = None
@@ -132,7 +132,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def time_steps(
-    models: Sequence[nn.Module], sample: Any, device: torch.device, repeats: int, warmup: int
+    models: Sequence[nn.Module], sample: object, device: torch.device, repeats: int, warmup: int
 ) -> list[list[float]]:
     """Milliseconds of each step of each model; the models take turns."""
 

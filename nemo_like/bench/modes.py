@@ -57,7 +57,7 @@ class Mode:
         """The same mode with every layer compiled."""
         return Mode(f"{self.name} + {backend}", self.apply, self.peer, backend, self.offloads)
 
-    def prepare(self, model: nn.Module, sample: Any) -> Copies:
+    def prepare(self, model: nn.Module, sample: object) -> Copies:
         """Checkpoint, then compile."""
         disable_cache(model)  # a training step does not use a key-value cache
         copies = self.apply(model, sample)
@@ -82,7 +82,7 @@ def our_modes(budgets: Sequence[str]) -> list[Mode]:
 def offloaded(name: str, word: str, config: OffloadConfig) -> Mode:
     """Checkpointing `word` with offloading as `config` says."""
 
-    def apply(model: nn.Module, sample: Any) -> Copies:
+    def apply(model: nn.Module, sample: object) -> Copies:
         apply_activation_checkpointing(model, word)
         stats = apply_offloading(model, [layer.module for layer in find_layers(model)], config).stats
         return Copies(
@@ -143,15 +143,15 @@ def pick(modes: list[Mode], names: Sequence[str] | None) -> list[Mode]:
     return [known["none"]] + [known[normalise(name)] for name in names if normalise(name) != "none"]
 
 
-def _ours(word: str, model: nn.Module, sample: Any) -> None:
+def _ours(word: str, model: nn.Module, sample: object) -> None:
     apply_activation_checkpointing(model, word)
 
 
-def _budget(budget: str, model: nn.Module, sample: Any) -> None:
+def _budget(budget: str, model: nn.Module, sample: object) -> None:
     apply_activation_checkpointing(model, budget, sample_input=sample)
 
 
-def _compiler_budget(share: float, model: nn.Module, sample: Any) -> None:
+def _compiler_budget(share: float, model: nn.Module, sample: object) -> None:
     _around_forward(model, functools.partial(compiler_budget, share))
 
 
@@ -159,7 +159,7 @@ def _around_forward(model: nn.Module, context: Callable[[], contextlib.AbstractC
     """Have every forward of `model` run within a `context`."""
     forward = model.forward
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         with context():
             return forward(*args, **kwargs)
 
@@ -172,11 +172,11 @@ def _replace_forward(model: nn.Module, make: Callable[[Callable[..., Any]], Call
         layer.module.forward = make(layer.module.forward)
 
 
-def _torch_per_layer(model: nn.Module, sample: Any) -> None:
+def _torch_per_layer(model: nn.Module, sample: object) -> None:
     _replace_forward(model, lambda forward: functools.partial(checkpoint, forward, use_reentrant=False))
 
 
-def _torch_selective(model: nn.Module, sample: Any) -> None:
+def _torch_selective(model: nn.Module, sample: object) -> None:
     """Apply PyTorch's selective contexts with the rule of torchtitan and NeMo Automodel: every second mm is dropped."""
     ops = torch.ops.aten
     saved = {
@@ -192,7 +192,7 @@ def _torch_selective(model: nn.Module, sample: Any) -> None:
     def contexts() -> Any:
         counts = {False: 0, True: 0}
 
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        def policy(context: Any, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
             if op in matmuls:
                 counts[context.is_recompute] += 1
             dropped = op in matmuls and counts[context.is_recompute] % 2 == 0
@@ -206,7 +206,7 @@ def _torch_selective(model: nn.Module, sample: Any) -> None:
     )
 
 
-def _transformers_own(model: nn.Module, sample: Any) -> None:
+def _transformers_own(model: nn.Module, sample: object) -> None:
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(f"{type(model).__name__} is not a transformers model")
     renamed: Any = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
@@ -217,7 +217,7 @@ def _transformers_own(model: nn.Module, sample: Any) -> None:
         old(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def save_on_cpu(model: nn.Module, sample: Any) -> Copies:
+def save_on_cpu(model: nn.Module, sample: object) -> Copies:
     """Offload with PyTorch's ``save_on_cpu``, and count what it copies."""
     device = next(model.parameters()).device
     inner = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
@@ -227,7 +227,7 @@ def save_on_cpu(model: nn.Module, sample: Any) -> Copies:
         moved[0] += tensor.nbytes
         return inner.pack_hook(tensor)
 
-    def unpack(packed: Any) -> torch.Tensor:
+    def unpack(packed: object) -> torch.Tensor:
         tensor = inner.unpack_hook(packed)
         moved[1] += tensor.nbytes
         return tensor
@@ -236,7 +236,7 @@ def save_on_cpu(model: nn.Module, sample: Any) -> Copies:
     return Copies(lambda: moved[0], lambda: moved[1])
 
 
-def _trl(model: nn.Module, sample: Any) -> Copies:
+def _trl(model: nn.Module, sample: object) -> Copies:
     if next(model.parameters()).device.type == "cpu":
         raise RuntimeError("it offloads accelerator tensors only")
     manager = importlib.import_module("trl.models.activation_offloading").get_act_offloading_ctx_manager(model)

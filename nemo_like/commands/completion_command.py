@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from nemo_like._util.extras import require
 
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _complete_files(parser: argparse.ArgumentParser, kind: Any) -> None:
+def _complete_files(parser: argparse.ArgumentParser, kind: object) -> None:
     """Mark the options whose value is a file."""
     for action in parser._actions:
         if isinstance(action.choices, dict):  # the commands

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
             )
             return _report_stages(args, staged, given, limit, start, model, sample)
 
-        def plan_with(sample: Any, job: Job = job) -> Planner:
+        def plan_with(sample: object, job: Job = job) -> Planner:
             return Planner(model, sample, job)
 
         (planner, sample), given = plan_inputs.planner_with_inputs(
@@ -159,7 +159,7 @@ def _report(
     model: torch.nn.Module,
     reach: Any,
     tokens: int | None,
-    sample: Any,
+    sample: object,
 ) -> int:
     from nemo_like.planning import plan_report
 
@@ -187,7 +187,7 @@ def _report(
 
 
 def _check_rank(
-    args: argparse.Namespace, job: Job, model: torch.nn.Module, sample: Any, ac: str | None
+    args: argparse.Namespace, job: Job, model: torch.nn.Module, sample: object, ac: str | None
 ) -> dict[str, Any]:
     """Run `job` on rank 0 and say how far the plan is off; returned in JSON values. `ac`: None: nothing fits."""
     from nemo_like.fake_rank import dry_run
@@ -309,7 +309,7 @@ def _report_stages(
     limit: int | None,
     start: float,
     model: torch.nn.Module,
-    sample: Any,
+    sample: object,
 ) -> int:
     from nemo_like.planning import pipeline_report
     from nemo_like.planning.plan_report import planned_call

@@ -129,12 +129,12 @@ def sharing_groups(mesh: DeviceMesh | None, axes: Iterable[str]) -> dict[str, di
     return {} if mesh is None else {axis: mesh.get_group(axis) for axis in axes if axis_size(mesh, axis) > 1}
 
 
-def number_of(value: Any) -> int:
+def number_of(value: object) -> int:
     """64 bits that differ, in all likelihood, where `value`, made of builtins, does; they fit a torch.int64."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
 
 
-def all_have(value: Any, groups: Iterable[dist.ProcessGroup | None]) -> bool:
+def all_have(value: object, groups: Iterable[dist.ProcessGroup | None]) -> bool:
     """Return whether `value`, made of builtins, is the same on all ranks along `groups`. A collective."""
     number = torch.tensor([number_of(value)])
     return bool((gather(number, groups) == number).all())
@@ -166,7 +166,7 @@ def wire_device(group: dist.ProcessGroup | None, preferred: torch.device | None 
     return launch.current_device(next((kind for kind in launch.BACKENDS if kind in served), "cpu"))
 
 
-def gather_objects(mine: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
+def gather_objects(mine: object, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
     """Every rank's `mine`, in the order of what comes first in it: along one group after the other."""
     found = [mine]
     for group in groups:
@@ -248,19 +248,19 @@ _PIECE = 1 << 22
 _ODD = -0x61C8864680B583EB  # 2 ** 64 divided by the golden ratio, as a signed number
 
 
-def _words_of(value: Any, code: str, names: Mapping[nn.Module, str]) -> str:
+def _words_of(value: object, code: str, names: Mapping[nn.Module, str]) -> str:
     """Return `code`, what a caller writes for `value`, where that tells it from all others, else its contents."""
     told = " at 0x" not in code and " object at " not in code
     return code if told and not isinstance(value, Plan | tuple) else _describe(value, names)
 
 
-def _describe(value: Any, names: Mapping[nn.Module, str], contents: bool = False) -> str:
+def _describe(value: object, names: Mapping[nn.Module, str], contents: bool = False) -> str:
     """`value` in words that are the same in every process: no addresses, no order that a hash decides.
 
     names: of modules. contents: of tensors are told apart, too.
     """
 
-    def said(item: Any) -> str:
+    def said(item: object) -> str:
         return _describe(item, names, contents)
 
     if isinstance(value, nn.Module):
@@ -306,12 +306,12 @@ class SameLayers:
         for unit in units:
             before_each_gather(unit.modules[0], partial(self._next, unit))
 
-    def _begin(self, model: nn.Module, _args: Any) -> None:
+    def _begin(self, model: nn.Module, _args: object) -> None:
         mode = model.training, torch.is_grad_enabled()
         self._calls[mode] = self._calls.get(mode, 0) + 1
         self._compares = self._calls[mode] <= _CALLS
 
-    def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+    def _end(self, _model: nn.Module, _args: object, _output: object) -> None:
         self._compare("the end of forward")
 
     def _next(self, unit: Unit, event: str) -> None:

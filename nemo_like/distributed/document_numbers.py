@@ -31,7 +31,7 @@ def kept_apart() -> None:
         rows.apart = True
 
 
-def documents_of(positions: Any, batch: int) -> Tensor | None:
+def documents_of(positions: object, batch: int) -> Tensor | None:
     """(B, S) numbers of the documents in each row, by where `positions` do not go on by one; None where they all do.
 
     positions: (B, S) or (1, S), or (4, B, S) whose first stream counts tokens; other shapes say nothing.
@@ -84,7 +84,7 @@ def numbers_from_lengths(ends: Tensor, batch: int, length: int) -> Tensor:
     return numbers.masked_fill(numbers > len(ends) - 1, 0).view(batch, length)
 
 
-def hide(numbers: Tensor, mask: Any) -> Tensor:
+def hide(numbers: Tensor, mask: object) -> Tensor:
     """0 where a mask of ones and zeros hides a token."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != numbers.shape:
         return numbers

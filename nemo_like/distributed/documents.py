@@ -106,7 +106,7 @@ class PackedCalls:
             running.set(PackedRows(found, apart=self._by_lengths))
         return (), given
 
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+    def after(self, model: nn.Module, args: object, output: object) -> None:
         """The forward hook that ends what the pre-hook began."""
         if not self._tokens:
             return
@@ -250,7 +250,7 @@ def _language(model: nn.Module) -> nn.Module:
     return found if isinstance(found, nn.Module) else model
 
 
-def _text_and_streams(positions: Any) -> tuple[Tensor | None, Tensor | None]:
+def _text_and_streams(positions: object) -> tuple[Tensor | None, Tensor | None]:
     """Of ``position_ids``: (B, S) that count tokens, and three streams (3, B, S) of pictures; None where they have none."""
     if not isinstance(positions, Tensor) or positions.ndim not in (2, 3):
         return None, None
@@ -274,14 +274,14 @@ class _MaskOfDocuments:
     def __init__(self, own: Callable[..., Any]) -> None:
         self._own = own
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> Any:
         rows = running.get()
         if rows is None or not kwargs.get("q_length") == kwargs.get("kv_length") == rows.numbers.shape[1]:
             return self._own(*args, **kwargs)
         shape, numbers = kwargs["mask_function"], rows.numbers
         rows.apart = True
 
-        def within(b: Any, head: Any, q: Any, k: Any) -> Any:
+        def within(b: Any, head: object, q: Any, k: Any) -> Any:
             return shape(b, head, q, k) & (numbers[b, q] == numbers[b, k])
 
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

@@ -284,9 +284,9 @@ def _own(name: str, extra: Tensor, more: int) -> Tensor:
     return torch.ones(more) if name == "attention_mask" else torch.arange(more)
 
 
-def _per_token(name: str, value: Any, tokens: int) -> bool:
+def _per_token(name: str, value: object, tokens: int) -> bool:
     return name.endswith(("_ids", "_mask")) and _of_shape(value)[:2] == (1, tokens)
 
 
-def _of_shape(value: Any) -> tuple[int, ...]:
+def _of_shape(value: object) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, Tensor) else ()

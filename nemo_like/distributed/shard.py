@@ -263,14 +263,14 @@ def _gather_what_was_written(model: nn.Module, held: Sequence[nn.Module]) -> Non
         for unit in held:
             _as_fsdp(unit).reshard()
 
-    def before(_module: nn.Module, _args: Any) -> None:
+    def before(_module: nn.Module, _args: object) -> None:
         nonlocal versions, depth
         now = [sharded_versions(unit) for unit in held]
         if now != versions and not depth:
             free()
         versions, depth = now, depth + 1
 
-    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+    def after(_module: nn.Module, _args: object, _output: object) -> None:
         nonlocal depth
         depth -= 1
         if not torch.is_grad_enabled() and not depth:
@@ -294,7 +294,7 @@ class _MaterializeFirst:
     FSDP2's own check comes when it has set up half of its state, and every later forward fails on the other half.
     """
 
-    def __call__(self, module: nn.Module, _args: Any) -> None:
+    def __call__(self, module: nn.Module, _args: object) -> None:
         meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
         if meta:
             raise RuntimeError(

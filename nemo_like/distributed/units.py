@@ -291,7 +291,7 @@ def _owners(model: nn.Module, tops: dict[nn.Module, Any]) -> dict[nn.Parameter, 
     owners: dict[nn.Parameter, set[Any]] = {}
     seen: set[tuple[nn.Module, int]] = set()
 
-    def visit(module: nn.Module, owner: Any) -> None:
+    def visit(module: nn.Module, owner: object) -> None:
         owner = tops.get(module, owner)
         if (module, id(owner)) in seen:
             return

@@ -32,7 +32,7 @@ class CudaOps(TorchFunctionMode):
         super().__init__()
         self.capability = capability
 
-    def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types_: object, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
@@ -75,7 +75,7 @@ def _body(func: types.FunctionType) -> Callable[..., Any]:
     return copied
 
 
-def _never(*_: Any) -> bool:
+def _never(*_: object) -> bool:
     return False
 
 
@@ -89,7 +89,7 @@ def _dropout(func: Any, input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _rms_norm(
-    func: Any, input: Tensor, normalized_shape: Iterable[int], weight: Tensor | None = None, eps: float | None = None
+    func: object, input: Tensor, normalized_shape: Iterable[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     shape = tuple(normalized_shape)
     return _FusedRMSNorm.apply(input, shape, weight, eps)[0]
@@ -109,7 +109,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         return out, rstd
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, grad: Tensor, _: object) -> Any:
         input, weight, rstd = ctx.saved_tensors
         grads = torch.ops.aten._fused_rms_norm_backward(grad, input, ctx.normalized, rstd, weight, ctx.wanted)
         return grads[0], None, grads[1], None

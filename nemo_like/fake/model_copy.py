@@ -128,7 +128,7 @@ def _of_library(hook: Any) -> bool:
     return str(home).partition(".")[0] in _LIBRARIES
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copied(value: object, memo: dict[int, Any]) -> Any:
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, FunctionType):

@@ -88,7 +88,7 @@ class OutsideState:
             function()
 
 
-def _function(value: Any) -> FunctionType | None:
+def _function(value: object) -> FunctionType | None:
     value = getattr(value, "__func__", value)  # static methods and those of the class
     value = value.fget if isinstance(value, property) else value
     return value if isinstance(value, FunctionType) else None
@@ -154,14 +154,14 @@ def _put_back_class(cls: type, attributes: dict[str, Any]) -> None:
         setattr(cls, name, attributes[name])
 
 
-def _put_back_cell(cell: CellType, value: Any) -> None:
+def _put_back_cell(cell: CellType, value: object) -> None:
     if value is not _ABSENT:
         cell.cell_contents = value
     elif _content(cell) is not _ABSENT:
         del cell.cell_contents
 
 
-def _put_back_item(table: dict[str, Any], name: str, value: Any) -> None:
+def _put_back_item(table: dict[str, Any], name: str, value: object) -> None:
     if value is _ABSENT:
         table.pop(name, None)
     else:
@@ -216,7 +216,7 @@ class RememberedTables:
         memory, most = self._memories.setdefault(id(value), OrderedDict()), value.cache_parameters()["maxsize"]
 
         @functools.wraps(value.__wrapped__)
-        def remembering(*args: Any, **kwargs: Any) -> Any:
+        def remembering(*args: object, **kwargs: object) -> Any:
             key = (args, tuple(sorted(kwargs.items())))
             if key not in memory:
                 memory[key] = value.__wrapped__(*args, **kwargs)
@@ -252,7 +252,7 @@ def _of_a_model(cls: type) -> bool:
     return cls.__module__.partition(".")[0] not in ("builtins", "abc", "typing", "torch", "nemo_like")
 
 
-def _remembers(value: Any) -> bool:
+def _remembers(value: object) -> bool:
     return isinstance(value, Callable) and hasattr(value, "cache_parameters") and hasattr(value, "__wrapped__")  # type: ignore[arg-type]
 
 

@@ -140,7 +140,7 @@ class FakeRun(TorchDispatchMode):
             return nullcontext()
         return torch.autocast("cpu", self.autocast, cache_enabled=False)
 
-    def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """PyTorch's rule for the shape of a grouped product refuses all but bfloat16, though kernels take more types."""
         if a.dtype == torch.bfloat16:
             return _GROUPED_MM(a, b, *args, **kwargs)
@@ -175,7 +175,7 @@ class FakeRun(TorchDispatchMode):
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         return made.requires_grad_(tensor.requires_grad)
 
-    def sample(self, value: Any, dtype: torch.dtype | None = None) -> Any:
+    def sample(self, value: object, dtype: torch.dtype | None = None) -> Any:
         """`value` (tensors in any nesting) for a fake run: small integers copied to the CPU, all else made fake."""
 
         check_layouts(tensors_in(value))
@@ -295,7 +295,7 @@ def _places(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
     return found
 
 
-def _allocates(func: Any) -> bool:
+def _allocates(func: object) -> bool:
     """Makes a tensor without values."""
     return packet_name(func).startswith(("aten.empty", "aten.new_empty"))
 

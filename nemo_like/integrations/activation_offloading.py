@@ -134,7 +134,7 @@ class ActivationOffloadingMixin:
         ValueError, TypeError: in the constructor, an unknown setting, or two of them in the arguments.
     """
 
-    def __init__(self, *args: Any, activation_offloading: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, activation_offloading: object = None, **kwargs: Any) -> None:
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         ours, theirs = getattr(arguments, "offload", "none"), getattr(arguments, "activation_offloading", False)
         if theirs and ours != "none":
@@ -160,7 +160,7 @@ class ActivationOffloadingMixin:
         self._offloaded_model = model
         self.activation_offload_context = offloading_context(model, self._offloading_setting)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> Any:
         """The trainer's own step, inside the context."""
         if getattr(self, "model", None) is not self._offloaded_model:
             self._prepare_offloading()  # `model_init` built another model since

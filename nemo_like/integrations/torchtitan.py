@@ -21,7 +21,7 @@ from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 
-def activation_checkpoint(ac: Any = "selective", *, sample_input: Any = None) -> Any:
+def activation_checkpoint(ac: object = "selective", *, sample_input: object = None) -> Any:
     """A config for torchtitan's ``activation_checkpoint``, whose policy is `nemo_like.apply_activation_checkpointing`.
 
     Args:

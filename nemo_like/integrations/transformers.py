@@ -65,7 +65,7 @@ class CheckpointingArguments:
         metadata={"help": "what waits in host memory: none, boundary, saved, all; ActivationOffloadingMixin"},
     )
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__:
             theirs = (
@@ -78,7 +78,7 @@ class CheckpointingArguments:
                 )
 
 
-def refuse_two_kinds_of_checkpointing(args: Any) -> None:
+def refuse_two_kinds_of_checkpointing(args: object) -> None:
     """Raise ValueError where the trainer's own settings ask for activation checkpointing as well.
 
     `args`: training arguments of any transformers 5 (older names of the settings are read too).
@@ -102,7 +102,7 @@ def refuse_two_kinds_of_checkpointing(args: Any) -> None:
         )
 
 
-def refuse_a_loss_of_whole_logits(args: Any) -> None:
+def refuse_a_loss_of_whole_logits(args: object) -> None:
     """Raise ValueError where a trainer with these arguments would not have the model compute its loss in chunks."""
     smoothing = getattr(args, "label_smoothing_factor", 0)
     if smoothing:
@@ -122,7 +122,7 @@ def refuse_a_loss_of_whole_logits(args: Any) -> None:
 
 
 def checkpoint_for_trainer(
-    model: nn.Module, args: Any, ac: Any, scope: Any = "all", sample_input: Any = None, loss: Any = "model"
+    model: nn.Module, args: object, ac: object, scope: Any = "all", sample_input: object = None, loss: Any = "model"
 ) -> nn.Module:
     """Checkpoint `model` in place for a trainer with these arguments, and return it; with ``loss="chunked"`` or a
     `ChunkedLoss`, also have it compute its loss in chunks in training.
@@ -167,9 +167,9 @@ class CheckpointingMixin:
     def __init__(
         self,
         *args: Any,
-        ac: Any = None,
-        ac_scope: Any = None,
-        ac_sample_input: Any = None,
+        ac: object = None,
+        ac_scope: object = None,
+        ac_sample_input: object = None,
         loss: Any = None,
         cp: Any = None,
         **kwargs: Any,
@@ -187,7 +187,7 @@ class CheckpointingMixin:
         trainer: Any = self
         trainer.model = self._checkpointed(trainer.model)
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
+    def call_model_init(self, trial: object = None) -> nn.Module:
         """The trainer's own, and the new model checkpointed."""
         model = super().call_model_init(trial)  # type: ignore[misc]
         return self._checkpointed(model) if self._ac_ready else model
@@ -223,7 +223,7 @@ class CheckpointingMixin:
         """The trainer's own; ranks that share sequences get the same batches."""
         return share_batches(super().get_train_dataloader(), self._cp().size)  # type: ignore[misc]
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+    def get_eval_dataloader(self, *args: object, **kwargs: object) -> Any:
         """As for training."""
         return share_batches(super().get_eval_dataloader(*args, **kwargs), self._cp().size)  # type: ignore[misc]
 
@@ -248,7 +248,7 @@ def split_for_trainer(model: nn.Module, trainer: Any, cp: ContextParallel) -> nn
     return apply_context_parallel(model, mesh["cp"], cp)
 
 
-def share_batches(loader: Any, cp: int) -> Any:
+def share_batches(loader: object, cp: int) -> Any:
     """`loader` as accelerate prepared it, with the batches of the data-parallel rank, which is ``rank // cp``.
 
     Raises:
@@ -280,14 +280,16 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
             ``model_init`` has built another model since (use `CheckpointingMixin`).
     """
 
-    def __init__(self, ac: Any = None, scope: Any = None, *, sample_input: Any = None, loss: Any = None) -> None:
+    def __init__(
+        self, ac: object = None, scope: object = None, *, sample_input: object = None, loss: object = None
+    ) -> None:
         self.ac = ac
         self.loss = loss
         self.scope = scope
         self.sample_input = sample_input
         self._model: nn.Module | None = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(self, args: object, state: object, control: object, **kwargs: Any) -> None:
         """Checkpoint the model."""
         _refuse_unread(args, "offload", "none", "a trainer with ActivationOffloadingMixin")
         _refuse_unread(args, "cp", 1, "a trainer with CheckpointingMixin")
@@ -296,7 +298,7 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
         loss = getattr(args, "loss", "model") if self.loss is None else self.loss
         self._model = checkpoint_for_trainer(kwargs["model"], args, ac, scope, self.sample_input, loss)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Make sure that the model that trains is the one that was checkpointed."""
         model = kwargs.get("model")
         if self._model is None:
@@ -319,7 +321,7 @@ def _takes_loss(trainer: type) -> bool:
     )
 
 
-def _refuse_unread(args: Any, name: str, off: Any, reader: str) -> None:
+def _refuse_unread(args: object, name: str, off: object, reader: str) -> None:
     """Raise ValueError where the training arguments ask for what this trainer would not do."""
     value = getattr(args, name, off)
     if value not in (off, None):
@@ -329,7 +331,7 @@ def _refuse_unread(args: Any, name: str, off: Any, reader: str) -> None:
         )
 
 
-def _needs_sample(ac: Any) -> bool:
+def _needs_sample(ac: object) -> bool:
     """Whether `ac` is a plan to be made: a budget."""
     return not isinstance(ac, Plan) and isinstance(parse_ac(ac), MemoryBudget)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -255,7 +254,7 @@ def shifted(labels: Tensor, ignore_index: int) -> Tensor:
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
-def check_num_items(num_items: Any) -> None:
+def check_num_items(num_items: object) -> None:
     """Raise unless the loss can be divided by `num_items`; of a tensor on an accelerator, this would wait for the device."""
     if num_items is None:
         return
@@ -271,7 +270,7 @@ def check_num_items(num_items: Any) -> None:
         )
 
 
-def check_ignore_index(ignore_index: Any) -> None:
+def check_ignore_index(ignore_index: object) -> None:
     """Raise unless `ignore_index` is a number that a label can be."""
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index is {ignore_index!r}; it must be a whole number, as labels are.")

@@ -272,5 +272,5 @@ def _note(seen: set[int]) -> Callable[[Tensor], Tensor]:
     return pack
 
 
-def _same(packed: Any) -> Any:
+def _same(packed: object) -> Any:
     return packed

@@ -165,7 +165,7 @@ class LossHooks:
                 self._planning.append("it is called without labels")
         self._open.append((stack, calls))
 
-    def after(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, model: nn.Module, args: object, output: object) -> Any:
         """The forward hook, also after an exception: the output without stand-ins; None: as it is."""
         if not self._open:
             return None
@@ -190,7 +190,7 @@ class LossHooks:
             say_whole_logits(model, reason)
 
     def _answer(self, calls: list[HeadCall]) -> Callable[..., Any]:
-        def answer(*args: Any, **kwargs: Any) -> Any:
+        def answer(*args: Any, **kwargs: object) -> Any:
             fits = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
             if not fits or args[0].ndim < 2 or not args[0].is_floating_point():
                 with answering_calls(self._head, None):
@@ -220,7 +220,7 @@ def _has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return any(name in LABELS and value is not None for name, value in zip(names, args))
 
 
-def _without(output: Any, keep: bool) -> Any:
+def _without(output: object, keep: bool) -> Any:
     """`output` without stand-ins: None in their place, or with `keep` the logits."""
     if isinstance(output, StandIn):
         recipe = output.recipe

@@ -102,14 +102,14 @@ class StandIn(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         # Whoever goes past `__torch_function__` would compute with nothing.
         raise RuntimeError(
             f"{func} met the stand-in for the logits of a chunked loss. Use loss='model' for this model."
         )
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "?")
         if name == "__get__" or name in _LOOKS or func in _LOOK_FUNCTIONS:
@@ -168,7 +168,7 @@ def _dtype(old: StandIn) -> torch.dtype:
     return old.dtype
 
 
-def _same(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _same(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _next(args[0], func, args, kwargs)
 
 
@@ -183,7 +183,7 @@ def _cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _scaled(exponent: int) -> Rule:
-    def rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def rule(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(args) != 2 or kwargs:
             return None
         factor = args[1]
@@ -196,7 +196,7 @@ def _scaled(exponent: int) -> Rule:
     return rule
 
 
-def _tanh(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _tanh(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _valued(args[0], func, args, kwargs, Tanh())
 
 
@@ -213,12 +213,12 @@ def _with_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return _valued(args[0], func, args, kwargs, lambda logits: func(logits, other))
 
 
-def _valued(old: StandIn, func: Any, args: Any, kwargs: Any, step: Callable[[Tensor], Tensor]) -> StandIn:
+def _valued(old: StandIn, func: object, args: Any, kwargs: Any, step: Callable[[Tensor], Tensor]) -> StandIn:
     return _next(old, func, args, kwargs, values=(*old.recipe.values, step))
 
 
 def _in_place(rule: Rule) -> Rule:
-    def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def changed(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         done = rule(func, args, kwargs)
         if done is not None:
             args[0].recipe = done.recipe
@@ -228,7 +228,7 @@ def _in_place(rule: Rule) -> Rule:
     return changed
 
 
-def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _view(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     old, sizes = args[0], args[1:]
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = tuple(sizes[0])
@@ -244,7 +244,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _next(old, func, args, kwargs, hidden=hidden.reshape(*sizes[:-1], hidden.shape[-1]))
 
 
-def _flatten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _flatten(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     old = args[0]
     given = dict(zip(("start_dim", "end_dim"), args[1:])) | dict(kwargs)
     start, end = given.get("start_dim", 0), given.get("end_dim", -1)
@@ -253,7 +253,7 @@ def _flatten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _next(old, func, args, kwargs, hidden=old.recipe.hidden.flatten(start, end))
 
 
-def _getitem(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _getitem(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Some of the tokens, all of the vocabulary."""
     old, key = args
     keys = list(key) if isinstance(key, tuple) else [key]
@@ -271,15 +271,15 @@ def _getitem(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _next(old, func, args, kwargs, hidden=old.recipe.hidden[tuple(keys)])
 
 
-def _dims(item: Any) -> int:
+def _dims(item: object) -> int:
     return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
-def _is_whole(item: Any, width: int) -> bool:
+def _is_whole(item: object, width: int) -> bool:
     return isinstance(item, slice) and item.indices(width) == (0, width, 1)
 
 
-def _CROSS_ENTROPY(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _CROSS_ENTROPY(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`torch.nn.functional.cross_entropy` of a stand-in, in chunks; None where it asks for what chunks do not know."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args)) | dict(kwargs)

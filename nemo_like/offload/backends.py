@@ -34,27 +34,27 @@ class Backend(ABC):
         """The stream that the caller's own operators run on."""
 
     @abstractmethod
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: object) -> Any:
         """An event that happens when `stream` has done all it was given so far."""
 
     @abstractmethod
-    def wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: object, event: object) -> None:
         """Work given to `stream` from now on starts after `event`. Does not block the host."""
 
     @abstractmethod
-    def done(self, event: Any) -> bool:
+    def done(self, event: object) -> bool:
         """Whether `event` has happened. Does not block."""
 
     @abstractmethod
-    def synchronize(self, event: Any) -> None:
+    def synchronize(self, event: object) -> None:
         """Block the host until `event` has happened."""
 
     @abstractmethod
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: object) -> None:
         """Copy bytes, (n,) uint8 to (n,) uint8, on `stream`."""
 
     @abstractmethod
-    def lend(self, tensor: torch.Tensor, stream: Any, made_on: Any) -> None:
+    def lend(self, tensor: torch.Tensor, stream: object, made_on: object) -> None:
         """Operators of `stream` read `tensor` from here on.
 
         The allocator knows of the stream that the memory was `made_on`; it must not reuse it before another is done.
@@ -92,12 +92,12 @@ class AcceleratorBackend(Backend):
     def current_stream(self) -> Any:
         return self._module.current_stream(self.device)
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: object) -> Any:
         event = self._module.Event()
         event.record(stream)
         return event
 
-    def wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: Any, event: object) -> None:
         stream.wait_event(event)
 
     def done(self, event: Any) -> bool:
@@ -106,11 +106,11 @@ class AcceleratorBackend(Backend):
     def synchronize(self, event: Any) -> None:
         event.synchronize()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: object) -> None:
         with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
 
-    def lend(self, tensor: torch.Tensor, stream: Any, made_on: Any) -> None:
+    def lend(self, tensor: torch.Tensor, stream: Any, made_on: object) -> None:
         if stream != made_on:
             tensor.record_stream(stream)
 
@@ -165,10 +165,10 @@ class CopyingBackend(Backend):
         else:
             stream.work.append(lambda: target.copy_(source))
 
-    def lend(self, tensor: torch.Tensor, stream: Any, made_on: Any) -> None:
+    def lend(self, tensor: torch.Tensor, stream: object, made_on: object) -> None:
         pass  # Python's reference counts keep CPU memory as long as a queued copy needs it
 
-    def _runs_at_once(self, stream: Any) -> bool:
+    def _runs_at_once(self, stream: object) -> bool:
         return not self.lazy or stream not in (self.copy_out, self.copy_back)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ class OffloadWrapper(Nameless, TorchOffloadWrapper):
         super().__init__(module)
         self.offloader = offloader
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The layer's forward; where gradients are on, what autograd saves goes through the offloader."""
         layer = self._checkpoint_wrapped_module
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():

@@ -110,7 +110,7 @@ class Offloader(Packer):
         self._contexts.append(stack)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._contexts.pop().close()
         self._inputs = None
         with torch.no_grad():
@@ -125,13 +125,13 @@ class Offloader(Packer):
     def _watch_modules(self, stack: ExitStack) -> None:
         """Be told, within `stack`, of calls of the layers, of the modules left out, and of the model."""
 
-        def before_layer(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        def before_layer(layer: nn.Module, args: object, kwargs: object) -> None:
             if not torch.compiler.is_compiling():
                 self._resting = len(self.layers) > 1 and layer is self.layers[-1]
                 self.enter_layer(layer, args, kwargs, everything=moves_everything(layer, self.config.mode))
 
         def rest(resting: bool) -> Any:
-            def before(module: nn.Module, args: Any) -> None:
+            def before(module: nn.Module, args: object) -> None:
                 if not torch.compiler.is_compiling():
                     self._resting = resting
 
@@ -144,7 +144,7 @@ class Offloader(Packer):
         if self.model is not None:
             stack.callback(self.model.register_forward_pre_hook(rest(False)).remove)
 
-    def enter_layer(self, layer: nn.Module, args: Any, kwargs: Any, *, everything: bool) -> None:
+    def enter_layer(self, layer: nn.Module, args: object, kwargs: object, *, everything: bool) -> None:
         """What is saved from here on belongs to `layer`, which is called with these arguments.
 
         `everything`: move all of it, not only what shares storage with the arguments.
@@ -216,7 +216,7 @@ class _HostDecide:
         self.needs_call = getattr(decide, "needs_call", False)
         self.finish = getattr(decide, "finish", None)
 
-    def __call__(self, *call: Any) -> Decision:
+    def __call__(self, *call: object) -> Decision:
         decision = self._decide(*call)
         return HOST if decision is SAVE else decision
 

@@ -121,7 +121,7 @@ class Packer:
             return self._keep(tensor, NOT_ASKED)
         return self._move_any(tensor, version_of(tensor), guarded=True)
 
-    def _move_any(self, tensor: torch.Tensor, version: Any, *, guarded: bool) -> Handle:
+    def _move_any(self, tensor: torch.Tensor, version: object, *, guarded: bool) -> Handle:
         if is_wrapper_subclass(tensor):
             return self._move_subclass(tensor, (version,), guarded)
         return self._move(tensor, (version,), guarded)
@@ -208,7 +208,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[attr-defined]
 
 
-def storages_in(values: Any) -> dict[int, torch.UntypedStorage]:
+def storages_in(values: object) -> dict[int, torch.UntypedStorage]:
     """The storages of all tensors in nested tuples, lists and dicts, by id (and held, so that the ids stay theirs)."""
     found: dict[int, torch.UntypedStorage] = {}
     waiting = [values]

@@ -177,7 +177,7 @@ class CheckpointConfig:
         return self.strategy if self.enabled else "none"
 
 
-def is_policy(value: Any) -> bool:
+def is_policy(value: object) -> bool:
     """Whether `value` has what the engine needs of a policy (and is not the class of one)."""
     parts = ("keeps_nothing", "tracked_ops", "start")
     return not isinstance(value, type) and all(hasattr(value, name) for name in parts)
@@ -266,7 +266,7 @@ class MemoryBudget:
         return write_bytes(int(self.peak_bytes or 0))
 
 
-def parse_ac(ac: Any) -> CheckpointConfig | MemoryBudget:
+def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
     """What ``ac=`` means: a `CheckpointConfig`, or a `MemoryBudget` for the planner. The only place that reads it.
 
     Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"``, ``"sequential"``,

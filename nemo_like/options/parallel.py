@@ -90,14 +90,14 @@ class Single:
     """Every rank trains a whole model by itself. ``strategy="single"`` means this."""
 
 
-def _check_timeout(seconds: Any) -> None:
+def _check_timeout(seconds: object) -> None:
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise ValueError(f"timeout_seconds is {seconds!r}; it must be a number of seconds above 0, or None.")
 
 
-def parse_strategy(strategy: Any) -> FSDP2 | DDP | Single:
+def parse_strategy(strategy: object) -> FSDP2 | DDP | Single:
     """Return what ``strategy=`` means: the object, or the defaults of the word ``fsdp2``, ``ddp`` or ``single``.
 
     Raises:

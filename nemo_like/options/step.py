@@ -16,7 +16,7 @@ LOSSES: tuple[str, ...] = ("model", "chunked")
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
 
 
-def parse_compile(compile: Any) -> str | None:
+def parse_compile(compile: object) -> str | None:
     """The backend that ``compile=`` asks for; None for no compilation.
 
     Raises:
@@ -196,7 +196,7 @@ class StepSpec:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
-def _word(name: str, value: Any, known: tuple[str, ...]) -> None:
+def _word(name: str, value: object, known: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in known:
         close = did_you_mean(normalise(value), known) if isinstance(value, str) else ""
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}.{close}")

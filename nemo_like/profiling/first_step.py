@@ -96,7 +96,7 @@ class _StepWatch:
             model.register_forward_hook(self._after_forward),
         ]
 
-    def __deepcopy__(self, memo: Any) -> _StepWatch:
+    def __deepcopy__(self, memo: object) -> _StepWatch:
         return _StepWatch(self.plan, self.device)
 
     def __reduce__(self) -> Any:
@@ -127,7 +127,7 @@ class _StepWatch:
             return
         self.meter = meter
 
-    def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple, output: object) -> None:
         if self.over or self.meter is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         tensors = sorted(tensors_in(output), key=lambda t: t.numel())
@@ -303,7 +303,7 @@ class SizeWatch:
     """What was predicted; 0: only the caller knows."""
     over: bool = False
 
-    def __deepcopy__(self, memo: Any) -> SizeWatch:
+    def __deepcopy__(self, memo: object) -> SizeWatch:
         return SizeWatch(self.planned, self.most, self.peak_bytes, self.over)
 
     def __reduce__(self) -> Any:
@@ -313,7 +313,7 @@ class SizeWatch:
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
             self.see((args, kwargs))
 
-    def see(self, batch: Any, microbatches: int = 1) -> None:
+    def see(self, batch: object, microbatches: int = 1) -> None:
         """A batch that is trained on, as so many microbatches of equally many rows."""
         if self.over:
             return

@@ -21,7 +21,7 @@ LossFn = Callable[[Any], torch.Tensor]
 class Listener:
     """Receives the events of a step. Calls are numbered in forward order; everything outside a call is the model's own."""
 
-    def forward_begins(self, call: int, layer: int, arguments: Any) -> None: ...
+    def forward_begins(self, call: int, layer: int, arguments: object) -> None: ...
 
     def forward_ends(self, call: int) -> None: ...
 
@@ -31,7 +31,7 @@ class Listener:
 
 
 def watch_step(
-    model: nn.Module, layers: Sequence[nn.Module], sample: Any, loss_fn: LossFn | None, listener: Listener
+    model: nn.Module, layers: Sequence[nn.Module], sample: object, loss_fn: LossFn | None, listener: Listener
 ) -> None:
     """Run one forward and backward and tell `listener` of every layer call, by hooks that are gone afterwards.
 
@@ -61,7 +61,7 @@ class _Position:
 
 
 def _before(layer: int, state: _Position, listener: Listener) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def hook(module: nn.Module, args: object, kwargs: object) -> None:
         if state.backward_at is not None:
             return
         call = state.calls
@@ -81,7 +81,7 @@ def _before(layer: int, state: _Position, listener: Listener) -> Callable[..., N
 
 
 def _after(state: _Position, listener: Listener) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: object, output: object) -> None:
         if state.backward_at is not None:
             return
         call = state.running.pop()
@@ -99,14 +99,14 @@ def _after(state: _Position, listener: Listener) -> Callable[..., None]:
     return hook
 
 
-def run_model(model: nn.Module, sample: Any) -> Any:
+def run_model(model: nn.Module, sample: object) -> Any:
     """`model` called on `sample`: a mapping by keyword, a tuple or list by position, anything else as one argument."""
     if isinstance(sample, Mapping):
         return model(**sample)
     return model(*sample) if isinstance(sample, tuple | list) else model(sample)
 
 
-def _loss(model: nn.Module, output: Any, loss_fn: LossFn | None) -> torch.Tensor:
+def _loss(model: nn.Module, output: object, loss_fn: LossFn | None) -> torch.Tensor:
     """`loss_fn` of the output; else the output's own ``loss``; else the sum of every output that has a gradient."""
     if loss_fn is not None:
         told = loss_fn(output)
@@ -170,7 +170,7 @@ class _ByteListener(Listener):
         self._calls_before = calls_before
         return peak
 
-    def forward_begins(self, call: int, layer: int, arguments: Any) -> None:
+    def forward_begins(self, call: int, layer: int, arguments: object) -> None:
         self.next_moment(call)
         inputs = {
             self._registry.number(storage): storage.nbytes()
@@ -205,7 +205,7 @@ class _ByteListener(Listener):
 
 
 def trace_bytes(
-    model: nn.Module, layers: Sequence[nn.Module], sample: Any, loss_fn: LossFn | None, device: torch.device
+    model: nn.Module, layers: Sequence[nn.Module], sample: object, loss_fn: LossFn | None, device: torch.device
 ) -> StepBytes:
     """One step, with every saved storage and the live bytes recorded. Its times would mean nothing."""
     registry = StorageRegistry()
@@ -243,7 +243,7 @@ class _TimeListener(Listener):
             self.spans.append((*self._open, now))
         self._open = None if phase is None else (phase, call, now)
 
-    def forward_begins(self, call: int, layer: int, arguments: Any) -> None:
+    def forward_begins(self, call: int, layer: int, arguments: object) -> None:
         self.layers.append(layer)
         self._turn("forward_ms", call)
 
@@ -261,7 +261,7 @@ class _TimeListener(Listener):
 
 
 def trace_times(
-    model: nn.Module, layers: Sequence[nn.Module], sample: Any, loss_fn: LossFn | None, device: torch.device
+    model: nn.Module, layers: Sequence[nn.Module], sample: object, loss_fn: LossFn | None, device: torch.device
 ) -> tuple[list[CallTimes], float]:
     """One step, timed: each layer call, and the whole step in milliseconds."""
     clock = Clock(device)
@@ -281,6 +281,6 @@ def trace_times(
     return calls, clock.milliseconds(start, end)
 
 
-def warm_up(model: nn.Module, sample: Any, loss_fn: LossFn | None) -> None:
+def warm_up(model: nn.Module, sample: object, loss_fn: LossFn | None) -> None:
     """One unwatched step: first-call costs (library start-up, lazy caches of the model) are not a layer's own."""
     _loss(model, run_model(model, sample), loss_fn).backward()

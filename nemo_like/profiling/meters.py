@@ -43,7 +43,7 @@ class StorageRegistry:
         self._next += 1
         size = storage.nbytes() if born and key not in self._foreign else 0
 
-        def freed(_: Any) -> None:
+        def freed(_: object) -> None:
             del self._numbers[key]
             self.live -= size
 
@@ -53,7 +53,7 @@ class StorageRegistry:
         return self._next
 
 
-def storages_of(value: Any) -> Iterator[torch.UntypedStorage]:
+def storages_of(value: object) -> Iterator[torch.UntypedStorage]:
     """The storages behind every tensor in a pytree, looking inside tensor subclasses (DTensor, quantised types)."""
     for leaf in tree_leaves(value):
         if not isinstance(leaf, torch.Tensor):
@@ -132,7 +132,7 @@ class Clock:
         event.record()
         return event
 
-    def milliseconds(self, start: Any, end: Any) -> float:
+    def milliseconds(self, start: Any, end: object) -> float:
         """From `start` to `end`; on CUDA the work between them must have finished (synchronise first)."""
         return float(start.elapsed_time(end)) if self._cuda else (end - start) * 1000
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +67,7 @@ class MemoryProfiler:
         self.report: ProfileReport | None = None
         """The last profile."""
 
-    def profile(self, sample_input: Any, num_runs: int = 3) -> ProfileReport:
+    def profile(self, sample_input: object, num_runs: int = 3) -> ProfileReport:
         """Run forward and backward `num_runs` times for bytes and as often for times, after one run to warm up.
 
         Args:

@@ -178,7 +178,7 @@ def _string(sample: dict[str, Any], key: str) -> str:
     return value
 
 
-def _check_messages(messages: Any) -> list[dict[str, Any]]:
+def _check_messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise BadSampleError(f"'messages' is {_short(messages)}; it must be a list of messages")
     for number, message in enumerate(messages, 1):
@@ -191,6 +191,6 @@ def _check_messages(messages: Any) -> list[dict[str, Any]]:
     return list(messages)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

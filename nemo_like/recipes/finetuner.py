@@ -335,7 +335,7 @@ def continue_prompt(model: nn.Module, tokenizer: Any, prompt: str, most: int, de
     return str(tokenizer.decode(ids[0, begin:], skip_special_tokens=True))
 
 
-def _samples(options: FinetuneOptions, tokenizer: Any, ranks: Ranks) -> tuple[TrainingRows, SampleSet | None]:
+def _samples(options: FinetuneOptions, tokenizer: object, ranks: Ranks) -> tuple[TrainingRows, SampleSet | None]:
     encoder = Encoder(tokenizer, options.seq_len)
 
     def read(flag: str, data: str) -> SampleSet:
@@ -399,7 +399,7 @@ class RunLog:
             package = require("wandb", "wandb", "for --wandb")
             self._wandb = package.init(project=wandb, dir=str(folder), config=options)
 
-    def add(self, step: int, **values: Any) -> None:
+    def add(self, step: int, **values: object) -> None:
         """Record `values` (numbers or text) after step number `step`."""
         if not self._active:
             return

@@ -203,7 +203,7 @@ class CheckpointStore:
         for i in range(self._ranks.from_first(len(listed))):
             yield self._ranks.from_first(listed[i] if listed else 0)
 
-    def _attempt(self, action: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+    def _attempt(self, action: Callable[..., Any], *arguments: object) -> tuple[Any, str | None]:
         """What `action` returned, and what went wrong with it on any rank, or None."""
         result, problem = None, None
         try:

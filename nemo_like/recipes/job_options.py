@@ -229,7 +229,7 @@ def read_config(path: str, kind_of_options: type[RunOptions]) -> dict[str, Any]:
     return found
 
 
-def _of_kind(path: str, name: str, kind: Any, value: Any, may_be_none: bool) -> Any:
+def _of_kind(path: str, name: str, kind: Any, value: object, may_be_none: bool) -> Any:
     """The YAML `value` as the option's type: YAML reads 1e-4 as a string, and 1 where 1.0 is meant."""
     if value is None and may_be_none:
         return None
@@ -254,6 +254,6 @@ def config_text(options: RunOptions) -> str:
     return "".join(f"{name}: {_scalar(value)}\n" for name, value in options.as_said().items())
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     """YAML is a superset of JSON, and its words for nothing, true and false are JSON's."""
     return json.dumps(value, ensure_ascii=False)

@@ -28,12 +28,12 @@ SEARCHED = ("dp_replicate", "grad_accum", "ac", "loss", "offload", "reshard_afte
 """Options that ``--fit`` can choose in every job."""
 
 
-def option(default: Any, help: str, kind: Callable[[str], Any] = str, **argument: Any) -> Any:
+def option(default: object, help: str, kind: Callable[[str], Any] = str, **argument: object) -> Any:
     """A field of an options class that is a command-line option, too; `argument`: more for argparse."""
     return dataclasses.field(default=default, metadata={"help": help, "kind": kind, "argument": argument})
 
 
-def job_option(name: str, default: Any = None, **argument: Any) -> Any:
+def job_option(name: str, default: object = None, **argument: object) -> Any:
     """An `option` that is a field of the job: what `FLAGS` says of it; `default`: another one than there."""
     flag = FLAGS[name]
     return option(flag.default if default is None else default, flag.help.replace("%%", "%"), flag.kind, **argument)
@@ -222,7 +222,7 @@ class RunOptions:
             return self.searched if self.fit == "all" else ()
         return tuple(word.strip().replace("-", "_") for word in self.fit.split(",") if word.strip())
 
-    def job(self, **fields: Any) -> Job:
+    def job(self, **fields: object) -> Job:
         """The job that `parallelize`, the planner and the search are asked; `fields`: more of it."""
         made = job_of(
             {**{name: getattr(self, name) for name in self.of_job}, "sync": "last", "drop_output": True}, **fields

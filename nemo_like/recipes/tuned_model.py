@@ -153,7 +153,7 @@ def fill(model: nn.Module, options: FinetuneOptions) -> None:
     materialize(model, checkpoint=source, strict=False)
 
 
-def _names_of(shapes: Any) -> Callable[[str], str | None]:
+def _names_of(shapes: object) -> Callable[[str], str | None]:
     return lambda name: _stored_name(name, shapes)
 
 

@@ -59,12 +59,12 @@ def set_early_stop(enabled: bool) -> Iterator[None]:
 
 def checkpoint_region(
     fn: Callable[..., Any],
-    *args: Any,
+    *args: object,
     policy: Policy,
     name: str = "",
     preserve_rng_state: bool = True,
     transfer: Transfer | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Run ``fn(*args, **kwargs)`` as one region and return its result; backward will replay it.
 
@@ -97,7 +97,7 @@ def run_region(
     preserve_rng_state: bool = True,
     transfer: Transfer | None = None,
     early_stop: bool | None = None,
-    owner: Any = None,
+    owner: object = None,
 ) -> Any:
     """`checkpoint_region` with the function's arguments as a tuple and a dict.
 

@@ -287,7 +287,7 @@ class ContextVariables:
             self._saved = SavedInputs(map_leaves(_without_graph, tuple(held.values())), {})
             self._context.run(_set, self._held, [None] * len(held))  # else they would be held twice
 
-    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, region: str, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call `function` in a copy of the context; raises RegionError if a tensor in it was changed in place."""
         context = self._context.copy()
         for variable, kind in self._empty:
@@ -297,7 +297,7 @@ class ContextVariables:
         return context.run(function, *args, **kwargs)
 
 
-def _without_graph(leaf: Any) -> Any:
+def _without_graph(leaf: object) -> Any:
     # A region that held the graph of a tensor which an earlier call of it put there would never be freed.
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
@@ -316,7 +316,7 @@ _backends: Any = torch.backends
 SDPA_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
-def _attributes(owner: Any, *names: str) -> list[Switch]:
+def _attributes(owner: object, *names: str) -> list[Switch]:
     def switch(name: str) -> Switch:
         return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
@@ -332,7 +332,7 @@ def _precision(old: Switch, backends: list[Any]) -> Switch:
         except RuntimeError:
             return [backend.fp32_precision for backend in backends]
 
-    def put(value: Any) -> None:
+    def put(value: object) -> None:
         if not isinstance(value, list):
             old[1](value)
             return

@@ -58,7 +58,7 @@ def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
         HOST: CheckpointPolicy.MUST_CPU_OFFLOAD,
     }
 
-    def policy_fn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy_fn(context: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
         kind, _ = kinds.of(op)
         if kind == COPY and ops.is_device_to_host_copy(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
@@ -91,7 +91,7 @@ class _LeftToEager(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self.token = self.inside.set(self)
 
-    def __exit__(self, kind: Any, *error: Any) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self.inside.reset(self.token)
         if kind is None and not self.taken_over:
             raise RegionError(
@@ -127,7 +127,7 @@ def compiled_region(
     it sees none of what is saved there: it has nothing to replay.
     """
 
-    def body(*args: Any, **kwargs: Any) -> Any:
+    def body(*args: object, **kwargs: object) -> Any:
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         say_left_to_eager(options["name"])
@@ -184,7 +184,7 @@ class _ForwardContext(ForwardMode):
         self.rng = rng_state()
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         for entry in self.kept:
             if entry.decision is SAVE:
@@ -212,7 +212,7 @@ class _ReplayContext(ReplayMode):
         set_rng_state(self.forward.rng)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         set_rng_state(self.rng_outside)
 

@@ -146,7 +146,7 @@ def _is_small(container: Any) -> bool:
     return not hasattr(container, "__len__") or len(container) <= _SMALL
 
 
-def _items(contents: Any) -> Iterable[Any]:
+def _items(contents: object) -> Iterable[Any]:
     if isinstance(contents, dict):
         return contents.values()
     return contents if isinstance(contents, list | set) else ()
@@ -166,12 +166,12 @@ def _tuple_of(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return made
 
 
-def _without_graph(value: Any) -> Any:
+def _without_graph(value: object) -> Any:
     kept = _copy(value)
     return kept.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else kept
 
 
-def _again(kept: Any, copies: dict[int, Any]) -> Any:
+def _again(kept: object, copies: dict[int, Any]) -> Any:
     """`kept` for one recompute, which may change it."""
     kind: Any = type(kept)
     if kind in _MOST:
@@ -218,22 +218,22 @@ def _fill_queue(value: Any, contents: Any) -> None:
     deque.extend(value, contents)
 
 
-def _fill_sequence(value: Any, contents: Any) -> None:
+def _fill_sequence(value: Any, contents: object) -> None:
     value[:] = contents
 
 
-def _fill_attributes(value: Any, contents: Any) -> None:
+def _fill_attributes(value: object, contents: Any) -> None:
     own = vars(value)
     if len(own) != len(contents) or not all(map(is_, chain(own, own.values()), chain(contents, contents.values()))):
         own.clear()
         own.update(contents)
 
 
-def _read_slots(value: Any) -> dict[str, Any]:
+def _read_slots(value: object) -> dict[str, Any]:
     return {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
 
 
-def _fill_slots(value: Any, contents: Any) -> None:
+def _fill_slots(value: object, contents: Any) -> None:
     for name in slots_of(type(value)):
         if name in contents:
             object.__setattr__(value, name, contents[name])
@@ -339,7 +339,7 @@ def _is_kind_of_container(kind: Any) -> bool:
     return plain or hasattr(kind, "__dataclass_fields__") or (issubclass(kind, tuple) and hasattr(kind, "_make"))
 
 
-def _built(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
+def _built(function: Callable[[Any], Any], value: object, made: dict[int, Any]) -> Any:
     """The same for an object with attributes."""
     kind: Any = type(value)
     made[id(value)] = new = kind.__new__(kind)

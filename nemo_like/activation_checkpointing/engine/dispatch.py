@@ -175,7 +175,7 @@ class ForwardMode(_Mode):
                 entry.rng_after = rng_state(kwargs.get("generator"))
         return out
 
-    def keep(self, func: Op, out: Any, kind: int, args: Any, kwargs: Any) -> Kept:
+    def keep(self, func: Op, out: Any, kind: int, args: object, kwargs: object) -> Kept:
         """Take a decision on `out` and carry it out."""
         counts, number = self.counts, id(func)
         index = counts.get(number, 0)
@@ -335,14 +335,14 @@ class _Watch(_Mode):
             self.given = self.generators.note(kwargs["generator"]) or self.given
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if error[0] is None:
             learn(self.key, self.given)
 
 
 class _PassBy(_Mode):
-    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -355,7 +355,11 @@ def as_watched(*watching: AbstractContextManager[Any] | None) -> Callable[[], Ab
 
 
 def watch_generators(
-    generators: Generators | None, mode: ForwardMode | None, function: Any, arguments: Iterable[Any], own: Iterable[Any]
+    generators: Generators | None,
+    mode: ForwardMode | None,
+    function: object,
+    arguments: Iterable[Any],
+    own: Iterable[Any],
 ) -> AbstractContextManager[Any] | None:
     """The context for a forward of `function`: within it `generators` notes those that operators are given. None: no need.
 
@@ -407,18 +411,18 @@ class _WatchWrites(_Mode):
         super().__init__()
         self.inputs, self.key = inputs, key
 
-    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if ops.facts(func).mutating:
             self.inputs.before_change(func, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if error[0] is None and self.key[0] is not None:
             _writes.setdefault(self.key[0], {})[self.key[1]] = self.inputs.changed
 
 
-def watch_writes(inputs: SavedInputs, mode: ForwardMode | None, function: Any) -> AbstractContextManager[Any] | None:
+def watch_writes(inputs: SavedInputs, mode: ForwardMode | None, function: object) -> AbstractContextManager[Any] | None:
     """The context for a forward of `function`: within it `inputs` keep what is about to be changed. None: no need.
 
     `mode`, where the region has one, looks at every operator anyway, and is made to tell them.

@@ -34,7 +34,7 @@ class Placeholder(Tensor):
     __torch_function__ = nn.Parameter.__torch_function__  # PyTorch's own: functions are not overridden
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} was given a tensor that the plan skips, outside of the replay that skips it")
 
 
@@ -182,7 +182,7 @@ def private_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format)
 
 
-def map_output(function: Callable[[Any], Any], value: Any) -> Any:
+def map_output(function: Callable[[Any], Any], value: object) -> Any:
     """`function` on each tensor of an operator's output (a tensor, or a tuple or list of tensors and others)."""
     if isinstance(value, Tensor):
         return function(value)
@@ -191,7 +191,7 @@ def map_output(function: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-def map_kept(function: Callable[[Any], Any], value: Any) -> Any:
+def map_kept(function: Callable[[Any], Any], value: object) -> Any:
     """As `map_output`, also on tensors that are on the host or skipped."""
     if isinstance(value, (OnHost, Skipped)):
         return function(value)
@@ -200,14 +200,14 @@ def map_kept(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value) if isinstance(value, Tensor) else value
 
 
-def on_host(value: Any) -> list[OnHost]:
+def on_host(value: object) -> list[OnHost]:
     """The parts of a kept output that wait in host memory."""
     if isinstance(value, OnHost):
         return [value]
     return [item for part in value for item in on_host(part)] if isinstance(value, SEQUENCES) else []
 
 
-def versions(value: Any) -> Any:
+def versions(value: object) -> Any:
     """How often the tensors of an operator's output were changed in place."""
     return value._version if isinstance(value, Tensor) else [tensor._version for tensor in tensors_in(value)]
 

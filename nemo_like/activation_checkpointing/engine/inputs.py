@@ -57,7 +57,7 @@ class SavedInputs:
         args, kwargs = arguments
         return list(map(function, args)), dict(zip(kwargs, map(function, kwargs.values()))) if kwargs else {}
 
-    def _strip(self, value: Any) -> Any:
+    def _strip(self, value: object) -> Any:
         if not isinstance(value, Tensor):
             return value
         self._saved.append(save_tensor(value))

@@ -334,7 +334,7 @@ def _containers_of(kind: type) -> _SharedNames:
     return _containers[kind]
 
 
-def _is_configuration(name: str, value: Any) -> bool:
+def _is_configuration(name: str, value: object) -> bool:
     """A dataclass or a namespace, or what is called a configuration: an object with plain attributes of its own."""
     if hasattr(type(value), "__dataclass_fields__") or isinstance(value, types.SimpleNamespace):
         return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor)

@@ -293,7 +293,7 @@ def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
             own[name] = value
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     kind: Any = type(value)
     return is_plain(kind)
 
@@ -330,7 +330,7 @@ def _fill(container: dict[Any, Any], contents: dict[Any, Any]) -> None:
     container.update(contents)
 
 
-def module_of(function: Any) -> nn.Module | None:
+def module_of(function: object) -> nn.Module | None:
     """The module that `function` is, or is a method of."""
     if isinstance(function, nn.Module):
         return function

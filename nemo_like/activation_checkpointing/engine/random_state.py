@@ -35,7 +35,7 @@ _others: set[type] = set()
 _UNSEEN = ("", "unseen")
 
 
-def is_generator(value: Any) -> bool:
+def is_generator(value: object) -> bool:
     """Whether `value` is a generator of torch, of Python or of NumPy, with a state to put back."""
     kind = type(value)
     if kind not in _kinds:
@@ -66,7 +66,7 @@ def state_of(generator: Any) -> Any:
     return generator.bit_generator.state
 
 
-def put_state(generator: Any, state: Any) -> None:
+def put_state(generator: Any, state: object) -> None:
     """Put a generator into the state that `state_of` returned."""
     names = _kinds[type(generator)]
     if names is not None and names[1]:
@@ -83,7 +83,7 @@ class Generators:
     def __init__(self) -> None:
         self._states: dict[int, tuple[Any, Any]] = {}
 
-    def note(self, generator: Any) -> bool:
+    def note(self, generator: object) -> bool:
         """Keep the state of `generator`, unless it is none or was seen before; returns whether it is kept now."""
         kind = _kinds.get(type(generator), _UNSEEN)
         if kind is None or (kind is _UNSEEN and not is_generator(generator)):
@@ -165,7 +165,7 @@ def learn(key: Key, given: bool) -> None:
         _given.setdefault(key[0], {}).setdefault(key[1], given)
 
 
-def key_of(function: Any) -> Key:
+def key_of(function: object) -> Key:
     """What stands for `function` from one forward to the next, and whether its module trains."""
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module):

@@ -528,7 +528,7 @@ def _written_later(first: Tensor, second: Tensor | None = None) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype and first.is_floating_point()
 
 
-def _nothing(owner: Any, name: str) -> bool:
+def _nothing(owner: object, name: str) -> bool:
     return False
 
 

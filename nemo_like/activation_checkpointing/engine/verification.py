@@ -184,7 +184,7 @@ def _is_padded(saved: SavedTensor, every: list[SavedTensor]) -> bool:
     return any(count != padded and math.ceil(count / 32) * 32 == padded for count in tokens)
 
 
-def start(owner: Any, name: str, preserve_rng_state: bool) -> Verification | None:
+def start(owner: object, name: str, preserve_rng_state: bool) -> Verification | None:
     """What compares this call of `owner` (a module or another callable) with its replay; None: nobody does.
 
     Raises:
@@ -208,7 +208,7 @@ def start(owner: Any, name: str, preserve_rng_state: bool) -> Verification | Non
     return Verification(calls, name)
 
 
-def _identity(owner: Any) -> Any:
+def _identity(owner: object) -> Any:
     """What stays the same from step to step, where functions and partial objects are made anew for each call."""
     while not isinstance(owner, nn.Module) and hasattr(owner, "func"):
         owner = owner.func

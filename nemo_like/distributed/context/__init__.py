@@ -175,7 +175,7 @@ def install(model: nn.Module, stacks: Sequence[CutStack], parts: Parts, call: nn
 
 
 class _Delete:
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: object, name: str) -> None:
         self._owner, self._name = owner, name
 
     def __call__(self) -> None:
@@ -184,7 +184,7 @@ class _Delete:
 
 
 class _Set:
-    def __init__(self, owner: Any, name: str, value: Any) -> None:
+    def __init__(self, owner: object, name: str, value: object) -> None:
         self._owner, self._name, self._value = owner, name, value
 
     def __call__(self) -> None:

@@ -51,7 +51,7 @@ def unregistered(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
-def attention_of(config: Any) -> str | None:
+def attention_of(config: object) -> str | None:
     """The implementation that a config names, also where stages of a pipeline share it and one was cut before."""
     name = getattr(config, ATTENTION, None)
     return name if name is None else unregistered(name)
@@ -70,7 +70,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """`implementation`'s attention: (B, H, L, D) queries and (B, KV heads, L, D) keys and values to (B, L, H, D)."""
     own = _own_attention(implementation, module)
@@ -107,7 +107,7 @@ def plain_attention(parts: Parts) -> Callable[..., Tensor]:
     signature = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
     @functools.wraps(_SDPA, assigned=("__doc__", "__name__"))
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
+    def attend(*args: Any, **kwargs: object) -> Tensor:
         given = dict(zip(signature, args)) | kwargs
         query, key, value = given.pop("query"), given.pop("key"), given.pop("value")
         mask, causal = given.pop("attn_mask", None), given.pop("is_causal", False)
@@ -145,12 +145,12 @@ class AttentionHooks:
         self._parts, self._attend = parts, plain_attention(parts)
         self._before: list[Any] = []
 
-    def before(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: object) -> None:
         self._before.append(F.scaled_dot_product_attention)
         if not self._parts.idle:
             F.scaled_dot_product_attention = self._attend
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: object, output: object) -> None:
         if self._before:
             F.scaled_dot_product_attention = self._before.pop()
 
@@ -212,7 +212,7 @@ class OwnPositions:
         self._padded[-1] = padded
         return (), {name: self._whole(value, padded) for name, value in given.items()}
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: object, output: object) -> Any:
         """The forward hook, also after an exception."""
         padded = self._padded.pop() if self._padded else None
         if padded is None or not isinstance(output, Tensor):
@@ -225,7 +225,7 @@ class OwnPositions:
             )
         return self._parts.cut(output, dim)
 
-    def _whole(self, value: Any, padded: int) -> Any:
+    def _whole(self, value: object, padded: int) -> Any:
         part = padded // self._parts.ranks
         if isinstance(value, torch.Size) and len(value) > 1 and value[1] == part:
             return torch.Size((value[0], padded, *value[2:]))

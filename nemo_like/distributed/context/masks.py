@@ -39,7 +39,7 @@ def make(
     attention_mask: Tensor | None = None,
     device: Any = "cpu",
     dtype: torch.dtype = torch.float32,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """What transformers calls to make a mask, registered for `implementation`.
 
@@ -102,7 +102,7 @@ def _looks(
     if documents is not None:
         kept_apart()
 
-    def looks(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def looks(b: Any, h: object, q: Any, k: Any) -> Any:
         mask = mask_function(b, h, q, k)
         if real is not None:
             mask = mask & (real[b, k] if each_row else real[0, k])
@@ -155,7 +155,7 @@ def is_block_mask(value: Any) -> bool:
     return flex is not None and isinstance(value, flex.BlockMask)
 
 
-def build(mask_mod: Mod, shape: tuple[int, int, int, int], device: Any, block: tuple[int, int] = (128, 128)) -> Any:
+def build(mask_mod: Mod, shape: tuple[int, int, int, int], device: object, block: tuple[int, int] = (128, 128)) -> Any:
     """The block mask (B, H, rows, columns) of `mask_mod`: as ``create_block_mask``, some rows at a time.
 
     At 128k tokens all pairs of positions at once would be gigabytes.
@@ -182,7 +182,7 @@ def _from_row(mask_mod: Mod, start: int) -> Mod:
     return lambda b, h, q, kv: mask_mod(b, h, q + start, kv)
 
 
-def of_part(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: int, device: Any) -> Any:
+def of_part(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: int, device: object) -> Any:
     """`mask` of whole sequences, or of parts as the model sees them, for what `parts` has flex attention compute.
 
     Args:
@@ -209,7 +209,7 @@ def of_part(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: i
 
 
 @torch.compiler.disable
-def _make(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: int, device: Any) -> Any:
+def _make(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: int, device: object) -> Any:
     batch, heads, rows, columns = shape
     own, all_heads = None, heads
     if mask is None:

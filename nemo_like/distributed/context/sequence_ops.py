@@ -111,7 +111,7 @@ def _(part: Tensor, ranks: int, group: str) -> Tensor:
     return torch.empty_like(part)
 
 
-def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     ctx.arguments = inputs[1:]
 
 

@@ -66,7 +66,7 @@ class StackHooks:
             self._own_masks.append(OwnMasks())
         return (), cut
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: object, output: object) -> Any:
         call = CURRENT.get()
         if self._tokens:
             CURRENT.reset(self._tokens.pop())
@@ -140,7 +140,7 @@ class StackHooks:
             )
         return value
 
-    def _refuse_positions_of_a_mask(self, mask: Any) -> None:
+    def _refuse_positions_of_a_mask(self, mask: object) -> None:
         """Some models (OPT) count positions over what a mask shows."""
         if not isinstance(mask, Tensor) or mask.ndim != 2 or is_fake(mask) or bool(mask.all()):
             return
@@ -221,7 +221,7 @@ def _deepstack(parts: Parts, embeds: Any, where: Tensor | None) -> Any:
     return [features[mine] for features in embeds]
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def tensors_of(output: object) -> list[Tensor]:
     """Those that a model returned, but for what stands in containers of their own."""
     if isinstance(output, Tensor):
         return [output]
@@ -239,7 +239,7 @@ def exchange(output: Any, old: Tensor, new: Tensor) -> Any:
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 
-def _gathered(call: StackCall, output: Any, states: Tensor) -> Any:
+def _gathered(call: StackCall, output: object, states: Tensor) -> Any:
     """`output` with whole sequences in the place of a part's hidden `states`; None: as it is."""
     part = sequence_ops.padded_length(call.length, call.parts.ranks) // call.parts.ranks
     if not gathers_whole(call) or states.shape[1] != part or getattr(states, _WHOLE, False):
@@ -249,7 +249,7 @@ def _gathered(call: StackCall, output: Any, states: Tensor) -> Any:
     return exchange(output, states, whole)
 
 
-def gather_behind(module: nn.Module, args: Any, output: Any) -> Any:
+def gather_behind(module: nn.Module, args: object, output: object) -> Any:
     """A forward hook of what runs the layers of a stack, where something comes behind it in the stack (a pooler)."""
     call, states = CURRENT.get(), next(iter(tensors_of(output)), None)
     return None if call is None or states is None else _gathered(call, output, states)
@@ -269,7 +269,7 @@ def gather_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -307,13 +307,13 @@ class LongestPosition:
         self._tokens.append(positions.shape[-1])
         return (), given | {_POSITIONS: _with_longest(positions, call)}
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: object, output: object) -> Any:
         """The forward hook, also after an exception."""
         tokens = self._tokens.pop() if self._tokens else None
         if tokens is None or output is None:
             return None
 
-        def own(made: Any) -> Any:
+        def own(made: object) -> Any:
             if isinstance(made, tuple):
                 return tuple(map(own, made))
             if not isinstance(made, Tensor) or made.ndim < 2 or made.shape[-2] != tokens + 1:

@@ -328,7 +328,7 @@ class GatheringCache:
     def __init__(self, parts: Parts, padded: int) -> None:
         self._parts, self._padded = parts, padded
 
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """(B, heads, L, D) of this part to (B, heads, ranks * L, D), twice."""
         return self._parts.gather(key, 2), self._parts.gather(value, 2)
 
@@ -359,7 +359,7 @@ class _Offsets:
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         return self._offsets
 
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         return key, value
 
 

@@ -266,7 +266,7 @@ def first_tokens(
     return made
 
 
-def _own_length(name: str, value: Any) -> bool:
+def _own_length(name: str, value: object) -> bool:
     """Whether `value` has a sequence of its own: of labels or a decoder, beside an encoder's."""
     return isinstance(value, Tensor) and value.ndim > 1 and (name in LABELS or name.startswith("decoder_"))
 

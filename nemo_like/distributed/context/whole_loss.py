@@ -93,7 +93,7 @@ class RootHooks:
         loss.__enter__()
         return (), given
 
-    def after(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, model: nn.Module, args: object, output: object) -> Any:
         if not self._open:
             return None
         loss = self._open.pop()
@@ -153,7 +153,7 @@ class RootHooks:
         if self._calls[mode] in _CHECKED and tokens is not None and self._whole:  # a pipeline compares all its stages
             verify_cut(self._model, self.parts, given, tokens, self._look)
 
-    def _look(self, given: dict[str, Any], output: Any, length: int) -> None:
+    def _look(self, given: dict[str, Any], output: object, length: int) -> None:
         """At what the model gives for whole sequences of `length` tokens: outputs without a sequence, or a loss that is no
         cross entropy of labels of tokens."""
         of_tokens, _ = self._labels(given)
@@ -196,7 +196,7 @@ class RootHooks:
 class _Loss:
     """The loss of one call."""
 
-    def __init__(self, hooks: RootHooks, whole: Tensor, items: Any, shifted: bool = False) -> None:
+    def __init__(self, hooks: RootHooks, whole: Tensor, items: object, shifted: bool = False) -> None:
         """shifted: the labels are those of the next tokens already."""
         self.hooks, self.whole, self.items, self.shifted = hooks, whole, items, shifted
         self.labels = hooks.parts.cut(whole, 1, IGNORED)
@@ -215,9 +215,9 @@ class _Loss:
         input: Tensor,
         target: Tensor,
         weight: Tensor | None = None,
-        size_average: Any = None,
+        size_average: object = None,
         ignore_index: int = IGNORED,
-        reduce: Any = None,
+        reduce: object = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
@@ -264,7 +264,7 @@ class _Loss:
         # Where no call has shown which of the two, no label counts on any rank, and both are the same.
         return F.pad(self.whole, (0, 1), value=ignore_index)[..., 1:] if hooks.shifts else self.whole
 
-    def put_sum(self, output: Any) -> Any:
+    def put_sum(self, output: object) -> Any:
         """`output` with the loss of all parts in the place of this part's."""
         parts = self.hooks.parts
         loss = output.get("loss") if isinstance(output, dict) else None
@@ -309,12 +309,12 @@ class WatchedLosses:
     def __exit__(self, *error: object) -> None:
         F.cross_entropy = self._before
 
-    def _cross_entropy(self, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _cross_entropy(self, input: Tensor, target: Tensor, *args: object, **kwargs: object) -> Tensor:
         loss = self._before(input, target, *args, **kwargs)
         self._found.append((loss, target.numel()))
         return loss
 
-    def make(self, loss: Tensor, labels: Tensor, items: Any) -> bool:
+    def make(self, loss: Tensor, labels: Tensor, items: object) -> bool:
         """Whether `loss` is made of those that were watched, each of a target for each of `labels`."""
         if not self._found or any(count != labels.numel() or term.ndim for term, count in self._found):
             return False

@@ -101,7 +101,7 @@ def _setup_route(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _route_backward(
-    ctx: Any, _chosen: Any, grad: Tensor | None, *_: Any
+    ctx: Any, _chosen: object, grad: Tensor | None, *_: object
 ) -> tuple[None, Tensor | None, None, None, None]:
     if grad is None:
         return None, None, None, None, None
@@ -157,10 +157,10 @@ class DeepEP(ByToken):
         places = torch.argsort(torch.where(flat < 0, self.experts, flat), stable=True)[: sum(counts.tolist())]
         return places, counts, None if weights is None else came_weights, handle
 
-    def spread(self, rows: Tensor, way: Any) -> Tensor:
+    def spread(self, rows: Tensor, way: object) -> Tensor:
         """As `ByToken.spread`."""
         return deepep_spread(rows, way, self.group)
 
-    def summed(self, results: Tensor, way: Any) -> Tensor:
+    def summed(self, results: Tensor, way: object) -> Tensor:
         """As `ByToken.summed`."""
         return deepep_sum(results, way, self.group)

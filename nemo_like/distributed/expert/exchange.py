@@ -181,11 +181,11 @@ class ByToken:
         """
         raise NotImplementedError
 
-    def spread(self, rows: Tensor, way: Any) -> Tensor:
+    def spread(self, rows: Tensor, way: object) -> Tensor:
         """(N, D) of this rank → (tokens that came, D)."""
         raise NotImplementedError
 
-    def summed(self, results: Tensor, way: Any) -> Tensor:
+    def summed(self, results: Tensor, way: object) -> Tensor:
         """(tokens that came, D) → (N, D), summed over the ranks that each token went to."""
         raise NotImplementedError
 

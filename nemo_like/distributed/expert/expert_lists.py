@@ -147,7 +147,7 @@ class _ExpertHandle:
     def __init__(self, stack: StackedExperts, number: int) -> None:
         self._stack, self._number = stack, number
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: object) -> Tensor:
         rows = (*args, *kwargs.values())
         if self._stack.block_pass is None or len(rows) != 1 or not isinstance(rows[0], Tensor):
             raise NotImplementedError(
@@ -197,7 +197,7 @@ class BlockOfList:
         self._own: Callable[..., Any] = block.forward
 
     @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         stack, block = self._stack, self._block
         others = {name: _AnsweredOnce(child) for name, child in block._modules.items() if child not in (None, stack)}
         before, buffers = _random(), {name: (b, b.clone()) for name, b in block._buffers.items() if b is not None}
@@ -236,7 +236,7 @@ class BlockOfList:
         return [part.view(given.shape) for part, (_, given) in zip(out.split(sizes), calls)], out.sum()
 
 
-def _tied(out: Any, zero: Tensor) -> Any:
+def _tied(out: object, zero: Tensor) -> Any:
     """`out` with a zero in its first tensor, through which backward comes to the exchange: all ranks send, or none."""
     if isinstance(out, Tensor):
         return out + zero.to(out.dtype)
@@ -248,12 +248,12 @@ def _tied(out: Any, zero: Tensor) -> Any:
 class _AnsweredOnce:
     """A module of the block, which computes in the first pass, and answers with the same in the second."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: object) -> None:
         self.__dict__["_module"] = module
         self.__dict__["_answers"] = []
         self.__dict__["answering"] = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.answering:
             out, state = self._answers.pop(0)
             _set_random(state)
@@ -265,7 +265,7 @@ class _AnsweredOnce:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "answering":
             self.__dict__[name] = value
         else:

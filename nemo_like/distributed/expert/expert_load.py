@@ -146,13 +146,13 @@ class _CalledExperts:
         self.experts = experts
         self.called: set[int] = set()
 
-    def note(self, module: nn.Module, _args: Any) -> None:
+    def note(self, module: nn.Module, _args: object) -> None:
         self.called.add(id(module))
 
-    def begin(self, _block: nn.Module, _args: Any) -> None:
+    def begin(self, _block: nn.Module, _args: object) -> None:
         self.called.clear()
 
-    def end(self, _block: nn.Module, _args: Any, out: Any) -> Any:
+    def end(self, _block: nn.Module, _args: object, out: object) -> Any:
         """`out`, through which backward comes to the experts that were not called, too, with zeros."""
         idle = [expert for expert in self.experts if id(bare(expert)) not in self.called]
         weights = [p for expert in idle for p in expert.parameters() if p.requires_grad]

@@ -319,7 +319,7 @@ def pass_through(adapters: Iterable[nn.Module]) -> None:
         adapter.forward = functools.partial(_inside, adapter)
 
 
-def _inside(adapter: Any, *args: Any, **kwargs: Any) -> Any:
+def _inside(adapter: Any, *args: object, **kwargs: object) -> Any:
     if adapter.merged:
         raise RuntimeError(
             "Adapters on experts that ep splits were merged: a rank has only some of the experts to merge into."

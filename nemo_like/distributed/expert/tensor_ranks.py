@@ -98,7 +98,7 @@ def _(term: Tensor, group: str) -> Tensor:
     return torch.empty_like(term)
 
 
-def _setup_part(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_part(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     whole, ctx.dim, ctx.ranks, ctx.rank, ctx.group = inputs
     ctx.size = whole.shape[ctx.dim]
 
@@ -107,7 +107,7 @@ def _part_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return rows_of_all(grad, ctx.dim, ctx.size, ctx.ranks, ctx.rank, ctx.group), None, None, None, None
 
 
-def _setup_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_all(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     _, ctx.dim, _, ctx.ranks, ctx.rank, ctx.group = inputs
 
 

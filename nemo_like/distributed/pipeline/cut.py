@@ -59,7 +59,7 @@ class AbsentLayer(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__.get("_layer"), name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: object) -> Any:
         """What was received, as the layer would return it; or the stage's end."""
         if self._ends:
             raise StageEnd(args[self._place] if isinstance(self._place, int) else kwargs[self._place])
@@ -182,7 +182,7 @@ class StageForward:
         self.shares: MicrobatchShares | None = None
         """Of the loss of the whole batch; None: there is one microbatch."""
 
-    def __call__(self, *given: Tensor, microbatch: Tensor | None = None, **more: Any) -> Any:
+    def __call__(self, *given: Tensor, microbatch: Tensor | None = None, **more: object) -> Any:
         """`given`: the number of the microbatch on the first stage; on others what the one before sent, as a rule the hidden
         states (rows, tokens, width)."""
         number = int(given[0] if microbatch is None else microbatch)
@@ -224,7 +224,7 @@ class StageForward:
         return batch if self._packed is None else self._packed.whole_batch(self._model, dict(batch))
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: object) -> Tensor:
     """The loss in what the model returned.
 
     Raises:

@@ -59,7 +59,7 @@ class Pipeline(StagesOfRank):
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, **batch: Any) -> Tensor:
+    def step(self, **batch: object) -> Tensor:
         """Forward and backward of all microbatches; gradients are added to those that are there.
 
         Args:
@@ -91,7 +91,7 @@ class Pipeline(StagesOfRank):
         return self._mean(losses)
 
     @torch.no_grad()
-    def eval_step(self, **batch: Any) -> Tensor:
+    def eval_step(self, **batch: object) -> Tensor:
         """The loss of a batch, as `step` takes and returns it, without gradients.
 
         One stage after the other; torch's own way for this fails for schedules with several stages on a rank (torch 2.13).
@@ -371,7 +371,7 @@ class _Stage(VotingStage):
     replay = "auto"
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
         """As torch's."""
         half = not full_backward and self.replay != "twice"

@@ -125,7 +125,7 @@ def _shape(pp: PipelineParallel, stage: int) -> Any:
     )
 
 
-def _no_loss(output: Any, target: Any) -> Any:
+def _no_loss(output: object, target: object) -> Any:
     return output
 
 

@@ -41,7 +41,7 @@ from nemo_like.torch_compat import TorchDispatchMode, answering_calls
 def stage_parts(
     model: nn.Module,
     layers: Sequence[Layer],
-    sample_input: Any,
+    sample_input: object,
     *,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
@@ -74,7 +74,7 @@ def check_stages(
     model: nn.Module,
     parts: StageParts,
     stages: Sequence[StageSlice],
-    sample_input: Any,
+    sample_input: object,
     *,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
@@ -113,7 +113,7 @@ def check_stages(
 class _UseWatch(TorchDispatchMode):
     """Phases: 0 before the first layer, 2 i + 1 in layer i, 2 i + 2 after it."""
 
-    def __init__(self, model: nn.Module, names: list[str], state: Mapping[str, Tensor], sample: Any) -> None:
+    def __init__(self, model: nn.Module, names: list[str], state: Mapping[str, Tensor], sample: object) -> None:
         super().__init__()
         self.model, self.names, self.phase = model, names, 0
         self.flops: Counter[int] = Counter()
@@ -142,7 +142,7 @@ class _UseWatch(TorchDispatchMode):
         self.held.append(storage)
         return id(storage)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         depends = False
         for tensor in tensors_in((args, kwargs or {})):
             key = self.key(tensor)
@@ -170,7 +170,7 @@ class _UseWatch(TorchDispatchMode):
     def watched(self, layer: Layer, forward: Callable[..., Any]) -> Callable[..., Any]:
         index = self.names.index(layer.fqn)
 
-        def watching(*args: Any, **kwargs: Any) -> Any:
+        def watching(*args: object, **kwargs: object) -> Any:
             if self.phase != 2 * index:
                 self.refuse(f"{layer.fqn} is called in {self.where(self.phase)}, and not once, in its place")
             given = [t for t in tensors_in((args, kwargs)) if self.key(t) in self.made]
@@ -266,7 +266,7 @@ class SplitCall:
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
-    def __call__(self, **batch: Any) -> Any:
+    def __call__(self, **batch: object) -> Any:
         """What the last stage returns; the others end with `StageEnd`."""
         output = self.run(self._received.tensors, batch)
         if self._piece.is_last:
@@ -310,7 +310,7 @@ class SplitParts:
         split: Split,
         stages: int,
         layers: Sequence[Layer],
-        sample_input: Any,
+        sample_input: object,
         *,
         dtype: torch.dtype | None = None,
         autocast: torch.dtype | None = None,

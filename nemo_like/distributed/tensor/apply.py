@@ -317,7 +317,7 @@ def _gather_output(mesh: DeviceMesh) -> Any:
     return hook
 
 
-def _name_mixture(module: nn.Module, _args: Any, output: Any) -> None:
+def _name_mixture(module: nn.Module, _args: object, output: object) -> None:
     """Say of torch's error for a cut weight among plain tensors where it comes from, and what to do."""
     error = sys.exc_info()[1]
     if output is None and isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):

@@ -123,7 +123,7 @@ def _own_plan(model: nn.Module) -> Mapping[str, str]:
     return {f"{prefix}{pattern}": style for pattern, style in base_plan.items()}
 
 
-def _rules(model: nn.Module, pattern: str, style: Any, own: bool) -> Iterator[Rule]:
+def _rules(model: nn.Module, pattern: str, style: object, own: bool) -> Iterator[Rule]:
     if not isinstance(style, str | ParallelStyle):
         raise TypeError(f"The style of {pattern!r} is {style!r}; it must be a ParallelStyle or the name of one.")
     name = style if isinstance(style, str) else type(style).__name__
@@ -154,7 +154,7 @@ def _rules(model: nn.Module, pattern: str, style: Any, own: bool) -> Iterator[Ru
         )
 
 
-def _parameter_rule(fqn: str, module: nn.Module, parameter: str, style: Any, name: str, config: Any) -> Rule:
+def _parameter_rule(fqn: str, module: nn.Module, parameter: str, style: object, name: str, config: object) -> Rule:
     """A rule for a bare parameter (fused experts, attention sinks): only transformers' styles can cut one by itself."""
     made = style if isinstance(style, InstalledStyle) else _installed(name, config)
     if made is None:
@@ -165,14 +165,14 @@ def _parameter_rule(fqn: str, module: nn.Module, parameter: str, style: Any, nam
     return Rule(fqn, made, name, module, parameter)
 
 
-def _made(style: str | ParallelStyle, config: Any = None) -> ParallelStyle:
+def _made(style: str | ParallelStyle, config: object = None) -> ParallelStyle:
     """The style itself, where its name is known to be known."""
     made = make_style(style, config) if isinstance(style, str) else style
     assert made is not None
     return made
 
 
-def _installed(name: str, config: Any) -> InstalledStyle | None:
+def _installed(name: str, config: object) -> InstalledStyle | None:
     styles = installed_styles()
     return InstalledStyle(name, styles[name], config) if name in styles else None
 
@@ -309,7 +309,7 @@ class SummedGradients(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward = module.forward
 
-        def forward_with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
+        def forward_with_summed_gradients(*args: object, **kwargs: object) -> Any:
             own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
             # A plain tensor may stand where a Parameter stood while forward runs; both are put back even when a replay
             # stops early.
@@ -328,7 +328,7 @@ class ReducedOutput(ParallelStyle):
     """The module's output is this rank's term of a sum: reduce it."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def reduce(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        def reduce(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
             partial = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
             return partial.redistribute(placements=[Replicate()]).to_local()
 
@@ -378,7 +378,7 @@ def own_outputs(model: nn.Module, modules: Collection[nn.Module]) -> None:
                 module.register_forward_hook(_copied)
 
 
-def _copied(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+def _copied(_module: nn.Module, _inputs: Any, output: object) -> Any:
     return output.clone() if isinstance(output, Tensor) and not isinstance(output, DTensor) else output
 
 
@@ -403,7 +403,7 @@ def known_styles() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*_STYLES, *installed_styles()]))
 
 
-def make_style(name: str, config: Any = None) -> ParallelStyle | None:
+def make_style(name: str, config: object = None) -> ParallelStyle | None:
     """The style called `name`, or None where neither we nor the installed transformers know it."""
     if name in _STYLES:
         return _STYLES[name]()

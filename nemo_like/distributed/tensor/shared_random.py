@@ -55,7 +55,7 @@ class SharedRandom:
         model.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True, with_kwargs=True)
         model.register_forward_hook(torch.compiler.disable(self._after))
 
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, model: nn.Module, args: object, kwargs: object) -> None:
         if any(map(is_fake, tensors_in((args, kwargs)))):
             return
         if not self._modules:
@@ -75,7 +75,7 @@ class SharedRandom:
                 self._say(model, [name for name in differ if name not in self._lent])
             self._began[mode] = self._now(self._torch if drawn is not None else self._generators)
 
-    def _after(self, model: nn.Module, _args: Any, _output: Any) -> None:
+    def _after(self, model: nn.Module, _args: object, _output: object) -> None:
         mode = self._mode()
         began, known = self._began.pop(mode, None), self._drawn.get(mode)
         if began is None:
@@ -149,7 +149,7 @@ def _held_by(model: nn.Module) -> dict[str, tuple[Callable[[], Any], Callable[[A
     return {f"generator {number} of the model": _access(held[key]) for number, key in enumerate(held)}
 
 
-def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _access(generator: object) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     if not isinstance(generator, torch.Generator):
         return partial(state_of, generator), partial(put_state, generator)
     return lambda: _bytes(generator.get_state()), lambda state: generator.set_state(_tensor(state))
@@ -169,7 +169,7 @@ def _numpy_state() -> Any:
     return (state[0], state[1].tolist(), *state[2:]) if isinstance(state, tuple) else None
 
 
-def _set_numpy_state(state: Any) -> None:
+def _set_numpy_state(state: object) -> None:
     if state is not None and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +50,7 @@ def refuse_to_train(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
     """Have the forward of `model` raise once one of `parameters`, frozen now and not reduced over ranks, is to train."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad and parameter.is_floating_point()]
 
-    def check(module: nn.Module, _args: Any) -> None:
+    def check(module: nn.Module, _args: object) -> None:
         if torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), frozen)):
             name = next(n for n, p in module.named_parameters() if p.requires_grad and any(p is one for one in frozen))
             raise RuntimeError(
@@ -73,7 +72,7 @@ def _remember(parameter: nn.Parameter, name: str) -> None:
     _replaced[key] = weakref.ref(parameter, forget), name
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
     if not _replaced:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -128,7 +128,7 @@ class StridedDTensor(DTensor):
     """A DTensor that DCP saves and loads as the boxes that it is; operators give one where they keep the placements."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         # Copies on another device, as an asynchronous save makes them, are such tensors again.
         return result if func._schema.is_mutable else tree_map_only(DTensor, in_boxes, result)
@@ -136,7 +136,7 @@ class StridedDTensor(DTensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [chunk for chunk, _ in _boxes(self)]
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.to_local())
         return [
             WriteItem(
@@ -155,14 +155,14 @@ class StridedDTensor(DTensor):
 torch.serialization.add_safe_globals([StridedDTensor])
 
 
-def in_boxes(tensor: Any) -> Any:
+def in_boxes(tensor: object) -> Any:
     """`tensor` itself, or the same memory as a `StridedDTensor` where it is a DTensor whose local part is several boxes."""
     if not isinstance(tensor, DTensor) or isinstance(tensor, StridedDTensor) or not is_strided(tensor):
         return tensor
     return as_dtensor_type(StridedDTensor, tensor)
 
 
-def as_dtensor(tensor: Any) -> Any:
+def as_dtensor(tensor: object) -> Any:
     """The opposite of `in_boxes`, for an optimizer to work on."""
     return as_dtensor_type(DTensor, tensor) if isinstance(tensor, StridedDTensor) else tensor
 
@@ -174,7 +174,7 @@ def is_strided(tensor: DTensor) -> bool:
     return cut_twice and any(len(runs) > 1 for runs in _runs(tensor))
 
 
-def describe_strided(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+def describe_strided(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
     """A state dict post hook of `module`, for whoever gives its state dict to DCP."""
     for name in module._parameters:
         value = state.get(prefix + name)

@@ -232,7 +232,7 @@ def refuse_to_save_shards(model: nn.Module) -> None:
         model.save_pretrained = functools.partial(_save_pretrained, model)  # type: ignore[assignment]
 
 
-def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(model: nn.Module, *args: object, **kwargs: object) -> Any:
     save = getattr(type(model), "save_pretrained").__get__(model)  # noqa: B009
     given = inspect.signature(save).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
