@@ -14,7 +14,6 @@ import enum
 import functools
 import importlib
 import inspect
-import itertools
 import pkgutil
 import re
 import sys
@@ -24,6 +23,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from nemo_like._util.field_docs import attribute_docs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
@@ -165,25 +166,6 @@ def defining_module(room: ModuleType, name: str) -> ModuleType:
         if isinstance(node, ast.ImportFrom) and node.module and any(a.name == name for a in node.names):
             return importlib.import_module(node.module)
     return room
-
-
-def attribute_docs(source: str, cls: str | None) -> dict[str, str]:
-    """Names with the string that stands below their assignment: at the top level, or in the class `cls`."""
-    body: list[ast.stmt] = ast.parse(textwrap.dedent(source)).body
-    if cls is not None:
-        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == cls)
-    found = {}
-    for node, after in itertools.pairwise(body):
-        target = (
-            node.target
-            if isinstance(node, ast.AnnAssign)
-            else node.targets[0]
-            if isinstance(node, ast.Assign)
-            else None
-        )
-        if isinstance(target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            found[target.id] = str(after.value.value)
-    return found
 
 
 def first_paragraph(module: ModuleType) -> str:

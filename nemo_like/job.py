@@ -95,7 +95,8 @@ class Job:
 
     strategy: FSDP2 | DDP | Single = FSDP2()
     """How parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``; or `FSDP2(...)` with what only
-    it has (resharding, prefetch, CPU offload, frozen towers), or `DDP(...)`. With one rank all mean ``"single"``."""
+    it has (resharding, prefetch, CPU offload, frozen towers), or `DDP(...)` (unused parameters, bucket size).
+    With one rank all mean ``"single"``: no process group."""
     ac: CheckpointConfig | MemoryBudget | Plan = "selective"  # type: ignore[assignment]
     """Activation checkpointing, or a budget such as ``"40GiB"``, ``"50%"`` or ``"auto"``. ``None``/``False``/``"none"``,
     ``True``/``"full"`` (recompute whole layers), ``"selective"`` (keep the expensive ops), ``"submodule"``,
@@ -150,8 +151,8 @@ class Job:
     """The device to predict for, by name or JSON file. A name of `nemo_like.planning.devices.known_devices`, a file or a
     `Device`; None: the one at hand."""
     world_size: int | None = None
-    """Ranks in all. It is for predictions where no process group is; None: the process group's, else the launcher's,
-    else 1."""
+    """Ranks in all. It must be as many as there are, and is for predictions where no process group is; None: the process
+    group's, else the launcher's, else 1."""
     allocator: AllocatorConfig = AllocatorConfig()  # noqa: RUF009 - frozen
     """The settings of CUDA's caching allocator that a prediction counts with, as in PYTORCH_ALLOC_CONF. Default: its
     own."""

@@ -152,6 +152,7 @@ def parallelize(
             ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that what
             fails once it is split is refused here.
         FIELDS
+        optimizer: the optimizer that a budget counts, short for ``step=StepSpec(optimizer=...)``; default: ``"adamw"``.
 
     Raises:
         ValueError, TypeError: any bad argument, with the value, the reason and the way out; a model without repeated
@@ -167,7 +168,7 @@ def parallelize(
         job = Job.of(**given)
     except (ValueError, TypeError) as error:
         if str(strategy).lower() != "single" and not isinstance(strategy, Single):
-            check_agreement(model, error, mesh)  # the other ranks hear of it
+            check_agreement(model, error, mesh, asked.get("device"))  # the other ranks hear of it
         raise
     check_agreement(model, job, mesh)
     if job.param_dtype is torch.float16:

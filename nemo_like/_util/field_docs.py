@@ -10,19 +10,27 @@ import itertools
 import textwrap
 
 
+def attribute_docs(source: str, cls: str | None) -> dict[str, str]:
+    """Return names with the string that stands below their assignment: at the top level, or in the class `cls`."""
+    body: list[ast.stmt] = ast.parse(textwrap.dedent(source)).body
+    if cls is not None:
+        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == cls)
+    docs = {}
+    for node, after in itertools.pairwise(body):
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[target.id] = str(after.value.value)
+    return docs
+
+
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Return the string behind each field of `cls`, in one line, by the field's name; empty without the source file."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        source = inspect.getsource(cls)
     except (OSError, TypeError):
         return {}
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    docs = {}
-    for field, text in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            docs[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
-    return docs
+    return {name: " ".join(text.split()) for name, text in attribute_docs(source, cls.__name__).items()}
 
 
 def described(cls: type, indent: str) -> str:

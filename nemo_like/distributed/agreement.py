@@ -39,12 +39,15 @@ _LONGEST = 200
 """Characters of a value in a message; longer ones are compared in full and shown cut."""
 
 
-def check_agreement(model: nn.Module, job: Job | Exception, mesh: DeviceMesh | None = None) -> None:
+def check_agreement(
+    model: nn.Module, job: Job | Exception, mesh: DeviceMesh | None = None, device: object = None
+) -> None:
     """Raise where ranks were given different jobs or models. A collective, before anything is changed.
 
     Args:
         model: compared by its parameters' and buffers' names, dtypes, shapes, and whether they train or are meta.
         job: what `parallelize` was asked on this rank, or what it raises for that: the other ranks hear of it.
+        device: of a call that is refused, as the caller wrote it: says which process group is made.
         mesh: its ranks compare; default: all. With one rank, and for ``strategy="single"``, nobody does.
 
     Raises:
@@ -55,7 +58,7 @@ def check_agreement(model: nn.Module, job: Job | Exception, mesh: DeviceMesh | N
         return
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         return  # a mesh without this rank: refused in a moment, here and where it is one of too few
-    kind = job.device.type if isinstance(job, Job) and job.device is not None else None
+    kind = _device_type(job.device if isinstance(job, Job) else device)
     seconds = getattr(job.strategy, "timeout_seconds", None) if isinstance(job, Job) else None
     if not dist.is_initialized():
         launch.init_distributed(kind, timeout=None if seconds is None else timedelta(seconds=seconds))
@@ -214,6 +217,14 @@ def ranks_in_words(ranks: list[int]) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _device_type(device: object) -> str | None:
+    """Return the kind of device; None where none was named, or nonsense, which is why the call is refused."""
+    try:
+        return None if device is None else torch.device(device).type  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        return None
 
 
 def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
