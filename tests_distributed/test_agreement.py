@@ -53,6 +53,7 @@ def test_options_that_differ_are_named_on_every_rank(by_rank: list[dict[str, Any
     assert messages[0] == messages[1]
     for sentence in said:
         assert sentence in messages[0], messages[0]
+    assert ("strategy is" in messages[0]) == any("strategy is" in sentence for sentence in said), messages[0]
 
 
 def test_ranks_with_the_same_value_are_named_together() -> None:

@@ -37,6 +37,8 @@ from nemo_like.transformers_compat import layers_dropped_in_vain
 
 _LONGEST = 200
 """Characters of a value in a message; longer ones are compared in full and shown cut."""
+_CALL = "the call"
+"""What a rank tells the others in place of its options where it refuses them."""
 
 
 def check_agreement(
@@ -73,7 +75,7 @@ def check_agreement(
         asked = {name: _words_of(value, code, names) for name, value, code in job.as_words()}
         asked |= {"device": repr(kind), "mesh": _describe(mesh, names)}  # each rank has a device number of its own
     else:
-        asked = {"the call": f"refused ({job})"}
+        asked = {_CALL: f"refused ({job})"}
     layout = {name: _describe_tensor(tensor) for name, tensor in _named_tensors(model)}
     if not all_have((sorted(asked.items()), list(layout.items())), groups):
         raise ValueError(_difference(gather_objects((launch.rank(), asked, layout), groups)))
@@ -180,7 +182,8 @@ def gather_objects(mine: object, groups: Iterable[dist.ProcessGroup | None]) -> 
 
 
 def _difference(everyone: list[tuple[int, dict[str, str], dict[str, str]]]) -> str:
-    options = _differences(everyone, lambda item: item[1])
+    refused = any(_CALL in asked for _, asked, _ in everyone)  # which has no options to compare
+    options = _differences(everyone, lambda item: {k: v for k, v in item[1].items() if not refused or k == _CALL})
     if options:
         return (
             f"Ranks were given different options: {'; '.join(options)}. Each collective needs all ranks, so they would "
