@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nemo_like._util.lazy import lazy_names
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as" says that they are public
     from nemo_like.activation_checkpointing.apply import apply_specs as apply_specs
@@ -164,12 +165,7 @@ _MODULES = {name: f"nemo_like.{module}" for module, names in _WHERE.items() for 
 __all__ = sorted(_MODULES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'nemo_like' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,9 @@ Names are imported when they are asked for: a job without a budget runs nothing 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nemo_like._util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.plan import LayerPlan, Plan, PlanError
@@ -15,23 +16,16 @@ if TYPE_CHECKING:
     from nemo_like.planning.stages import PipelinePlanner
 
 _MODULES = {
-    "BudgetError": "planning.planner",
-    "LayerPlan": "activation_checkpointing.plan",
-    "PipelinePlanner": "planning.stages",
-    "Plan": "activation_checkpointing.plan",
-    "PlanError": "activation_checkpointing.plan",
-    "Planner": "planning.planner",
-    "apply_plan": "planning.planner",
-    "plan_for": "planning.planner",
-    "plan_pipeline": "planning.stage_plans",
+    "BudgetError": "nemo_like.planning.planner",
+    "LayerPlan": "nemo_like.activation_checkpointing.plan",
+    "PipelinePlanner": "nemo_like.planning.stages",
+    "Plan": "nemo_like.activation_checkpointing.plan",
+    "PlanError": "nemo_like.activation_checkpointing.plan",
+    "Planner": "nemo_like.planning.planner",
+    "apply_plan": "nemo_like.planning.planner",
+    "plan_for": "nemo_like.planning.planner",
+    "plan_pipeline": "nemo_like.planning.stage_plans",
 }
 
 __all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'nemo_like.planning' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"nemo_like.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _MODULES)
