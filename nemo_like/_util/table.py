@@ -1,0 +1,148 @@
+"""Tables for a terminal, a log or a notebook, and the numbers in them."""
+
+from __future__ import annotations
+
+import html
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a `Table`."""
+
+    name: str
+    keep: int = 0
+    """How long it is kept where the screen is too narrow: 0 always, then the smallest number longest."""
+    left: bool = False
+    """Align to the left, as text is."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under named columns. A column that is empty in every row is never shown."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def text(self, width: int | None = None) -> str:
+        """Return the table in at most `width` columns of text, if leaving columns out can do that; None: all of it.
+
+        >>> table = Table((Column("ac", left=True), Column("peak"), Column("at", keep=1)), (("full", "45.5", "head"),))
+        >>> print(table.text())
+        ac    peak    at
+        full  45.5  head
+        >>> print(table.text(width=12))
+        ac    peak
+        full  45.5
+        """
+        shown = self.shown(width)
+        sizes = self._sizes()
+        lines = [tuple(column.name for column in self.columns), *self.rows]
+        return "\n".join(
+            "  ".join(
+                line[i].ljust(sizes[i]) if self.columns[i].left else line[i].rjust(sizes[i]) for i in shown
+            ).rstrip()
+            for line in lines
+        )
+
+    def shown(self, width: int | None = None) -> list[int]:
+        """Return the numbers of the columns that `text` shows in `width`."""
+        sizes = self._sizes()
+        shown = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows) or not self.rows]
+        while width is not None and sum(sizes[i] + 2 for i in shown) - 2 > width:
+            last = max(shown, key=lambda i: (self.columns[i].keep, i))
+            if not self.columns[last].keep:
+                break
+            shown.remove(last)
+        return shown
+
+    def left_out(self, width: int | None) -> list[str]:
+        """Return the names of the columns that do not fit in `width`."""
+        shown = self.shown(width)
+        return [self.columns[i].name for i in self.shown() if i not in shown]
+
+    def html(self) -> str:
+        """Return all of it as an HTML table."""
+        shown = self.shown()
+        head = "".join(f"<th>{html.escape(self.columns[i].name)}</th>" for i in shown)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(row[i])}</td>" for i in shown) + "</tr>" for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _sizes(self) -> list[int]:
+        return [
+            max(len(column.name), *(len(row[i]) for row in self.rows)) if self.rows else len(column.name)
+            for i, column in enumerate(self.columns)
+        ]
+
+
+def screen_width() -> int:
+    """Return the columns of the terminal, of ``COLUMNS``, or 80 where neither says."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def paragraph(text: str, width: int | None) -> str:
+    """Return `text` in lines of at most `width`; a longer word has a line of its own."""
+    if width is None:
+        return text
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+@dataclass(frozen=True)
+class ByteUnit:
+    """The one unit of a report."""
+
+    name: str
+    size: int
+
+    @classmethod
+    def of(cls, sizes: Iterable[int]) -> ByteUnit:
+        """Return the largest unit of which the largest of `sizes` is at least one.
+
+        >>> ByteUnit.of([3 << 30, 5 << 20]), ByteUnit.of([700])
+        (ByteUnit(name='GiB', size=1073741824), ByteUnit(name='B', size=1))
+        """
+        most = max(map(abs, sizes), default=0)
+        return next((unit for unit in _UNITS if most >= unit.size), _UNITS[-1])
+
+    def number(self, size: float) -> str:
+        """Return `size` bytes as a number of this unit, three digits.
+
+        >>> ByteUnit("GiB", 1 << 30).number(57_703_000_000)
+        '53.7'
+        """
+        return three_digits(size / self.size)
+
+    def word(self, size: float) -> str:
+        """Return `size` bytes with the unit: ``"53.7 GiB"``."""
+        return f"{self.number(size)} {self.name}"
+
+
+_UNITS = (ByteUnit("GiB", 2**30), ByteUnit("MiB", 2**20), ByteUnit("KiB", 2**10), ByteUnit("B", 1))
+
+
+def three_digits(value: float) -> str:
+    """Return `value` with three significant digits, and never more than two behind the point.
+
+    >>> three_digits(2081.4), three_digits(155.2), three_digits(53.74), three_digits(3.914), three_digits(0)
+    ('2,080', '155', '53.7', '3.91', '0')
+    """
+    size = abs(value)
+    if size >= 100:
+        scale = 10 ** max(0, len(str(int(size))) - 3)
+        return f"{round(value / scale) * scale:,}"
+    return "0" if not value else f"{value:.{1 if size >= 10 else 2}f}"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, two digits: ``"0.4 %"``, ``"17 %"``."""
+    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
+
+
+def columns_note(names: Sequence[str]) -> str:
+    """Return the line that names the columns that a narrow screen does not show; empty: all are shown."""
+    return f"Not shown at this width: {', '.join(names)} (--wide)." if names else ""
